@@ -19,6 +19,7 @@ from threading import Thread
 
 import torch
 from tests.zoo.case import Case, draw, read
+from tests.zoo.forward import FORWARDS
 from tests.zoo.judge import Verdict, judge
 from tests.zoo.kind import KINDS
 from tests.zoo.not_yet import known
@@ -157,9 +158,9 @@ def way(verdict: Verdict) -> str:
 
 def table(found: Sequence[tuple[Case, Verdict]]) -> list[str]:
     """Return outcomes by kind."""
-    counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
+    counts: dict[str, Counter[str]] = {name: Counter() for name in (*KINDS, *FORWARDS)}
     for case, verdict in found:
-        for name in case.kinds:
+        for name in (*case.kinds, *([case.forward] if case.forward else ())):
             counts[name][verdict.outcome] += 1
     lines = [f"{'kind':34s}" + "".join(f"{outcome:>11s}" for outcome in OUTCOMES)]
     for name, count in counts.items():
@@ -175,7 +176,9 @@ def measure(options: argparse.Namespace) -> Figures:
         cases = [read(options.case)]
     else:
         count = 1 if options.only else options.count or (QUICK if options.quick else COUNT)
-        cases = [draw(seed, names, options.transport) for seed in range(options.seed, options.seed + count)]
+        forwards = tuple(filter(None, options.forwards.split(","))) if options.forwards is not None else None
+        seeds = range(options.seed, options.seed + count)
+        cases = [draw(seed, names, options.transport, forwards) for seed in seeds]
     if options.skip_known:
         cases = [case for case in cases if not known(case)]
     began, zoo = time.perf_counter(), Zoo()
@@ -210,6 +213,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--case", help="case to run, as JSON, as a failure prints it")
     parser.add_argument("--kinds", help="kinds to draw from, separated by commas")
+    parser.add_argument(
+        "--forwards", help="the model's own forwards to draw from, separated by commas; empty for none"
+    )
     parser.add_argument("--transport", choices=["threads", "processes"], help="run only this transport")
     parser.add_argument("--skip-known", action="store_true", help="skip the cases in tests/zoo/not_yet.py")
     parser.add_argument("--no-shrink", action="store_true", help="do not simplify failing cases")

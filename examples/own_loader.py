@@ -99,9 +99,9 @@ def main() -> None:
             if pipe.rank == 0:
                 print(f"epoch {epoch + 1}  loss {result.loss:.4f}")
         tokens, labels = collate([data[n] for n in range(BATCH)])
-        outputs = pipe.evaluate(tokens, labels, outputs=True).outputs
-        if outputs is not None:  # this process holds the last stage
-            guesses, counted = torch.cat(outputs)[:, :-1].argmax(2), labels[:, 1:] != -100
+        result = pipe.evaluate(tokens, labels, outputs=True)
+        if pipe.holds_last:  # on other ranks there are no outputs
+            guesses, counted = torch.cat(result.outputs)[:, :-1].argmax(2), labels[:, 1:] != -100
             print(f"right letters of answers: {(guesses == labels[:, 1:])[counted].float().mean():.0%}")
 
 

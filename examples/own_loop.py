@@ -54,9 +54,9 @@ def main() -> None:
             if pipe.rank == 0 and (step + 1) % 50 == 0:
                 print(f"step {step + 1}  loss {result.loss:.4f}  gradient norm {update.grad_norm:.3f}")
         points, which = spirals(generator)
-        scores = pipe.evaluate(points, outputs=True).outputs
-        if scores is not None:  # this process holds the last stage
-            right = (torch.cat(scores).argmax(1) == which).float().mean()
+        result = pipe.evaluate(points, outputs=True)
+        if pipe.holds_last:  # on other ranks there are no outputs
+            right = (torch.cat(result.outputs).argmax(1) == which).float().mean()
             print(f"accuracy on new points: {right:.0%}")
 
 

@@ -3,7 +3,7 @@
 ::
 
     PenstockError
-    ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
+    ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line, before a run begins)
     │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
     │   │   └── ScheduleCodeError  a schedule function of the user that failed, or returned no schedule
     │   ├── SplitError       a model that cannot be split as requested
@@ -18,7 +18,7 @@
     │   ├── PeerError         another rank failed first; the message includes that rank's error
     │   └── WaitTimeoutError  a wait timed out
     │       └── HangError     a rank of this process hangs, and its thread cannot be ended
-    ├── CallOrderError       ranks that do not call step() and evaluate() in the same order
+    ├── CallOrderError       ranks that do not make the same calls in the same order
     ├── ReplicaError         copies of one parameter or buffer have diverged
     └── StoppedError         the run stopped on request; its state is saved
 
@@ -33,7 +33,13 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    """A value the user gave that cannot be used."""
+    """A value the user gave that cannot be used.
+
+    Attributes:
+        begun: whether it ended a training run that had begun, and may have written files.
+    """
+
+    begun = False
 
 
 class ScheduleError(ConfigError):
@@ -124,9 +130,9 @@ class HangError(WaitTimeoutError):
 
 
 class CallOrderError(PenstockError):
-    """Ranks that do not all call ``step`` and ``evaluate`` in the same order.
+    """Ranks that do not all make the same calls of a pipeline in the same order, such as ``step`` and ``full_state_dict``.
 
-    The rank that notices raises it; the others raise a `PeerError` with its text.
+    The ranks that notice raise it; others raise a `PeerError` with its text, which names the ranks and their calls.
     """
 
 
@@ -163,13 +169,13 @@ def is_gloo_timeout(error: RuntimeError) -> bool:
     return "imed out" in str(error)  # "Timed out" or "timed out"; gloo has no class of its own for it
 
 
-def nearest(given: str, allowed: list[str], cutoff: float = 0.5) -> str:
+def nearest(given: str, allowed: list[str], cutoff: float = 0.6) -> str:
     """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string.
 
     Args:
         given: the unknown name.
         allowed: known names.
-        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.5).
+        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.6).
     """
     import difflib
 

@@ -16,7 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from penstock.current_folder import current_folder_last
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.batch.splitter import loss_weights
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.validation import resolve_schedule
@@ -91,7 +93,8 @@ def load_target(name: str) -> VerifyTarget:
     """
     module, _, function = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
+        with current_folder_last():
+            make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"cannot find {name!r} ({error}); give MODULE:FUNCTION, a function without arguments that "
@@ -173,16 +176,18 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
     for step in range(steps):
         optimizer.zero_grad()
         x, y = target.batch(step, microbatches)
-        for inputs, labels in zip(
-            *(split_batch(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
-        ):
+        (inputs_of, _), (labels_of, rows) = (
+            split_batch(_as(v, dtype), microbatches, "a batch") for v in (x, y)
+        )
+        weights = loss_weights(labels_of, rows, given.reduction)
+        for inputs, labels, weight in zip(inputs_of, labels_of, weights, strict=True):
             losses_by_name = given.loss_fn(model(inputs), labels)
             loss = (
                 losses_by_name
                 if isinstance(losses_by_name, Tensor)
                 else torch.stack(list(losses_by_name.values())).sum()
             )
-            (loss / microbatches).backward()  # type: ignore[no-untyped-call]
+            weight.apply(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()

@@ -29,7 +29,10 @@ LINES = {
         r"threads interleaved-1f1b v=4: N ms; unsplit N ms",
         r"threads gpipe v=1: N ms; unsplit N ms; torchgpipe N ms; ours/torchgpipe N",
     ],
-    "bench.split_check": [r"\| mid-size \| N \| N \| N \| N \| N \|", r"\| tiny \| N \| N \| N \| N \| N \|"],
+    "bench.split_check": [
+        r"\| mid-size \| N \| N \| N \| N \| N \|", r"\| tiny \| N \| N \| N \| N \| N \|",
+        r"\| mid-size \| threads \| N \| N \| N \| N \|", r"\| tiny \| processes \| N \| N \| N \| N \|",
+    ],
     "bench.step": [
         r"1f1b +N +N +N +N +N", r"zb-v +N +N +N +N +N", r"median +N +N +N +N +N",
         r"best of ours over the bound: N \(.+\)", r"best of peer over the bound: N \(.+\)",

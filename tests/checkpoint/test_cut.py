@@ -9,6 +9,7 @@ import torch
 
 import penstock
 from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.torch_optimizer import TorchOptimizer
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
@@ -18,7 +19,7 @@ from tests.support import hf_models
 from tests.support.checkpoint_runs import equal, state_of
 
 
-def go_on(rank: int, folder: Path, mesh: MeshShape | None):
+def go_on(rank: int, folder: Path, mesh: MeshShape | None, own: bool = False):
     """Train two steps from the newest checkpoint; return losses, and the states loaded and saved."""
     torch.set_num_threads(1)
     net = hf_models.model("gpt2", vocab_size=64)
@@ -27,26 +28,30 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
         parallel=ParallelOptions(family="gpt2"),
         ranks=1 if mesh is None else None,
     ) as pipe:  # fmt: skip
-        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        plain = torch.optim.AdamW(pipe.parameters(), lr=1e-2) if own else None
+        optimizer = plain or PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        state = optimizer if plain is None else TorchOptimizer(pipe, plain)
         with Checkpoints(folder, pipe, optimizer) as checkpoints:
             checkpoints.load_newest()
-            loaded, losses = state_of(pipe, optimizer), []
+            loaded, losses = state_of(pipe, state), []
             for _ in range(2):
                 words, labels, mask = hf_models.batch(step=pipe.steps)
                 losses.append(float(pipe.step(words, labels, attention_mask=mask).loss))
                 optimizer.step()
+                pipe.zero_grad()
             checkpoints.save()
-        return losses, loaded, state_of(pipe, optimizer)
+        return losses, loaded, state_of(pipe, state)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True], ids=["PipelineOptimizer", "torch.optim"])
 def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(
-    tmp_path: Path, processes: LocalProcesses
+    tmp_path: Path, processes: LocalProcesses, own: bool
 ):
     losses, before = [], None
     for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):
         size = 1 if mesh is None else mesh.tp
-        told = processes.run(size, go_on, tmp_path / "cut", mesh)
+        told = processes.run(size, go_on, tmp_path / "cut", mesh, own)
         assert all(equal(part, told[0]) for part in told)
         found, loaded, after = told[0]
         assert before is None or equal(loaded, before)

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from penstock import host
 from penstock.cli import group, main
+from tests.support.commands import python
 from tests.support.launchers import SRUN, free_port
 from tests.support.tiny_run import text_folder
 
@@ -117,7 +118,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--colour", "2"], "No such option '--colour'."),
         (
             ["train.step=2"],
-            "no key train.step (did you mean 'steps' or 'seed'?), as in train.steps=2; [train] has",
+            "no key train.step (did you mean 'steps'?), as in train.steps=2; [train] has",
         ),
         (["steps=2"], "got 'steps=2'; did you mean train.steps=2?"),
         (["train.steps", "2"], "train.steps has no value; write  penstock train train.steps=VALUE"),
@@ -230,6 +231,17 @@ def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
     assert json.loads(told[0][0])["steps"] == 2
     assert told[1][0] == ""
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_code_2_is_only_for_what_is_refused_before_a_run_begins(tmp_path: Path):
+    text_folder(tmp_path)
+    words = ["-m", "penstock", "train", f"data.path={tmp_path / 'text'}", *TINY, "train.name=one"]
+    no_memory = ["runtime.recompute=auto", "runtime.memory=1"]  # found out in the first step
+    begun = python([*words, *no_memory], tmp_path)
+    assert begun.returncode == 1, begun.stderr
+    assert "may hold 1" in begun.stderr
+    assert (tmp_path / "runs" / "one").is_dir()
+    assert python(words, tmp_path).returncode == 2  # the folder exists
 
 
 @pytest.mark.slow

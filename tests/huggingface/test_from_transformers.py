@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -306,3 +307,29 @@ def test_rotary_rules_hold_for_weights_from_a_config(rules: dict[str, object]):
         for module in built.values():
             x = module(x)
         assert torch.equal(x, net(tokens).logits)
+
+
+def changed(folder: Path, **values: object) -> Path:
+    path = saved(hf_models.model("llama"), folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_config_does_not_choose_a_kernel_that_would_be_downloaded(tmp_path: Path, key: str):
+    net, (tokens, _, mask) = hf_models.model("llama"), hf_models.batch()
+    layers = penstock.from_transformers(changed(tmp_path, **{key: "kernels-community/flash-attn2"}))
+    found = hf_models.in_sequence(layers, tokens, attention_mask=mask)
+    assert torch.equal(found, net(tokens, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("layers", [5, 9_999, 10**12])
+def test_more_blocks_than_the_weights_have_are_refused_before_they_are_made(tmp_path: Path, layers: int):
+    with pytest.raises(DataError, match=rf"{layers:,}"):
+        penstock.from_transformers(changed(tmp_path, num_hidden_layers=layers))
+
+
+def test_a_value_that_the_library_does_not_know_is_one_line(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot build the model of this LlamaConfig: KeyError") as info:
+        penstock.from_transformers(changed(tmp_path, hidden_act="no_such"))
+    assert "\n" not in str(info.value)

@@ -177,3 +177,24 @@ def test_processes_train_as_plain_transformers_does(
     assert all(torch.allclose(state[name], p, atol=1e-5) for name, p in net.named_parameters())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model-saved")
     assert all(torch.equal(again.get_parameter(name), value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_mode_of_the_model_counts_after_the_pipeline_was_built(family: str):
+    net = hf_models.model(family)
+    tokens, labels, _ = hf_models.batch()
+    with penstock.Pipeline(net, ranks=2, microbatches=4) as pipe:
+        pipe.step(tokens, labels)
+        net.eval()
+        seen = pipe.step(tokens, labels).losses
+        assert not any(
+            m.training for s in pipe.stage_modules() for m in s.layers.modules() if m is not s.layers
+        )
+        pipe.train()
+        assert all(m.training for m in net.modules())
+    net.eval()
+    expected = [
+        penstock.causal_lm_loss(net(t).logits, y)
+        for t, y in zip(tokens.chunk(4), labels.chunk(4), strict=True)
+    ]
+    assert torch.allclose(seen, torch.stack(expected), rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from ipaddress import ip_address
@@ -194,3 +195,43 @@ def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: P
     assert f"stopped after step 5, saved in {folder / 'checkpoints' / 'step-00000005'}" in done.stdout
     run(config_of(tmp_path, text, "again", 6, str(folder), runtime={"threads": 1}))
     same(folder, tmp_path / "runs" / "once")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "penstock", "train")
+OPEN_MPI = shutil.which("mpirun.openmpi")
+MPIRUN = (
+    str(OPEN_MPI),
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "-n",
+    "2",
+    sys.executable,
+    "-m",
+    "penstock",
+    "train",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-m", "penstock", "train"),
+        (sys.executable, "-m", "penstock", "train", "--restarts", "1"),
+        (sys.executable, *TORCHRUN),
+        pytest.param(MPIRUN, marks=pytest.mark.skipif(OPEN_MPI is None, reason="needs mpirun of Open MPI")),
+    ],
+    ids=["threads", "restarts", "torchrun", "mpirun"],
+)
+def test_resuming_a_finished_run_ends_well_under_every_launcher(tmp_path: Path, command: tuple[str, ...]):
+    config = config_of(tmp_path, text_folder(tmp_path), "once", 2, runtime={"threads": 1})
+    run(config)
+    folder = tmp_path / "runs" / "once"
+    kept = (folder / "metrics.jsonl").read_bytes()
+    (folder / "sample.txt").unlink()
+    done = subprocess.run(
+        [*command, "--resume", str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "sample.txt").is_file()
+    assert (folder / "metrics.jsonl").read_bytes() == kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
+from penstock.parallel.dtensor import local
+from penstock.parallel.mesh import make_mesh
+from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.profile.closed_form import (
     Workload,
     block_cost,
@@ -19,9 +23,11 @@ from penstock.profile.closed_form import (
     require_divisible,
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_shape import ModelShape
+from penstock.profile.model_shape import ModelShape, read_shape
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers
+from tests.support import hf_models
 
 GPT = ModelShape(
     "gpt", 4, 512, 8, 8, 64, 2048, 1000, gated=False, positions=128, norm_weights=4, final_norm_weights=2,
@@ -85,10 +91,11 @@ def test_parameters_of_the_layers_are_those_of_the_model(shape: ModelShape):
     first, block, last = (cost(shape, Workload(1, 8)).parameters for cost in COSTS)
     tied = shape.hidden * shape.vocabulary * shape.tied
     assert first + shape.layers * block + last == shape.parameters + tied
-    # Tensor parallelism divides everything but the norms, positions and their like.
+    # Tensor parallelism divides everything but norms, positions, and the biases that are added to sums over its ranks.
     load = Workload(1, 8, 2)
     h = shape.hidden
-    assert block_cost(shape, load).parameters == (block - shape.norm_weights * h) / 2 + shape.norm_weights * h
+    whole = (shape.norm_weights + 2 * shape.ffn_bias) * h
+    assert block_cost(shape, load).parameters == (block - whole) / 2 + whole
     assert embedding_cost(shape, load).parameters == h * (shape.vocabulary / 2 + shape.positions)
     assert head_cost(shape, load).parameters == h * (shape.vocabulary / 2 + shape.final_norm_weights)
 
@@ -204,3 +211,31 @@ def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, 
     rotary = 2 * 4 * sequence * shape.head_size / 2  # tables that all microbatches share
     added = 4 * tokens * (2 * (shape.hidden + 1) + shape.ffn)
     assert saved - rotary == block_cost(shape, load).saved_bytes + added
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+CUT: dict[str, dict[str, object]] = {
+    "gpt2": {}, "gpt_neox": {}, "llama": BIASED, "qwen2": {}, "qwen3": {}, "gemma3_text": {},
+}  # fmt: skip
+
+
+def held_by_a_rank(rank: int, folder: str) -> list[int]:
+    found = []
+    for family, changes in CUT.items():
+        net = hf_models.model(family, vocab_size=64, **changes)
+        if rank == 0:
+            net.config.save_pretrained(Path(folder, family))
+        tensor_parallel(net, make_mesh(tp=2).axis("tp"), family)
+        found.append(sum(local(p).numel() for p in net.parameters()))
+    return found
+
+
+def test_a_rank_holds_as_many_parameters_as_tensor_parallelism_leaves_it(
+    processes: LocalProcesses, tmp_path: Path
+):
+    told = processes.run(2, held_by_a_rank, str(tmp_path))
+    assert told[0] == told[1]
+    for family, held in zip(CUT, told[0], strict=True):
+        shape = read_shape(tmp_path / family)
+        first, block, last = (cost(shape, Workload(1, 8, 2)).parameters for cost in COSTS)
+        assert first + shape.layers * block + last == held, family

@@ -271,7 +271,7 @@ def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, i
         ({"num_key_value_heads": 3}, "4 heads must be a multiple of its 3 key and value heads"),
         ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"model_type": "lama"}, "'lama' .did you mean 'llama'"),
+        ({"model_type": "lama"}, "of type 'lama'; the types are"),
         ({"model_type": ["llama"]}, "no closed form for a model of type"),
         ({"model_type": None}, "the config has no model_type"),
         ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),

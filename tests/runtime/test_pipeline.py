@@ -38,9 +38,42 @@ def test_a_step_returns_losses_outputs_and_input_gradients_by_microbatch():
         assert not output.requires_grad
     for ours, theirs in zip(result.input_grads, grads, strict=True):
         assert torch.equal(ours, theirs)
-    assert bare.outputs is None
-    assert bare.input_grads is None
     assert x.grad is None
+    for name in ("outputs", "input_grads"):
+        with pytest.raises(ConfigError, match=rf"{name} was not asked for; .*step\(\.\.\., {name}=True\)"):
+            getattr(bare, name)
+    assert torch.equal(bare.loss, result.loss)
+
+
+def results_of_ranks(rank: int, schedule: str) -> list[str]:
+    """What each field of a result holds, or its error."""
+    x, y = plain.batch(0, 8)
+    with Pipeline(
+        plain.model(4), nn.functional.mse_loss, microbatches=4, schedule=schedule, timeout=60
+    ) as pipe:
+        found = []
+        for result, name in [
+            (pipe.step(x, y, outputs=True, input_grads=True), "outputs"),
+            (pipe.step(x, y, outputs=True, input_grads=True), "input_grads"),
+            (pipe.evaluate(x, outputs=True), "outputs"),
+            (pipe.evaluate(x), "outputs"),
+        ]:
+            try:
+                found.append(str(len(getattr(result, name))))
+            except ConfigError as error:
+                found.append(str(error))
+        assert pipe.step(x, y).loss is not None
+        return found
+
+
+@pytest.mark.parametrize(("schedule", "first", "last"), [("1f1b", 0, 1), ("zb-v", 0, 0)])
+def test_what_another_rank_has_is_said_to_be_there(processes, schedule: str, first: int, last: int):
+    for rank, told in enumerate(processes.run(2, results_of_ranks, schedule)):
+        trained, grads, evaluated, unasked = told
+        for text, end, here in ((trained, "last", last), (evaluated, "last", last), (grads, "first", first)):
+            facts = ["4"] if rank == here else [f"rank {here}", f"this is rank {rank}", f"pipe.holds_{end}"]
+            assert all(fact in text for fact in facts), text
+        assert "evaluate(..., outputs=True)" in unasked
 
 
 @pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-v", "chimera"])

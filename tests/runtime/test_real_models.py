@@ -516,7 +516,7 @@ def test_skips_and_added_losses_in_processes(skips_in_processes, name):
 
 
 def test_what_reduction_and_autocast_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="reduction must be 'mean', 'sum' or a function"):
+    with pytest.raises(ConfigError, match="reduction must be 'mean', 'sum', 'valid' or a function"):
         Pipeline(build(nn.Linear), F.mse_loss, microbatches=1, reduction="median")
     with pytest.raises(ConfigError, match="autocast must be"):
         Pipeline(build(nn.Linear), F.mse_loss, microbatches=1, autocast=torch.int8)

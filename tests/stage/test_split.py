@@ -170,3 +170,42 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, mess
             pipe.load_state_dict(state)
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, before[name])
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+SPLITS = [
+    ("even", "56% of the model's parameters"),
+    ({"measured": (torch.ones(4, 8), torch.ones(4, 8))}, r"\d+% of the model's measured time"),
+]
+
+
+@pytest.mark.parametrize(("split", "share"), SPLITS, ids=["parameters", "time"])
+def test_one_layer_with_more_than_half_of_the_model_is_named(split, share):
+    net = nn.Sequential(
+        nn.Linear(8, 8), nn.Linear(8, 8), Tower(5 if split == "even" else 40), nn.Linear(8, 8)
+    )
+    net.append(nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=rf"layer '2' has {share}.* the \d+ blocks of 2\.blocks") as found:
+        pipe = Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2, split=split)
+    assert len([w for w in found if "layer '2'" in str(w.message)]) == 1
+    assert found[0].filename == __file__
+    pipe.close()
+
+
+@pytest.mark.parametrize("net", [[Tower(4), Tower(4)], [nn.Linear(8, 8), nn.Linear(8, 800)]], ids=str)
+def test_nothing_is_said_of_equal_parts_and_of_what_has_no_blocks(net):
+    Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2).close()
+
+
+def test_nothing_is_said_where_nothing_is_divided():
+    Pipeline([Tower(4), nn.Linear(8, 8)], nn.functional.mse_loss, microbatches=2, ranks=1).close()

@@ -166,10 +166,162 @@ class Reduced(Parts):
         return self.head(functools.reduce(lambda v, block: block(v), self.blocks, self.embedding(x)))
 
 
-class LoopInMethod(Parts):
+class BreaksInMethod(Parts):
+    def run(self, x, depth):
+        for i, block in enumerate(self.blocks):
+            if i == depth:
+                break
+            x = block(x)
+        return x
+
+    def forward(self, x, depth=3):
+        return self.head(self.run(self.embedding(x), depth))
+
+
+class ReturnsEarlyInMethod(Parts):
+    def run(self, x):
+        if x.mean() > 10:
+            return x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.run(self.embedding(x)))
+
+
+class DecoratedMethod(Parts):
+    @torch.no_grad()
     def run(self, x):
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.run(self.embedding(x)))
+
+
+class HiddenModule(Parts):
+    """A class attribute hides the module of the same name, so that Python calls the attribute."""
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _twice(self, x):
+    return x * 2
+
+
+HiddenModule.norm = _twice  # type: ignore[assignment, method-assign]
+
+
+class Answers(Parts):
+    """A model that answers for names which it does not have."""
+
+    def __getattr__(self, name):
+        return super().__getattr__("norm" if name == "layer_norm" else name)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.layer_norm(x))
+
+
+class Loop(Parts):
+    """A step before the blocks that is an attribute of the model."""
+
+    def forward(self, x):
+        x = self.pre(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ModuleInALambda(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = lambda x: self.embedding(x) * 2
+
+
+class MethodOfAModuleInAnAttribute(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = self.embedding.forward
+
+
+class PartialOfAModule(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = functools.partial(self.embedding)
+
+
+class Holder:
+    def __init__(self, module) -> None:
+        self.module = module
+
+    def __call__(self, x):
+        return self.module(x)
+
+
+class ModuleInAnObject(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = Holder(self.embedding)
+
+
+class ModuleOfItsClass(Loop):
+    pre = nn.Embedding(23, WIDTH)
+
+
+class WritesIntoItsDefault(Parts):
+    def forward(self, x, cache=[]):  # noqa: B006
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+            cache.append(x.mean().item())
+        return self.head(x) * len(cache)
+
+
+class SetsItemsOfItsDefault(Parts):
+    def forward(self, x, *, state={}):  # noqa: B006
+        x = self.embedding(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            state[i] = x.mean()
+        return self.head(x)
+
+
+class HandsItsDefaultOn(Parts):
+    def forward(self, x, cache={}):  # noqa: B006
+        x = self.embedding(x)
+        notes = cache
+        for block in self.blocks:
+            x = block(x)
+            notes["last"] = 1
+        return self.head(x)
+
+
+class MethodWritesIntoItsDefault(Parts):
+    def note(self, x, seen=[]):  # noqa: B006
+        seen += [1]
+        return x * len(seen)
+
+    def forward(self, x):
+        x = self.note(self.embedding(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class FollowedMethodWritesIntoItsDefault(Parts):
+    def run(self, x, seen=[]):  # noqa: B006
+        for block in self.blocks:
+            x = block(x)
+            seen.append(1)
         return x
 
     def forward(self, x):
@@ -185,11 +337,6 @@ class CountsInMethod(Parts):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class CallsParent(LoopInMethod):
-    def forward(self, x):
-        return super().forward(x) * 2
 
 
 class Decorated(Parts):
@@ -284,16 +431,6 @@ class HeadBesideTheTarget(Parts):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
-
-
-class LossByMode(Parts):
-    def forward(self, x, y):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        return loss if self.training else loss / 2
 
 
 class NoTarget(Parts):
@@ -421,9 +558,22 @@ REFUSED = {
     LoopWithinIf: r"within an if statement",
     LoopWithinWith: r"within a with statement.*autocast=torch\.bfloat16",
     Reduced: r"no loop over modules",
-    LoopInMethod: r"no loop over modules",
+    BreaksInMethod: r"a break leaves its loop",
+    ReturnsEarlyInMethod: r"may return before its end",
+    DecoratedMethod: r"DecoratedMethod\.run: it is decorated",
+    HiddenModule: r"'norm' of a HiddenModule.*an attribute hides the module",
+    Answers: r"'layer_norm' of a Answers, which a __getattr__ of its own gives",
+    ModuleInALambda: r"self\.pre, which holds a ModuleInALambda",
+    MethodOfAModuleInAnAttribute: r"self\.pre, which holds a Embedding",
+    PartialOfAModule: r"self\.pre, which holds a Embedding",
+    ModuleInAnObject: r"self\.pre, which holds a Embedding",
+    ModuleOfItsClass: r"self\.pre, which holds a Embedding",
+    WritesIntoItsDefault: r"cache.*`cache=None`",
+    SetsItemsOfItsDefault: r"state.*`state=None`",
+    HandsItsDefaultOn: r"cache.*`cache=None`",
+    MethodWritesIntoItsDefault: r"MethodWritesIntoItsDefault\.note: .*`seen=None`",
+    FollowedMethodWritesIntoItsDefault: r"FollowedMethodWritesIntoItsDefault\.run: .*`seen=None`",
     CountsInMethod: r"uses self\.blocks as a whole",
-    CallsParent: r"calls super\(\)\.forward",
     Decorated: r"decorated .*unsplittable\.py:",
     TorchsEncoder: r"in torch's nn\.TransformerEncoder",
     UnknownRounds: r"number of rounds of the loop is not known",
@@ -443,7 +593,6 @@ REFUSED = {
 REFUSED_WITH_LOSS = {
     TargetBeforeTheBlocks: r"uses y before the last block",
     HeadBesideTheTarget: r"logits = self\.head\(x\)",
-    LossByMode: r"the loss depends on the mode",
     NoTarget: r"takes no target",
 }
 REFUSED_WHEN_RUN = {
@@ -452,3 +601,39 @@ REFUSED_WHEN_RUN = {
     WritesIntoAView: r"writes in place into the variable 'part'",
     OneListTwoNames: r"'first' and 'second' are one list",
 }
+
+
+class Notes:
+    """What blocks leave for each other; not one of the containers that a split looks for."""
+
+    def __init__(self) -> None:
+        self.value: object = 0.0
+
+
+class Remembering(Block):
+    """A block that adds what the block before it left in an object, behind a gate that opens in training."""
+
+    def __init__(self, notes: Notes, gate: float, begins: bool) -> None:
+        super().__init__()
+        self.notes, self.begins = notes, begins
+        self.gate = nn.Parameter(gate * torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x):
+        x = super().forward(x)
+        if not self.begins:
+            x = x + self.gate * self.notes.value
+        self.notes.value = x.detach().mean()
+        return x
+
+
+class WithNotes(Parts):
+    def __init__(self, gate: float = 1.0) -> None:
+        super().__init__()
+        notes = Notes()
+        self.blocks = nn.ModuleList([Remembering(notes, gate, n == 0) for n in range(4)])
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -15,6 +15,7 @@ import torch
 from penstock.checkpoint.find import damage, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import MANIFEST, digest_of_config, dump
 from penstock.errors import ConfigError, DataError
+from penstock.huggingface import weights
 from penstock.run_lock import LOCK
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
@@ -110,12 +111,59 @@ def test_the_last_step_is_saved_whatever_its_number(tmp_path: Path, straight: Pa
     assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path, straight: Path):
     shutil.rmtree(straight / "checkpoints")
-    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    before = files_of(straight)
+    config = config_of(tmp_path, tmp_path / "text", "straight", 6, "auto", optim={"lr": 1e-3})
+    with pytest.raises(ConfigError, match=r"a different run: optim.lr was 0.004 and is 0.001"):
+        run(config)
+    assert files_of(straight) == before
+    config = config_of(tmp_path, tmp_path / "text", "straight", 6, "auto")
+    (straight / "sample.txt").unlink()
+    assert any("is finished" in line for line in run(config))
+    after = files_of(straight)
+    kept = ("model.safetensors", "metrics.jsonl", "sample.txt")
+    assert all(after[straight / name] == before[straight / name] for name in kept)
+    assert not any((straight / "checkpoints").glob("*"))
+    (straight / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="is finished and has no checkpoint to resume from"):
-        run(config_of(tmp_path, tmp_path / "text", "straight", 6, "auto", optim={"lr": 1e-3}))
-    assert before == {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+        run(config)
+
+
+@pytest.mark.parametrize("in_ranks", [False, True], ids=["threads", "processes"])
+def test_with_nothing_left_to_do_what_is_missing_is_written(
+    tmp_path: Path, straight: Path, processes: LocalProcesses, in_ranks: bool
+):
+    config = config_of(tmp_path, tmp_path / "text", "straight", 6, str(straight), train={"report": True})
+    before, weights_before = files_of(straight), weights.load(straight)
+    for name in ("model.safetensors", "sample.txt"):
+        (straight / name).unlink()
+    if in_ranks:
+        processes.run(2, in_processes, config)
+    else:
+        assert any("all 6 steps are done" in line for line in run(config))
+    after, now = files_of(straight), weights.load(straight)
+    kept = [
+        path for path in before if path.name in ("metrics.jsonl", "sample.txt") or "checkpoints" in path.parts
+    ]
+    assert len(kept) > 2
+    assert all(after[path] == before[path] for path in kept)
+    assert (straight / "report.html").is_file()
+    assert now.keys() == weights_before.keys()
+    assert all(torch.equal(now[name], weight) for name, weight in weights_before.items())
+
+
+def test_a_run_that_ended_before_its_last_line_is_ended(tmp_path: Path, straight: Path):
+    """Killed after its last step: evaluated, sampled and closed, without a step."""
+    kept = metrics(straight)
+    path = straight / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    run(config_of(tmp_path, tmp_path / "text", "straight", 6, str(straight)))
+    assert metrics(straight) == kept
 
 
 def test_a_damaged_checkpoint_is_told_and_set_aside(tmp_path: Path, straight: Path):
@@ -141,7 +189,7 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
 @pytest.mark.parametrize(
     ("steps", "sections", "said"),
     [
-        (6, {}, "train.steps must be more than 6, the step of .*, got 6; give more steps"),
+        (5, {}, "train.steps must be at least 6, the step of .*, got 5; give more steps"),
         (8, {"optim": {"lr": 0.5}}, r"belongs to a different run: optim.lr was 0.004 and is 0.5"),
         (8, {"train": {"seed": 4}}, r"belongs to a different run: train.seed was 0 and is 4"),
         (8, {"model": {"width": 32}}, "does not fit|a different run"),
@@ -256,7 +304,7 @@ def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:
     torch.set_num_threads(1)
     if rank == 1:
         config = replace(config, data=replace(config.data, path=str(other)))
-    with pytest.raises(DataError) as info:
+    with pytest.raises(ConfigError) as info:
         run(config)
     return str(info.value)
 
@@ -268,7 +316,7 @@ def test_processes_that_read_other_data_are_refused(tmp_path: Path, processes: L
     rewritten(other)
     told = processes.run(2, with_other_data_on_rank_1, config_of(tmp_path, text, "two", 2), other)
     assert told[0] == told[1]
-    assert "the processes do not read the same data: rank 0 has 10 files with" in told[0]
+    assert re.search(r"the data .* is 10 files with .* on rank 0 .* 10 files with .* on rank 1", told[0])
     assert not (tmp_path / "runs").exists()
 
 

@@ -12,7 +12,7 @@ from penstock.run_lock import LOCK
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
 from penstock.train.config.sections.train_section import TrainConfig
-from penstock.train.report.metrics_writer import MetricsWriter, go_back, is_finished
+from penstock.train.report.metrics_writer import MetricsWriter, final_values, go_back
 from penstock.train.run_folder import choose, create
 
 
@@ -80,7 +80,7 @@ def test_going_back_drops_lines_that_are_no_metrics(tmp_path: Path):
             ]
         )
     )
-    assert not is_finished(tmp_path)
+    assert final_values(tmp_path) is None
     go_back(tmp_path, 2)
     assert path.read_bytes() == good
 

@@ -7,9 +7,11 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import tests.zoo.forwards
 import tests.zoo.kinds  # noqa: F401 - fills KINDS
 from penstock.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
+from tests.zoo.forward import FORWARDS, Forward, fits
 from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.kind import KINDS, WIDTH, Kind
 
@@ -39,8 +41,9 @@ class Case:
         reduction: "mean", "sum" or "count".
         loss: a key of `LOSSES`.
         habit: a key of `HABITS`.
-        form: how the model is given, one of `FORMS`.
+        form: how the model is given, one of `FORMS`, unless it has a forward of its own.
         steps: how many.
+        forward: a key of `FORWARDS`; empty for a list of layers.
     """
 
     seed: int
@@ -64,10 +67,16 @@ class Case:
     habit: str = "none"
     form: str = "list"
     steps: int = 3
+    forward: str = ""
 
     @property
     def entries(self) -> list[Kind]:
         return [KINDS[name] for name in self.kinds]
+
+    @property
+    def own(self) -> Forward | None:
+        """The model's own forward; None for a list of layers."""
+        return FORWARDS[self.forward] if self.forward else None
 
     @property
     def copies(self) -> bool:
@@ -77,7 +86,8 @@ class Case:
     @property
     def in_order(self) -> bool:
         """Whether every gradient is summed as plain PyTorch sums it."""
-        return not self.copies and not any(kind.bounded for kind in self.entries)
+        bounded = any(entry.bounded for entry in (*self.entries, *([self.own] if self.own else ())))
+        return not self.copies and not bounded
 
     def reduces(self, number: int) -> bool:
         """Whether replicas add up their gradients in a step; a wrapped optimizer lets them do it before an update only."""
@@ -109,13 +119,19 @@ def read(text: str) -> Case:
     return Case(**{**found, "kinds": tuple(found["kinds"])})
 
 
-def draw(seed: int, names: tuple[str, ...] | None = None, transport: str | None = None) -> Case:
+def draw(
+    seed: int,
+    names: tuple[str, ...] | None = None,
+    transport: str | None = None,
+    forwards: tuple[str, ...] | None = None,
+) -> Case:
     """The case of a seed; its first kind goes through the list as the seeds do.
 
     Args:
         seed: any number of at least 0.
         names: the kinds to draw from; all by default.
         transport: instead of the drawn one; in threads there are no replicas.
+        forwards: those to draw from; by default all, and none in three of four cases.
     """
     chance = random.Random(f"zoo {seed}")
     names = tuple(KINDS) if names is None else names
@@ -153,9 +169,27 @@ def draw(seed: int, names: tuple[str, ...] | None = None, transport: str | None 
         form=chance.choice([form for form in FORMS if form != "builders" or not tied]),
         steps=chance.choice([3, 3, 4]),
     )
+    if forwards if forwards is not None else fits(first) and chance.random() < 0.25:
+        case = with_forward(case, first, chance, forwards or tuple(FORWARDS))
     if transport == "threads":
         return replace(case, transport="threads", dp=1)
     return replace(case, transport="processes") if transport or case.dp > 1 else case
+
+
+def with_forward(case: Case, first: str, chance: random.Random, forwards: tuple[str, ...]) -> Case:
+    """The case with a forward of its own around those of its kinds that can stand in any."""
+    kinds = tuple(name for name in case.kinds if fits(name)) or ("linear",)
+    name = chance.choice(forwards)
+    case = replace(case, kinds=kinds, form="list", forward=name)
+    if FORWARDS[name].loss != "given":
+        case = replace(case, loss="mse")
+    if (
+        name != "loop"
+    ):  # modules that do not run in the order in which the model has them: the norm's terms neither
+        case = replace(case, clip=0.0)
+    if case.habit == "none" and FORWARDS[name].group == "modes":
+        case = replace(case, habit=chance.choice(["evaluate", "eval_mode", "module_mode"]))
+    return case
 
 
 def draw_schedule(chance: random.Random, copies: bool) -> dict[str, Any]:

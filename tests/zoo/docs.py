@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import tests.zoo.forwards as forwards
 import tests.zoo.kinds as kinds
+from tests.zoo.forward import FORWARDS
 from tests.zoo.kind import KINDS, Kind
 from tests.zoo.not_yet import NOT_YET, TOGETHER
 
@@ -46,6 +48,12 @@ def table() -> str:
     for name in kinds.__all__:
         title = (getattr(kinds, name).__doc__ or "").strip().splitlines()[0].rstrip(".")
         lines.append(row([k for k in KINDS.values() if k.group == name and k.name not in NOT_YET], title))
+    for name in forwards.__all__:
+        title = (getattr(forwards, name).__doc__ or "").strip().splitlines()[0].rstrip(".")
+        entries = [f for f in FORWARDS.values() if f.group == name]
+        must = "; ".join(f.what for f in entries if not f.refused and not f.bounded)
+        may = "; ".join(f.what for f in entries if f.refused)
+        lines.append(f"| {title} | {must or '–'} | – | {may or '–'} (or bit-equal) |")
     if open_ends := sorted({*NOT_YET.values(), *(why for why, _ in TOGETHER)}):
         lines += ["", "Known not to hold yet: " + "; ".join(open_ends) + "."]
     return "\n".join(lines)

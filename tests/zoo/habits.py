@@ -30,6 +30,13 @@ def named(out: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"fit": F.mse_loss(out, y), "size": 0.01 * out.float().square().mean()}
 
 
+class ByMode(nn.Module):
+    """A criterion that reads its own mode."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * (1.0 if self.training else 0.5)
+
+
 def classes(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y.argmax(1))
 
@@ -45,6 +52,7 @@ def cut_off(out: Tensor, y: Tensor) -> Tensor:
 LOSSES = {
     "mse": Loss(F.mse_loss, 30),
     "module": Loss(nn.SmoothL1Loss(), 3),
+    "by_mode": Loss(ByMode(), 2),
     "classes": Loss(classes, 3),
     "named": Loss(named, 3),
     "by_row": Loss(lambda out, y: F.mse_loss(out, y, reduction="none").mean(1), 1, r"scalar"),
@@ -54,9 +62,15 @@ LOSSES = {
 
 
 class Trainee(Protocol):
-    """What is trained, by a pipeline or by plain PyTorch."""
+    """What is trained, by a pipeline or by plain PyTorch.
+
+    Attributes:
+        layers: the zoo's layers.
+        given: the modules that the user has: the model that has them, or the layers themselves.
+    """
 
     layers: list[nn.Module]
+    given: list[nn.Module]
 
     def evaluate(self, step: int) -> None: ...
 
@@ -114,8 +128,8 @@ def thaws(step: int, trainee: Trainee) -> None:
 
 def widens(step: int, trainee: Trainee) -> None:
     if step == 1:
-        for layer in trainee.layers:
-            layer.double()
+        for module in trainee.given:
+            module.double()
 
 
 def wide_batch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +138,8 @@ def wide_batch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def writes(step: int, trainee: Trainee) -> None:
     with torch.no_grad():
-        for layer in trainee.layers if step == 1 else ():
-            for parameter in layer.parameters():
+        for module in trainee.given if step == 1 else ():
+            for parameter in module.parameters():
                 parameter.mul_(0.75)
 
 
@@ -137,6 +151,13 @@ def loads(step: int, trainee: Trainee) -> None:
 def turns_to_eval(step: int, trainee: Trainee) -> None:
     if step in (1, 2):
         trainee.train(step == 2)
+
+
+def turns_the_module_to_eval(step: int, trainee: Trainee) -> None:
+    if step in (1, 2):
+        for module in trainee.given:
+            module.train(step == 2)
+    trainee.evaluate(step)
 
 
 def spoiled(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,6 +182,10 @@ HABITS = {
     "write": Habit("writes to the weights between steps, under no_grad", writes),
     "reload": Habit("loads the state it has", loads),
     "eval_mode": Habit("takes a step in eval mode", turns_to_eval),
+    "module_mode": Habit(
+        "turns the model itself to eval mode for a step, and evaluates between steps",
+        turns_the_module_to_eval,
+    ),
     "zeros": Habit("zeroes gradients instead of dropping them", zero="zeros"),
     "never": Habit("never drops gradients", weight=1, zero="never"),
     "nan": Habit("has a NaN in a batch", batch=spoiled, weight=1),

@@ -118,7 +118,8 @@ def allowed(case: Case) -> list[str]:
     there |= {"recompute"} if case.recompute != "none" else set()
     there |= {"threads"} if case.transport == "threads" and case.ranks > 1 else set()
     found = [kind.refused for kind in case.entries if there & set(kind.when.split(" or "))]
-    return [text for text in (*found, HABITS[case.habit].refused, LOSSES[case.loss].refused) if text]
+    own = case.own.refused if case.own is not None else ""
+    return [text for text in (*found, own, HABITS[case.habit].refused, LOSSES[case.loss].refused) if text]
 
 
 def finite(case: Case, number: int, losses: Tensor, gradients: Mapping[str, Tensor | None]) -> bool:

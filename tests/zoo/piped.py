@@ -13,9 +13,18 @@ from penstock.errors import NonFiniteError, PeerError, PenstockError, WaitTimeou
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ExecutionOptions
 from tests.zoo.case import Case, read
-from tests.zoo.habits import HABITS, LOSSES
+from tests.zoo.habits import HABITS
 from tests.zoo.record import Raised, Run, Step, copied, same
-from tests.zoo.subject import as_model, counts, layer_names, make_batch, make_layers, make_optimizer
+from tests.zoo.subject import (
+    as_model,
+    counts,
+    layer_names,
+    loss_of,
+    make_batch,
+    make_layers,
+    make_optimizer,
+    own_model,
+)
 
 TIMEOUT = 120.0
 
@@ -23,8 +32,11 @@ TIMEOUT = 120.0
 class Piped:
     """A pipeline in training, for one process; what `tests.zoo.habits.Trainee` asks."""
 
-    def __init__(self, case: Case, pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
-        self.case, self.pipe, self.layers = case, pipe, layers
+    def __init__(
+        self, case: Case, pipe: penstock.Pipeline, layers: list[nn.Module], model: nn.Module | None
+    ) -> None:
+        self.case, self.pipe, self.layers, self.model = case, pipe, layers, model
+        self.given = layers if model is None else [model]
         self.evaluated: Tensor | None = None
         self.before: dict[str, Tensor] = {}
         self.own = {
@@ -32,6 +44,8 @@ class Piped:
             for name, layer in zip(layer_names(case, len(layers)), layers, strict=True)
             for inner, _ in layer.named_parameters(remove_duplicate=False)
         }
+        if model is not None:
+            self.own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         make, options = make_optimizer(case)
         self.optimizer: torch.optim.Optimizer | None = None
         self.wrapped: penstock.PipelineOptimizer | None = None
@@ -45,7 +59,7 @@ class Piped:
 
     def evaluate(self, step: int) -> None:
         batch = make_batch(self.case, step)
-        self.evaluated = self.pipe.evaluate(batch.x, batch.y).losses
+        self.evaluated = self.pipe.evaluate(batch.x, batch.y, **batch.inputs).losses
 
     def train(self, mode: bool) -> None:
         self.pipe.train(mode)
@@ -59,10 +73,13 @@ class Piped:
     def step(self, number: int) -> Step:
         case, pipe = self.case, self.pipe
         self.evaluated = None
+        self.before = self.weights()
+        if case.own is not None:
+            case.own.change(number, self.model)
         HABITS[case.habit].before(number, self)
         self.before = self.weights()
         batch = make_batch(case, number)
-        losses = pipe.step(batch.x, batch.y).losses
+        losses = pipe.step(batch.x, batch.y, **batch.inputs).losses
         gradients = {name: copied(p.grad) for name, p in pipe.named_parameters()}
         buffers = {
             n: copied(b) for n, b in pipe.state_dict().items() if n not in self.own and isinstance(b, Tensor)
@@ -90,9 +107,10 @@ def piped(rank: int, case: Case) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             layers = make_layers(case)
+            model = own_model(case, layers)
             with penstock.Pipeline(
-                as_model(case, layers),
-                LOSSES[case.loss].call,
+                as_model(case, layers) if model is None else model,
+                loss_of(case, model),
                 microbatches=case.microbatches,
                 schedule=case.schedule,
                 virtual_stages=case.virtual_stages,
@@ -105,7 +123,7 @@ def piped(rank: int, case: Case) -> Run:
                 timeout=TIMEOUT,
                 execution=ExecutionOptions(first_timeout=TIMEOUT),
             ) as pipe:
-                trainee = Piped(case, pipe, layers)
+                trainee = Piped(case, pipe, layers, model)
                 for number in range(case.steps):
                     run.steps.append(trainee.step(number))
     except Exception as error:

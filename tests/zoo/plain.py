@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.named import Context, names_taken, set_context
+from penstock.stage.own_model.loss_piece import loss_in
 from penstock.stage.rng.seeds import seed_of
 from tests.zoo.case import Case
-from tests.zoo.habits import HABITS, LOSSES
+from tests.zoo.habits import HABITS
 from tests.zoo.record import copied, dense
-from tests.zoo.subject import layer_names, make_batch, make_layers, make_optimizer, shares
+from tests.zoo.subject import layer_names, loss_of, make_batch, make_layers, make_optimizer, own_model, shares
 
 
 class Plain:
@@ -23,31 +24,34 @@ class Plain:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.layers = make_layers(case)
-        self.names = layer_names(case, len(self.layers))
+        model = own_model(case, self.layers)
+        self.given = self.layers if model is None else [model]
+        self.names = layer_names(case, len(self.layers)) if model is None else [""]
+        self.criterion = loss_of(case, model)
         self.evaluated: Tensor | None = None
-        self.where = whole_names(self.names, self.layers)
+        self.where = whole_names(self.names, self.given)
         make, options = make_optimizer(case)
         self.optimizer = make(list(self.parameters().values()) or [nn.Parameter(torch.zeros(1))], **options)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name in the whole model, each once, under the first of its names."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, layer in zip(self.names, self.layers, strict=True):
+        for name, layer in zip(self.names, self.given, strict=True):
             for inner, parameter in layer.named_parameters():
-                found.setdefault(id(parameter), (f"{name}.{inner}", parameter))
+                found.setdefault(id(parameter), (whole(name, inner), parameter))
         return dict(found.values())
 
     def owners(self) -> dict[str, nn.Module]:
         """Names of persistent buffers in the whole model → the module that has them; each buffer once."""
         found: dict[str, nn.Module] = {}
         seen: set[int] = set()
-        for name, layer in zip(self.names, self.layers, strict=True):
+        for name, layer in zip(self.names, self.given, strict=True):
             state = layer.state_dict()
             for prefix, module in layer.named_modules():
                 for own in module._buffers if id(module) not in seen else ():
                     inner = f"{prefix}.{own}" if prefix else own
                     if inner in state:
-                        found[f"{name}.{inner}"] = module
+                        found[whole(name, inner)] = module
                 seen.add(id(module))
         return found
 
@@ -58,18 +62,20 @@ class Plain:
         }
 
     def train(self, mode: bool) -> None:
-        for layer in self.layers:
-            layer.train(mode)
+        for module in self.given:
+            module.train(mode)
 
     def reload(self) -> None:
         """Nothing: what it has is what it has."""
 
     def evaluate(self, step: int) -> None:
-        modes = [(m, m.training) for layer in self.layers for m in layer.modules()]
-        self.train(False)
+        criterion = [self.criterion] if isinstance(self.criterion, nn.Module) else []
+        modes = [(m, m.training) for module in (*self.given, *criterion) for m in module.modules()]
+        for module, _ in modes:
+            module.training = False
         with torch.no_grad():
             parts = make_batch(self.case, step).parts
-            found = [self.loss(self.layers, part, step, n).detach() for n, part in enumerate(parts)]
+            found = [self.loss(self.given, part, step, n).detach() for n, part in enumerate(parts)]
         self.evaluated = torch.stack(found)
         for module, mode in modes:
             module.training = mode
@@ -79,7 +85,8 @@ class Plain:
         gives = frozenset(
             name for layer in layers for m in layer.modules() for name in getattr(m, "gives", ())
         )
-        context = Context({}, {}, gives)
+        inputs = make_batch(self.case, step).inputs_of_parts[number] if self.case.own is not None else {}
+        context = Context(dict(inputs), {}, gives)
         value, target = part[0].clone(), part[1]
         before = set_context(context)
         try:
@@ -87,8 +94,9 @@ class Plain:
                 for name, layer in zip(self.names, layers, strict=True):
                     torch.default_generator.manual_seed(seed_of(self.case.seed, step, number, name))
                     named = context.named
-                    value = layer(value, **{k: named[k] for k in names_taken(layer) if k in named})
-                found = LOSSES[self.case.loss].call(value, target)
+                    targets = () if self.criterion is not None else (target,)
+                    value = layer(value, *targets, **{k: named[k] for k in names_taken(layer) if k in named})
+                found = loss_in(value) if self.criterion is None else self.criterion(value, target)
             parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
             for name, loss in context.losses.items():
                 parts[name] = loss
@@ -99,6 +107,8 @@ class Plain:
     def begin(self, number: int) -> None:
         """What comes before a step."""
         self.evaluated = None
+        if self.case.own is not None:
+            self.case.own.change(number, self.given[0])
         HABITS[self.case.habit].before(number, self)
 
     def accumulate(self, number: int) -> list[Tensor]:
@@ -106,7 +116,7 @@ class Plain:
         losses = []
         parts = make_batch(self.case, number).parts
         for n, (part, (factor, divisor)) in enumerate(zip(parts, shares(self.case, parts), strict=True)):
-            loss = self.loss(self.layers, part, number, n)
+            loss = self.loss(self.given, part, number, n)
             losses.append(loss.detach())
             self.backward(loss, factor, divisor)
         return losses
@@ -141,14 +151,19 @@ class Plain:
         return {name: copied(p) for name, p in self.parameters().items()}
 
 
+def whole(name: str, inner: str) -> str:
+    """A layer's parameter or buffer by its name in the whole model."""
+    return f"{name}.{inner}" if name else inner
+
+
 def whole_names(names: list[str], layers: list[nn.Module]) -> dict[str, str]:
     """Every name of every parameter → the first name of the same one."""
     first: dict[int, str] = {}
     found = {}
     for name, layer in zip(names, layers, strict=True):
         for inner, parameter in layer.named_parameters(remove_duplicate=False):
-            whole = f"{name}.{inner}"
-            found[whole] = first.setdefault(id(parameter), whole)
+            full = whole(name, inner)
+            found[full] = first.setdefault(id(parameter), full)
     return found
 
 
@@ -186,12 +201,12 @@ class Terms(Plain):
     def apart(self) -> list[nn.Module]:
         """The layers, with a copy of its own of every weight that several of them have."""
         holders: dict[int, int] = {}
-        for layer in self.layers:
+        for layer in self.given:
             for parameter in layer.parameters():
                 holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-        shared = [any(holders[id(p)] > 1 for p in layer.parameters()) for layer in self.layers]
+        shared = [any(holders[id(p)] > 1 for p in layer.parameters()) for layer in self.given]
         self.tied = {name for name, p in self.parameters().items() if holders[id(p)] > 1}
-        return [copy.deepcopy(m) if alone else m for m, alone in zip(self.layers, shared, strict=True)]
+        return [copy.deepcopy(m) if alone else m for m, alone in zip(self.given, shared, strict=True)]
 
     def add(self, layers: list[nn.Module]) -> None:
         """Count the gradients of a microbatch, place by place."""
@@ -199,7 +214,7 @@ class Terms(Plain):
             for inner, parameter in layer.named_parameters():
                 if parameter.grad is None:
                     continue
-                whole = self.where[f"{name}.{inner}"]
+                first = self.where[whole(name, inner)]
                 grad, terms = parameter.grad.detach().to(wide(parameter.dtype)), 1
                 absolute = dense(grad).abs()
                 if grad.is_sparse and not grad.is_coalesced():
@@ -208,9 +223,9 @@ class Terms(Plain):
                         torch.sparse_coo_tensor(grad._indices(), grad._values().abs(), grad.shape)
                     )
                     terms = int(torch.bincount(grad._indices()[0]).max()) if grad._nnz() else 1
-                self.total[whole] = self.total.get(whole, 0) + dense(grad)
-                self.absolute[whole] = self.absolute.get(whole, 0) + absolute
-                self.terms[whole] = self.terms.get(whole, 0) + terms
+                self.total[first] = self.total.get(first, 0) + dense(grad)
+                self.absolute[first] = self.absolute.get(first, 0) + absolute
+                self.terms[first] = self.terms.get(first, 0) + terms
 
     def take(self, gradients: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:
         """Gradients and buffers that were found to be as they should."""

@@ -20,6 +20,7 @@ SIMPLEST = {
     "clip": 0.0,
     "wrapped": False,
     "optimizer": "sgd",
+    "forward": "",
     "form": "list",
     "transport": "threads",
     "steps": 1,

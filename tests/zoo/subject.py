@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import penstock
 from tests.zoo.case import Case
-from tests.zoo.habits import HABITS
+from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.kind import WIDTH
 
 
@@ -48,18 +48,39 @@ def make_layers(case: Case) -> list[nn.Module]:
                 placed += [(place, [layer]) for place, layer in zip(later, run[1:], strict=True)]
                 run = run[:1]
             placed.append((n, run))
-    for n in range(case.stages - sum(len(run) for _, run in placed)):
+    blocks = [
+        layer
+        for _, run in placed
+        for layer in run
+        if case.own is None or any(True for _ in layer.parameters())
+    ]
+    for n in range(case.stages - len(blocks)):
         with seeded(case.seed, "between", n) as chance:
             placed.append((chance.uniform(-1, len(case.kinds)), [Between()]))
     return [layer for _, run in sorted(placed, key=lambda pair: pair[0]) for layer in run]
+
+
+def loss_of(case: Case, model: nn.Module | None) -> Callable[[Any, Tensor], Any] | None:
+    """The loss function that a user gives; None if the model's own forward has it."""
+    if case.own is None or case.own.loss == "given" or model is None:
+        return LOSSES[case.loss].call
+    return model.loss if case.own.loss == "method" else None
 
 
 def layer_names(case: Case, count: int) -> list[str]:
     return [f"part.{n}" if case.form == "named" else str(n) for n in range(count)]
 
 
+def own_model(case: Case, layers: list[nn.Module]) -> nn.Module | None:
+    """The layers in a model with a forward of its own, if the case has one."""
+    if case.own is None:
+        return None
+    with seeded(case.seed, "own", case.forward):
+        return case.own.build(layers)
+
+
 def as_model(case: Case, layers: list[nn.Module]) -> object:
-    """The layers as a user gives them."""
+    """The layers as a user gives them, without a forward of their own."""
     if case.form == "sequential":
         return nn.Sequential(*layers)
     if case.form == "named":
@@ -75,6 +96,8 @@ class Batch(NamedTuple):
     x: object
     y: object
     parts: list[tuple[Tensor, Tensor]]
+    inputs: dict[str, object]
+    inputs_of_parts: list[dict[str, Tensor]]
 
 
 def make_batch(case: Case, step: int) -> Batch:
@@ -92,13 +115,18 @@ def make_batch(case: Case, step: int) -> Batch:
     x, y = HABITS[case.habit].batch(step, x, y)
     xs, ys = x.split(sizes), y.split(sizes)
     parts = [(a.clone(), b.clone()) for a, b in zip(xs, ys, strict=True)]
+    inputs: dict[str, object] = dict(case.own.inputs(x)) if case.own is not None else {}
+    cut = {name: torch.as_tensor(value).split(sizes) for name, value in inputs.items()}
+    of_parts = [{name: values[n].clone() for name, values in cut.items()} for n in range(count)]
     if case.uneven in ("microbatches", "empty"):
         return Batch(
             penstock.Microbatches([a.clone() for a in xs]),
             penstock.Microbatches([b.clone() for b in ys]),
             parts,
+            {name: penstock.Microbatches([v.clone() for v in values]) for name, values in cut.items()},
+            of_parts,
         )
-    return Batch(x, y, parts)
+    return Batch(x, y, parts, inputs, of_parts)
 
 
 def counts(target: Tensor) -> Tensor:

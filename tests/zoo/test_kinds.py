@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from tests.zoo.case import Case
 from tests.zoo.docs import PAGE, table
+from tests.zoo.forward import FORWARDS
 from tests.zoo.judge import judge
 from tests.zoo.kind import KINDS
 from tests.zoo.not_yet import ready
-from tests.zoo.piped import piped
+from tests.zoo.piped import piped, piped_many
+
+LAYOUTS = {
+    "zb-h1": {"schedule": "zb-h1", "habit": "evaluate"},
+    "1f1b": {"schedule": "1f1b", "habit": "module_mode"},
+    "dualpipe": {"schedule": "dualpipe", "habit": "module_mode"},
+}
 
 
 @pytest.mark.parametrize(
@@ -26,9 +34,33 @@ def test_a_kind_is_as_in_plain_pytorch_or_refused_by_name(name, schedule):
         assert verdict.outcome == "bounded"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_is_as_in_plain_pytorch_or_refused_by_name(name, layout):
+    case = Case(7, ("mlp", "layer_norm"), forward=name, **LAYOUTS[layout])
+    verdict = judge(case, [piped(0, case)])
+    assert verdict.outcome != "FAILED", f"{verdict.why}\npython -m bench.zoo --case '{case.text()}'"
+    if not FORWARDS[name].refused:
+        assert verdict.outcome in ("bit-equal", "bounded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1f1b", "zb-h1"])
+def test_a_forward_in_processes_is_as_in_plain_pytorch(processes: LocalProcesses, layout: str):
+    cases = [
+        Case(7, ("mlp", "layer_norm"), forward=name, transport="processes", **LAYOUTS[layout])
+        for name in FORWARDS
+    ]
+    runs = processes.run(2, piped_many, [case.text() for case in cases])
+    verdicts = {case.forward: judge(case, [run[n] for run in runs]) for n, case in enumerate(cases)}
+    assert {name: v.why for name, v in verdicts.items() if v.outcome == "FAILED"} == {}
+    must = [name for name, entry in FORWARDS.items() if not entry.refused]
+    assert {name: verdicts[name].why for name in must if verdicts[name].outcome == "refused"} == {}
+
+
 def test_there_are_kinds_enough():
     assert len(KINDS) >= 60
-    assert all(kind.what for kind in KINDS.values())
+    assert all(entry.what for entry in (*KINDS.values(), *FORWARDS.values()))
 
 
 def test_the_table_in_the_docs_is_the_zoos():

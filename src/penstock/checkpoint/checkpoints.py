@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import Manifest
@@ -16,9 +20,13 @@ from penstock.checkpoint.frozen_weights import FrozenDigests
 from penstock.checkpoint.read import Prepared, load_into, prepare
 from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
+from penstock.checkpoint.torch_optimizer import TorchOptimizer
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
 from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.parallel.data.exchange import run_each
+from penstock.plural import plural
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.optim.state import StatefulOptimizer, common
 from penstock.runtime.pipeline import Pipeline
 
 
@@ -57,21 +65,29 @@ class Checkpoints:
     Args:
         folder: folder of one run's checkpoints, each a folder ``step-NUMBER``; created by the first save.
         pipe: pipeline to save; ``pipe.steps`` is the number of a checkpoint.
-        optimizer: optimizer of the pipeline, saved with it (default none).
+        optimizer: optimizer of the pipeline, saved with it: a `PipelineOptimizer`, or a torch optimizer over
+            ``pipe.parameters()`` that has a state for each parameter (default none). Its groups must be the same on every
+            rank, in the same order; a group may have no parameter on some ranks.
+        scheduler: learning-rate scheduler of a torch optimizer, saved with it (default none).
         keep_last: number of the newest checkpoints to keep after a save (default 3); 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too (default 0: none).
         keep_frozen: whether a save also writes the parameters that are not trained (default True). With False it writes a
             digest of each, and a load requires that the pipeline has the same ones, from the same base model.
         config: plain values that describe the run, stored in each checkpoint and not compared by a load (default none).
         timeout: seconds to wait for other processes during a save (default 600).
+
+    Raises:
+        ConfigError: on every process, if an argument cannot be used, or the optimizer's state cannot be kept by parameter
+            name.
     """
 
     def __init__(
         self,
         folder: str | Path,
         pipe: Pipeline,
-        optimizer: PipelineOptimizer | None = None,
+        optimizer: PipelineOptimizer | torch.optim.Optimizer | None = None,
         *,
+        scheduler: LRScheduler | None = None,
         keep_last: int = 3,
         keep_every: int = 0,
         keep_frozen: bool = True,
@@ -84,10 +100,12 @@ class Checkpoints:
         self.folder = Path(folder).expanduser()
         self.pipe = pipe
         self.optimizer = optimizer
+        with pipe.calling("Checkpoints()"):
+            self._optimizer = _with_state(pipe, optimizer, scheduler)
+            self._together = Together(pipe.world, timeout)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self._facts = Facts(pipe.schedule.stages, pipe.seed, _layout(pipe), dict(config or {}))
-        self._together = Together(pipe.world, timeout)
         self._host_buffers = HostBuffers()
         self._frozen = None if keep_frozen else FrozenDigests()
         self._thread: Thread | None = None
@@ -96,17 +114,30 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy the current state and write it in the background, after waiting for the previous save.
+        """Copy the state and write it in the background, after waiting for the previous save; every process calls it.
 
         Args:
             extra: your own numbers, texts, lists, dictionaries and tensors (default none).
 
         Raises:
-            ConfigError: if the state has a value that cannot be kept; nothing is written.
+            CallOrderError: if another rank makes another call; names both.
+            ConfigError: on every process, if the state has a value that cannot be kept; nothing is written.
             PenstockError: if the previous save failed, as in `wait`; nothing is written.
         """
         self.wait()
-        snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers, self._frozen)
+        taken: list[Snapshot] = []
+
+        def take() -> None:
+            taken.append(
+                take_snapshot(self.pipe, self._optimizer, extra or {}, self._host_buffers, self._frozen)
+            )
+
+        world = self.pipe.world
+        with self.pipe.calling("Checkpoints.save()"):
+            run_each(
+                take, None if world is None else partial(world.all_gather_run, action="save a checkpoint")
+            )
+        (snapshot,) = taken
         self._target = path_of(self.folder, snapshot.step)
         self._thread = Thread(target=self._write, args=(snapshot,), name="penstock-checkpoint", daemon=True)
         self._thread.start()
@@ -156,6 +187,10 @@ class Checkpoints:
             DataError: if there are checkpoints, but none is sound; names the defects of each.
         """
         self.wait()
+        with self.pipe.calling("Checkpoints.load_newest()"):
+            return self._load_newest()
+
+    def _load_newest(self) -> Loaded | None:
         seen_by_leader = self._together.each(lambda: [str(path) for _, path in steps_in(self.folder)])[0]
         refused: list[str] = []
         for path in map(Path, seen_by_leader):
@@ -181,13 +216,14 @@ class Checkpoints:
         path = Path(path).expanduser()
         if not is_checkpoint(path):
             raise ConfigError(f"{path} is not a checkpoint; their folders are called step-NUMBER")
-        prepared, wrong = self._prepare(path)
-        if prepared is None:
-            raise DataError("; ".join(wrong))
-        return self._load(path, prepared, ())
+        with self.pipe.calling("Checkpoints.load()"):
+            prepared, wrong = self._prepare(path)
+            if prepared is None:
+                raise DataError("; ".join(wrong))
+            return self._load(path, prepared, ())
 
     def _load(self, path: Path, prepared: Prepared, refused: tuple[str, ...]) -> Loaded:
-        load_into(prepared, self.pipe, self.optimizer)
+        load_into(prepared, self.pipe, self._optimizer)
         return Loaded(prepared.step, path, prepared.extra, refused)
 
     def _prepare(self, path: Path) -> tuple[Prepared | None, list[str]]:
@@ -206,7 +242,7 @@ class Checkpoints:
 
         def read() -> tuple[str, str]:
             try:
-                prepared.append(prepare(path, manifest, self.pipe, self.optimizer))
+                prepared.append(prepare(path, manifest, self.pipe, self._optimizer))
             except DataError as error:
                 return str(error), ""
             except ConfigError as error:
@@ -258,6 +294,49 @@ class Checkpoints:
             if error is None:
                 raise
             error.add_note(str(failure))  # the error of the block comes first
+
+
+def _with_state(
+    pipe: Pipeline, optimizer: PipelineOptimizer | torch.optim.Optimizer | None, scheduler: LRScheduler | None
+) -> StatefulOptimizer | None:
+    """Return the optimizer with its state by parameter name; every process calls it.
+
+    Raises:
+        ConfigError: on every process, if the state cannot be kept, or the processes have different optimizers.
+    """
+    made: list[StatefulOptimizer] = []
+
+    def make() -> list[str]:
+        """Return what must be the same on every process: the kind of optimizer, and the options of each group."""
+        if scheduler is not None and (optimizer is None or isinstance(optimizer, PipelineOptimizer)):
+            raise ConfigError(
+                "scheduler is that of a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
+                "(lr_scheduler=...)"
+            )
+        if optimizer is None:
+            return ["no optimizer"]
+        made.append(
+            optimizer
+            if isinstance(optimizer, PipelineOptimizer)
+            else TorchOptimizer(pipe, optimizer, scheduler)
+        )
+        groups = common(made[0])["groups"]
+        return [type(optimizer).__name__, *map(repr, groups)]
+
+    world = pipe.world
+    exchange = None if world is None else partial(world.all_gather_run, action="compare the optimizers")
+    kinds = run_each(make, exchange)
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            here, there = (
+                f"{each[0]} with {plural(len(each) - 1, 'group')} ({'; '.join(each[1:])})"
+                for each in (kinds[0], kind)
+            )
+            raise ConfigError(
+                f"every rank must have the same optimizer with the same groups, empty ones included; rank 0 has {here}, and "
+                f"rank {rank} has {there}"
+            )
+    return made[0] if made else None
 
 
 def _layout(pipe: Pipeline) -> dict[str, Any]:

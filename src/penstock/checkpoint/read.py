@@ -21,7 +21,7 @@ from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import from_local_like, is_dtensor, is_sharded, local, local_slices
 from penstock.runtime.optim import state as optimizer_state
-from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.tensor_file import TensorFile
 
@@ -132,7 +132,7 @@ class Prepared:
     generators: dict[str, Tensor]
 
 
-def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> Prepared:
+def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: StatefulOptimizer | None) -> Prepared:
     """Read a checkpoint whose files have been checked, without loading it.
 
     Raises:
@@ -154,7 +154,7 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineO
     return Prepared(manifest.step, weights, state, extra, generators)
 
 
-def load_into(prepared: Prepared, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> None:
+def load_into(prepared: Prepared, pipe: Pipeline, optimizer: StatefulOptimizer | None) -> None:
     """Load a checkpoint that `prepare` has read; every process calls this.
 
     Raises:
@@ -196,7 +196,7 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
 _ELSEWHERE = torch.empty(0)
 
 
-def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimizer) -> dict[str, Any]:
+def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: StatefulOptimizer) -> dict[str, Any]:
     values = reader.manifest.values.get("optimizer")
     if values is None:
         raise ConfigError(f"{reader.path} was saved without an optimizer; load it without one")
@@ -243,11 +243,14 @@ def _require_alike(reader: Reader, values: Any, fresh: Mapping[str, Any]) -> Non
         wrong = "the state of a parameter is not a dictionary"
     elif not all(_is_place(place) for place in values["parameters"].values()):
         wrong = "a parameter has no group or no shape"
-    elif not isinstance(values["groups"], list) or any(
-        not isinstance(group, dict) or {k for k in group if k != "initial_lr"} != _options(fresh)
-        for group in values["groups"]
-    ):
-        wrong = f"its groups do not have the options {', '.join(sorted(_options(fresh)))}"
+    elif not isinstance(values["groups"], list) or not all(isinstance(g, dict) for g in values["groups"]):
+        wrong = "its groups are not a list of dictionaries"
+    elif unlike := [
+        (n, sorted(_options(here)))
+        for n, (group, here) in enumerate(zip(values["groups"], fresh["groups"], strict=False))
+        if _options(group) != _options(here)
+    ]:
+        wrong = f"its group {unlike[0][0]} does not have the options {', '.join(unlike[0][1])}"
     elif _names(values["lr_scheduler"]) != _names(fresh["lr_scheduler"]) and None not in (
         values["lr_scheduler"],
         fresh["lr_scheduler"],
@@ -270,8 +273,8 @@ def _keys(table: Any) -> str:
     return ", ".join(table) if isinstance(table, Mapping) else "nothing"
 
 
-def _options(fresh: Mapping[str, Any]) -> set[str]:
-    return {key for key in fresh["groups"][0] if key != "initial_lr"}
+def _options(group: Mapping[str, Any]) -> set[str]:
+    return {key for key in group if key != "initial_lr"}
 
 
 def _names(scheduler: Any) -> Any:

@@ -13,7 +13,7 @@ from penstock.checkpoint.format.json_values import encode
 from penstock.checkpoint.frozen_weights import KEY, FrozenDigests
 from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
-from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import prefixes
 from penstock.tensor_file import dtype_name
@@ -64,7 +64,7 @@ class HostBuffers:
 
 def take_snapshot(
     pipe: Pipeline,
-    optimizer: PipelineOptimizer | None,
+    optimizer: StatefulOptimizer | None,
     extra: Mapping[str, Any],
     copies: HostBuffers,
     frozen: FrozenDigests | None = None,

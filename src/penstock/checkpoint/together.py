@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic
 from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, is_gloo_timeout
 from penstock.parallel.data.exchange import describe_os_error, gather_values, run_each
+from penstock.runtime.health.hang import POLL_INTERVAL
 from penstock.runtime.workers.world import World
 
 T = TypeVar("T")
@@ -28,6 +31,8 @@ class Together:
     def __init__(self, world: World | None, timeout: float) -> None:
         self.rank, self.size = (0, 1) if world is None else (world.collectives.rank, world.collectives.size)
         self._group: Any = None if world is None else world.separate_group(timeout)
+        self._peers = None if world is None else world.peer_registry
+        self._timeout = timeout
 
     @property
     def leads(self) -> bool:
@@ -55,9 +60,22 @@ class Together:
 
     def _exchange(self, value: Any) -> list[Any]:
         try:
-            return gather_values(value, self._group)
+            return gather_values(value, self._group, self._finish)
         except RuntimeError as error:
             raise PenstockError(f"another process of the run did not answer: {error}") from error
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for a collective, but not for a process that has ended, or is in another call of the pipeline."""
+        deadline = monotonic() + self._timeout
+        while True:
+            try:
+                work.wait(timedelta(seconds=POLL_INTERVAL))
+                return
+            except RuntimeError as error:
+                if self._peers is not None:
+                    self._peers.require_all()
+                if not is_gloo_timeout(error) or monotonic() > deadline:
+                    raise
 
     def close(self) -> None:
         """Leave the group; may be called twice."""

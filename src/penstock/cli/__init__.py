@@ -110,7 +110,7 @@ def main() -> None:
 
 def _code_of(error: PenstockError) -> ExitCode:
     if isinstance(error, ConfigError):
-        return ExitCode.BAD_INPUT
+        return ExitCode.FAILED if error.begun else ExitCode.BAD_INPUT
     if isinstance(error, HangError):
         return ExitCode.HUNG
     return ExitCode.NOT_FINITE if isinstance(error, NonFiniteError) else ExitCode.FAILED

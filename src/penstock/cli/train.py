@@ -169,15 +169,23 @@ def command(
     pairs = [*overrides, *(argument for argument in arguments if "=" in argument)]
     if ranks is not None:
         pairs.append(f"parallel.pp={ranks}")
-    config = load(_config_file(files, resume), pairs)
-    if resume is not None:
-        config = replace(config, train=replace(config.train, resume=resume))
+
+    def read() -> Config:
+        config = load(_config_file(files, resume), pairs)
+        return config if resume is None else replace(config, train=replace(config.train, resume=resume))
+
     if print_config:
-        _print(config)
+        _print(read())
         return None
     if restarts is not None and plan is None:
-        return _supervise(config, restarts, as_json, profile)
+        return _supervise(read(), restarts, as_json, profile)
     launch = find_launch()
+    if launch is None:
+        config = read()
+    else:
+        from penstock.train.config.agreed import agreed_config
+
+        config = agreed_config(read)
     if plan is not None:
         if resume is not None:
             raise click.UsageError("--plan chooses the layout of a new run; a resumed run keeps its layout")

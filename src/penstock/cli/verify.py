@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import table_console
-from penstock.current_folder import current_folder_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,8 +103,7 @@ def command(
         )
         for p in ranks
     ]
-    with current_folder_first():
-        bad = _show(chain.from_iterable(runs), as_json)
+    bad = _show(chain.from_iterable(runs), as_json)
     if bad:
         raise click.exceptions.Exit(1)
 

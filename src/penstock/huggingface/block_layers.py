@@ -6,7 +6,6 @@ shares its parameters, buffers and children, of a subclass with another forward.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -14,33 +13,24 @@ from torch import Tensor, nn
 
 from penstock.huggingface.families import Attention
 from penstock.huggingface.tables import Tables
+from penstock.stage.live import INTERNAL, live_copy
 
 
 def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
-    """Return a module with the parameters, buffers and children of another.
+    """Return a module with the parameters, buffers, children, mode and attributes of another.
 
     Args:
         module: module of the library or the user; it is not changed.
         kind: one of the classes below, whose forward calls the module's.
         extra: attributes of the twin; modules among them become its children.
     """
-    copied = copy.copy(module)
+    plain = [name for name in vars(module) if name not in INTERNAL]
+    copied: nn.Module = live_copy(module, plain, (kind,))
+    copied.__dict__.update({n: v for n, v in vars(module).items() if n in INTERNAL and n != "training"})
     copied._modules = dict(module._modules)
-    copied.__class__ = _class(kind, type(module))
     for name, value in extra.items():
         setattr(copied, name, value)
     return copied
-
-
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def _class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    if (kind, base) not in _CLASSES:
-        _CLASSES[kind, base] = type(
-            base.__name__, (kind, base), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        )
-    return _CLASSES[kind, base]
 
 
 class Tokens(nn.Module):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from penstock.errors import SplitError, nearest
+from penstock.errors import SplitError
 from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily
 from penstock.model_variants import VARIANT_KEYS, refused_variant
 
@@ -44,7 +44,7 @@ def _from_plan(config_class: Any) -> ModelFamily:
     names = _names_by_role(getattr(config_class, "base_model_pp_plan", None))
     if names is None or not all(config_class in m for m in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)):
         raise SplitError(
-            f"no way to split a model of type {kind!r}{nearest(kind, list(FAMILIES))}; the families are "
+            f"no way to split a model of type {kind!r}; the families are "
             f"{', '.join(FAMILIES)}, and those with a base_model_pp_plan in transformers whose forward is that of one "
             "of these. Any other model can be given as a list of layers"
         )

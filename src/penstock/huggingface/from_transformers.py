@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, DataError, SplitError
+from penstock.errors import ConfigError, DataError, SplitError, describe_error
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
@@ -27,8 +28,12 @@ from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_
 from penstock.huggingface.family_of import family_of
 from penstock.huggingface.tables import Tables
 from penstock.model_variants import refused_architecture
-from penstock.stage.layers import Layer
+from penstock.stage.layers import BatchNames, Layer
 from penstock.stage.rng.initial import generator_for
+
+_OWN_KERNELS = ("eager", "sdpa")
+"""Implementations of attention that are part of transformers and torch."""
+_MOST_LAYERS = 10_000
 
 Make = Callable[[str], nn.Module]
 """Function from a module's name in the whole model to a module with weights."""
@@ -135,10 +140,18 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
     kind = str(table.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise DataError(f"{path} has model_type {kind!r}, which the installed transformers does not know")
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = table.get(key)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:  # the library makes lists of so many entries
+            raise DataError(f"{path} has {key} {layers:,}; a model has at most {_MOST_LAYERS:,} blocks")
     try:
         config = CONFIG_MAPPING[kind].from_dict(table)
+        # For another kernel, the library would download code from the hub.
+        if config._attn_implementation not in _OWN_KERNELS:
+            config._attn_implementation = None
+        config._experts_implementation = None
     except Exception as error:  # the library's own checks raise many kinds
-        raise DataError(f"transformers cannot use {path}: {error}") from error
+        raise DataError(f"transformers cannot use {path}: {describe_error(error)}") from error
     if (reason := refused_architecture(table)) is not None:
         raise SplitError(reason)
     family_of(config)
@@ -152,8 +165,13 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     config = copy.deepcopy(config)
     if dtype is not None:
         config.dtype = dtype
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a value that the library has not checked, such as the name of an activation
+        raise DataError(
+            f"transformers cannot build the model of this {type(config).__name__}: {describe_error(error)}"
+        ) from error
 
 
 def _of_model(model: Any) -> list[Layer]:
@@ -183,6 +201,7 @@ def _of_folder(folder: Path, adapters: object, seed: int) -> list[Layer]:
     stored = model_folder.stored_tensors(folder)
     if not stored:
         raise DataError(f"the weights in {folder} are empty")
+    _require_blocks(folder, config, stored)
     head = family_of(config).stored_head
     if f"{head}.weight" in stored:
         stored[f"{HEAD}.weight"] = stored.pop(f"{head}.weight")
@@ -211,6 +230,17 @@ def _of_folder(folder: Path, adapters: object, seed: int) -> list[Layer]:
     return with_adapters(
         _layers(pattern, partial(_adapted, pattern, matches, added, stored_adapters, seed)), added
     )
+
+
+def _require_blocks(folder: Path, config: Any, stored: Iterable[str]) -> None:
+    """Raise `DataError` if the weights have fewer blocks than the config says, before so many are made."""
+    blocks = family_of(config).blocks.rpartition(".")[2]
+    found = {match[1] for name in stored if (match := re.search(rf"(?:^|\.){blocks}\.(\d+)\.", name))}
+    if config.num_hidden_layers > len(found):
+        raise DataError(
+            f"{folder / model_folder.CONFIG} says that the model has {config.num_hidden_layers:,} blocks, and the weights "
+            f"beside it have {len(found):,}; they do not belong together"
+        )
 
 
 def tied_names(model: Any) -> dict[str, str]:
@@ -249,7 +279,8 @@ def _layers(model: Any, make: Make) -> list[Layer]:
     layers.append(Layer(family.norm, partial(make, family.norm), "head"))
     tied = {name.removeprefix(f"{HEAD}."): embedding for name, embedding in tied_names(model).items()}
     layers.append(Layer(HEAD, head, "head", tied=tied))
-    return layers
+    others = frozenset(("attention_mask", "position_ids"))
+    return [replace(layers[0], batch=BatchNames("input_ids", "labels", others)), *layers[1:]]
 
 
 def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:

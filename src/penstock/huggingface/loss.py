@@ -15,8 +15,8 @@ IGNORED = -100
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy in nats over the labels that are not ignored; 0 if all are.
 
-    It equals ``model(input_ids, labels=labels).loss`` in transformers. For batches with padding give the Pipeline
-    ``reduction=penstock.valid_tokens``, so that every token of the batch has the same weight.
+    It equals ``model(input_ids, labels=labels).loss`` in transformers. A `Pipeline` with this loss weighs each microbatch by
+    its `valid_tokens` unless another `reduction` is given, so that every token of the batch has the same weight.
 
     Args:
         logits: tensor of shape (batch, sequence, vocabulary) and any floating-point dtype; computed in float32.

@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """The run failed, or one of its processes was killed."""
     BAD_INPUT = 2
-    """Nothing was started or written."""
+    """No run was begun, and nothing was written."""
     NOT_FINITE = 3
     """Losses or gradients were NaN or infinite more often in a row than allowed; a restart would repeat the same steps."""
     GAVE_UP = 4

@@ -40,7 +40,7 @@ from penstock.train.config.config import Config
 from penstock.train.config.file import dump
 from penstock.train.config.mesh_config import processes_of
 
-TRAIN = (sys.executable, "-m", "penstock", "train")
+TRAIN = (sys.executable, "-P", "-m", "penstock", "train")
 
 GRACE = 2.0
 """Seconds that the other processes have to end by themselves, and to say why, after one has failed; then they are killed.

@@ -169,7 +169,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
     kept_scores = scores * (2 * e + 1) if load.attention == "unfused" else 0
     selective = kept_whole + kept_divided
-    parameters = shape.block_parameters - (shape.norm_weights * hidden + shape.head_norm_weights)
+    whole = shape.whole_parameters
     return LayerCost(
         forward=(*matmuls, *attention, elementwise, *into, *out),
         input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out),
@@ -182,7 +182,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         + (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t,
         input_bytes=shard,
         output_bytes=shard,
-        parameters=parameters / t + shape.norm_weights * hidden + shape.head_norm_weights,
+        parameters=(shape.block_parameters - whole) / t + whole,
         model_flops=t * (sum(work.amount for work in matmuls) + attention_flops),
         attention_flops=t * attention_flops,
     )

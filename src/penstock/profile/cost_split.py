@@ -24,12 +24,22 @@ def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int,
     roles = [role for _, role, _ in profile.layers]
     if "block" not in roles:
         raise SplitError(f"the profile of {profile.name} has no blocks, so they cannot be split by cost")
-    each = [_seconds(profile.kinds[kind].at(microbatch)) for *_, kind in profile.layers]
+    each = layer_costs(profile, microbatch)
     first, last = roles.index("block"), len(roles) - roles[::-1].index("block")
     weights = each[first:last]
     weights[0] += sum(each[:first])
     weights[-1] += sum(each[last:])
     return tuple(stop - start for start, stop in by_weights(weights, stages))
+
+
+def layer_costs(profile: Profile, microbatch: int) -> list[float]:
+    """Return seconds of a forward and a backward of every layer, or FLOPs if nothing was measured.
+
+    Args:
+        profile: traced or measured profile.
+        microbatch: samples of a microbatch.
+    """
+    return [_seconds(profile.kinds[kind].at(microbatch)) for *_, kind in profile.layers]
 
 
 def _seconds(cost: LayerCost) -> float:

@@ -108,6 +108,16 @@ class ModelShape:
         return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights + latents
 
     @property
+    def whole_parameters(self) -> int:
+        """Number of parameters of a block that tensor parallelism does not divide.
+
+        They are those of norms, and the biases that are added after the ranks' products are summed: of the matrices from
+        attention and from the feed-forward to the hidden state.
+        """
+        summed = int(self.output_bias) + int(self.ffn_bias)
+        return (self.norm_weights + summed) * self.hidden + self.head_norm_weights
+
+    @property
     def attention_sizes(self) -> tuple[int, int, int]:
         """Values of a token's queries, keys and values over all heads."""
         value = self.value_size or self.head_size
@@ -352,9 +362,8 @@ def _unknown(table: dict[str, Any]) -> str:
     what = f"no closed form for a model of type {kind!r}"
     if isinstance(part, dict) and part.get("model_type") in _TRAITS:
         return f"{what}; its text part ({part['model_type']}) has one: write text_config to a config.json of its own"
-    near = nearest(str(kind), list(_TRAITS), cutoff=0.7)
     return (
-        f"{what}{near}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
+        f"{what}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
         "`penstock.profile_layers`, trace it without weights (measure=False), save the profile as JSON, and plan that; see "
         "docs/planning.md"
     )

@@ -22,7 +22,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
 
-_BATCHES, _SCALES, _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(6)
+_BATCHES, _SCALES, _ROWS, _IGNORED, _LOSS, _GRADIENT, _WEIGHT = range(7)
 
 TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 """Flags of a step: a parameter requires gradients, a loss has a weight above 0, a loss has a graph."""
@@ -34,8 +34,9 @@ class Refusal(NamedTuple):
 
     Attributes:
         kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
-            input and target, or NaN or infinity in a loss, in the gradient that a stage sends back, or in that of a weight.
-        depth: number of stages between this one and the last.
+            input and target, only ignored targets in a microbatch, or NaN or infinity in a loss, in the gradient that a
+            stage sends back, or in that of a weight.
+        depth: number of stages between this one and the last; of ignored targets, the index that is ignored.
         microbatch: number of the microbatch; -1 for a weight.
     """
 
@@ -82,6 +83,7 @@ def find_nonfinite(
     losses: Losses,
     last: int,
     first: int,
+    ignored_index: Callable[[int], int | None],
     sharded_grads: Callable[[int], list[Tensor]] | None = None,
 ) -> Refusal | None:
     """Return the first number of a rank's step that is NaN or infinite, and clear the stages' `finite_sums`.
@@ -91,6 +93,7 @@ def find_nonfinite(
         losses: losses of this rank.
         last: number of the last stage.
         first: number in the global batch of this replica's microbatch 0.
+        ignored_index: function that returns the ignored index if a microbatch has no other target.
         sharded_grads: function that returns the gradients of a stage that are not in its parameters (default None).
     """
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
@@ -102,7 +105,9 @@ def find_nonfinite(
         grads += sharded_grads(s) if sharded_grads is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             refusals.append(Refusal(_WEIGHT, last - s, -1))
-    return min(refusals, default=None)
+    refusal = min(refusals, default=None)
+    index = ignored_index(refusal.microbatch) if refusal is not None and refusal.kind == _LOSS else None
+    return refusal if refusal is None or index is None else Refusal(_IGNORED, index, refusal.microbatch)
 
 
 def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
@@ -143,6 +148,16 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
             f"step {step}: the target's microbatches have {list(losses.rows_out)} rows, the input's "
             f"{list(losses.rows_in)}; both are split along dimension 0, the batch. No weight was changed; zero the "
             "gradients before the next step"
+        )
+    if refusal.kind == _IGNORED:
+        what = f"the loss of microbatch {refusal.microbatch}"
+        return NonFiniteError(
+            f"step {step}: {what} is NaN: all of its targets are {refusal.depth} (ignore_index), so its mean is 0/0. No "
+            "weight was changed; zero the gradients before the next step. Give the Pipeline reduction='valid', or "
+            "reduction=penstock.valid_tokens if the loss shifts the labels: such a microbatch then weighs nothing",
+            last,
+            refusal.microbatch,
+            what,
         )
     stage = last - refusal.depth
     what = {

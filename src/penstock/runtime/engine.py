@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from penstock.errors import PenstockError
+from penstock.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
@@ -110,6 +110,34 @@ class Engine:
             local_stages.random.in_threads = True
 
     @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Return a context for a call that all ranks make together, so that another call of one is named.
+
+        Args:
+            name: one of `penstock.runtime.health.rank_progress.CALL_NAMES`.
+
+        Raises:
+            CallOrderError: if the wait for a rank finds it in another call; ranks that wait in a step are told.
+        """
+        if self._world is None:
+            yield
+            return
+        try:
+            with self._world.peer_registry.calling(name):
+                yield
+        except CallOrderError as error:
+            if self._status == "idle":  # a step that runs tells them itself
+                self._status = "failed"
+                for executor in self._prepare(True):
+                    executor.refuse(self._step + 1, error)
+            raise
+        except TransportError:
+            self._status = (
+                "failed" if self._status == "idle" else self._status
+            )  # so that close does not wait again
+            raise
+
+    @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
         """Return a context for one step: split the batch in it, then call `run`. Errors before `run` go to all ranks.
 
@@ -121,6 +149,15 @@ class Engine:
             ReplicaError: if copies of a parameter or buffer differ; every rank raises it.
             StageError: if no loss has a graph although there is something to train.
         """
+        if self._status == "stepping":
+            raise PenstockError(
+                "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
+                "a hook, the loss function or another thread; call it between two steps"
+            )
+        with self.calling("pipe.step()" if trains else "pipe.evaluate()"):
+            yield from self._stepping(trains)
+
+    def _stepping(self, trains: bool) -> Iterator[None]:
         self._require_idle(trains)
         self._copies.sync_parameters()
         self._step += 1
@@ -176,11 +213,6 @@ class Engine:
         self._traced = executors
 
     def _require_idle(self, trains: bool) -> None:
-        if self._status == "stepping":
-            raise PenstockError(
-                "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
-                "a hook, the loss function or another thread; call it between two steps"
-            )
         if self._rank_threads is not None:
             self._rank_threads.wait_stopped()
         if trains:
@@ -310,6 +342,12 @@ class Engine:
             if self._status == "idle":
                 self.wait_for_parameters()
         finally:
+            # A rank in another call is told so, and this one does not wait for it.
+            with (
+                suppress(CallOrderError),
+                self.calling("pipe.close()") if self._status == "idle" else nullcontext(),
+            ):
+                pass
             self._end()
 
     def _end(self) -> None:

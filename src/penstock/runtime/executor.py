@@ -204,6 +204,7 @@ class Executor:
                 work.losses,
                 self.program.schedule.stages - 1,
                 work.batch.first,
+                work.batch.ignored_index,
                 sharded_grads,
             )
         if self.trains:

@@ -64,6 +64,9 @@ class ExecutionOptions:
             ends with a synchronization.
         strict: refuse a layer whose backward cannot be split into input and weight gradients without changing them,
             instead of running its full backward (default False).
+        check_split: compare loss and gradients of a model with a forward of its own with those of its layers, on the first
+            microbatch of the first training step (default True). A model that `penstock.split` has compared on a sample is
+            not compared again.
         threads: CPU threads of each rank. 0 (default) divides ``torch.get_num_threads()`` among ranks that are threads, and
             keeps it in processes, but takes no more than the cgroup's quota and, in processes, a share of the machine's
             cores; OMP_NUM_THREADS lifts these limits.
@@ -78,6 +81,7 @@ class ExecutionOptions:
     compile: str = "none"
     check_finite: bool = True
     strict: bool = False
+    check_split: bool = True
     threads: int = 0
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -11,22 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from penstock.counts import require_count
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.runtime.batch.result import StepResult, step_result
-from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
+from penstock.runtime.batch.result import Ends, StepResult, step_result
+from penstock.runtime.batch.splitter import (
+    BatchSplitter,
+    Reduction,
+    arguments_of,
+    ignore_index_of,
+    require_no_graph,
+    require_reduction,
+)
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
+from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
-from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
     local_device,
@@ -43,6 +53,8 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.layers import require_values
+from penstock.stage.own_model.own_layers import ModelLayers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -86,8 +98,9 @@ class Pipeline(PipelineModel):
         seed: random seed of layers given as functions, and of random numbers that layers draw (dropout). Both depend on the
             seed and the layer's name, dropout on step and microbatch too, and neither on the split.
         reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
-            adds them, and a function of a microbatch's target weighs each by what it counts, such as valid tokens, so that
-            the gradient is that of the whole batch however uneven the microbatches are.
+            adds them, "valid" weighs each by its targets that are not `loss_fn`'s ``ignore_index`` (default -100), and a
+            function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
+            uneven the microbatches are. By default `valid_tokens` with `causal_lm_loss`, otherwise "mean".
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 
@@ -95,6 +108,7 @@ class Pipeline(PipelineModel):
         replicas, replica: number of pipelines that share the batch, and index of this one.
         world: the processes of the pipeline; None if its ranks are threads of one process.
         tensor_ranks: processes that share this one's matrices.
+        holds_first, holds_last: whether this process holds the first and the last stage.
         is_first: whether this process is of the mesh's first pipeline and has the first shards.
         reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
         threads: CPU threads of each rank; see `ExecutionOptions`.
@@ -121,7 +135,7 @@ class Pipeline(PipelineModel):
         recompute: Policy = "none",
         autocast: torch.dtype | None = None,
         seed: int = 0,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = None,
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
@@ -131,12 +145,13 @@ class Pipeline(PipelineModel):
         self.timeout = require_timeout(timeout)
         given = given_model(model, loss_fn)
         loss_fn = given.loss_fn
+        self._loss_fn = loss_fn
         self.seed = require_seed(seed)
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
-        self.reduction = require_reduction(reduction)
+        self.reduction = require_reduction(given.reduction if reduction is None else reduction)
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
@@ -150,11 +165,25 @@ class Pipeline(PipelineModel):
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
+        compare = partial(
+            require_same_pipeline,
+            schedule=self.schedule,
+            layers=self.layers,
+            given={
+                "microbatches": microbatches, "schedule": schedule, "mesh": shape, "split": split, "timeout": self.timeout,
+                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "parallel": parallel,
+                "execution": execution, "device": None if self.device is None else self.device.type,
+            },
+        )  # fmt: skip
         self.world = (
-            world.join(self.timeout, axes, waits.first) if world is not None and self.in_processes else None
+            world.join(self.timeout, axes, waits.first, compare)
+            if world is not None and self.in_processes
+            else None
         )
-        if self.world is not None:
-            require_same_schedule(self.schedule, self.world)
+        run_each(
+            lambda: require_values((x.name, x.module) for x in given.layers if x.module is not None),
+            None if self.world is None else self.world.all_gather,
+        )
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
@@ -201,20 +230,32 @@ class Pipeline(PipelineModel):
             self.replica,
             self.device,
             self.reduction,
+            ignore_index_of(loss_fn),
             self._local.routes,
             *ends,
             self.in_processes and not alone,
         )
         self._container = given.container
+        self._first_step: FirstStepCheck | None = None
+        if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
+            of_layer = [s for s, layers in enumerate(layers_of_stages) for _ in layers]
+            checker = self.schedule.placement.holders[-1][0]
+            self._first_step = FirstStepCheck(
+                given.layers, loss_fn, of_layer, parameters, self.world, checker, autocast
+            )
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
-        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world)
+        others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
+        if self._emptied:
+            self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(
         self,
-        x: object,
+        x: object = None,
         y: object = None,
+        /,
         *,
         outputs: bool = False,
         input_grads: bool = False,
@@ -227,10 +268,15 @@ class Pipeline(PipelineModel):
 
         Args:
             x: input of the model: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
-                processes only the rank of the first stage needs it.
-            y: target, likewise; in processes only the rank of the last stage needs it.
-            outputs: also return the last stage's outputs (default False).
-            input_grads: also return the gradients of the floating-point inputs (default False).
+                processes only the rank of the first stage needs it. A model with a forward of its own or of Hugging Face
+                also takes a whole batch as a mapping, without `y`: keys are the names of the forward's arguments, with
+                the first among them, and of the target.
+            y: target, likewise; in processes only the rank of the last stage needs it. In a mapping it is called like the
+                forward's second argument if the forward computes the loss, ``labels`` for Hugging Face, and otherwise like
+                the second parameter of `loss_fn`.
+            outputs: also return the last stage's outputs, on the ranks that hold it (default False).
+            input_grads: also return the gradients of the floating-point inputs, on the ranks of the first stage (default
+                False).
             named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
 
         Raises:
@@ -243,7 +289,9 @@ class Pipeline(PipelineModel):
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
-    def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
+    def evaluate(
+        self, x: object = None, y: object = None, /, *, outputs: bool = False, **named: object
+    ) -> StepResult:
         """Run forwards only, in eval mode and without gradients.
 
         `x`, `y`, `outputs` and `named` are those of `step`; without `y` there is no loss.
@@ -251,7 +299,7 @@ class Pipeline(PipelineModel):
         self._require_open()
         self.wait()
         self._engine.sync_modules()
-        with evaluating(self.stage_modules()):
+        with evaluating(self.stage_modules(), self._loss_fn):
             return self._run(False, x, y, outputs, False, named)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
@@ -293,7 +341,8 @@ class Pipeline(PipelineModel):
             The norm over all stages before scaling, the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
-        return self.global_norm.clip_(max_norm, self.shards)
+        with self.calling("pipe.clip_grad_norm_()"):
+            return self.global_norm.clip_(max_norm, self.shards)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -312,10 +361,11 @@ class Pipeline(PipelineModel):
         if self.world is None:
             return values
         total = values.clone()
-        self.world.all_reduce_tp(total)
-        self.world.all_reduce(total)
-        if replicas:
-            self.world.all_reduce_dp(total)
+        with self.calling("pipe.sum_over_ranks()"):
+            self.world.all_reduce_tp(total)
+            self.world.all_reduce(total)
+            if replicas:
+                self.world.all_reduce_dp(total)
         return total
 
     def trace(self) -> Trace | None:
@@ -330,7 +380,12 @@ class Pipeline(PipelineModel):
             two ranks, in seconds. In threads the same as `trace`. None before the first step.
         """
         self._require_open()
-        return self._engine.gather_trace(self.trace())
+        with self.calling("pipe.gather_trace()"):
+            return self._engine.gather_trace(self.trace())
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; a rank that makes another one is named."""
+        return self._engine.calling(name)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.
@@ -361,6 +416,12 @@ class Pipeline(PipelineModel):
         self._require_open()
         if trains and self.shards is not None:
             self.shards.require_used()
+        for name, value in (("outputs", outputs), ("input_grads", input_grads)):
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"{name} must be True or False, got a {type(value).__name__}; an argument of the model of that name "
+                    "goes into a batch that is a mapping, pipe.step({...})"
+                )
         scaler = self.scaler
         options = StepOptions(
             trains,
@@ -372,15 +433,20 @@ class Pipeline(PipelineModel):
             scaler.scale if scaler is not None and trains else 1.0,
         )
         with self._random.watching(), self._engine.step(trains):
+            self._container.require_unchanged()
+            x, y, named = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
             if trains:
-                self._container.require_unchanged()
-                require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
-            works = self._engine.run(self._splitter.split(x, y, named, options), options)
+                self._require_same_parameters()
+                require_no_graph([*([] if input_grads else [("x", x)]), ("y", y), *named.items()])
+            batch = self._splitter.split(x, y, named, options)
+            works = self._engine.run(batch, options)
+            if trains and self._first_step is not None:
+                self._first_step.run(batch)
+                self._first_step = None
         self.steps += trains
-        if trains:
-            self._mark_trained()
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
         microbatches = self.microbatches * self.replicas
-        return step_result(works, microbatches)
+        holders = self.schedule.placement.holders
+        return step_result(works, microbatches, Ends(self.local_ranks, holders[0], holders[-1]))

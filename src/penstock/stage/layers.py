@@ -8,7 +8,7 @@ layer, whatever the split.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -17,10 +17,24 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import SplitError
-from penstock.stage.own_model.partly_trained import has_forward_hooks
 from penstock.stage.split_backward.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]
+
+
+@dataclass(frozen=True)
+class BatchNames:
+    """Names under which a batch has what a model takes, if it is given as a mapping.
+
+    Attributes:
+        first: name of the model's first argument.
+        target: name of the target; None for that of the loss function's second parameter.
+        others: names of the model's other arguments.
+    """
+
+    first: str
+    target: str | None
+    others: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Layer:
             last (default "block").
         tied: ties with parameters of earlier layers: parameter name within this layer → name in the whole model.
         module: result of `build`, if it exists already.
+        batch: names of the arguments of the model whose first layer this is; None if a batch has no names.
     """
 
     name: str
@@ -41,6 +56,7 @@ class Layer:
     role: Role = "block"
     tied: Mapping[str, str] = field(default_factory=dict)
     module: nn.Module | None = None
+    batch: BatchNames | None = None
 
 
 JOINT = "+"
@@ -139,6 +155,10 @@ class Container:
 
     def __init__(self, model: object) -> None:
         self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None
+        self.record()
+
+    def record(self) -> None:
+        """Take the layers that the model has now for those of the pipeline."""
         self._layers = self._children()
 
     def _children(self) -> list[tuple[str, int]]:
@@ -178,6 +198,14 @@ def _require_plain(model: nn.Module) -> None:
             f"the {type(model).__name__} that holds the layers also has {', '.join(extras)}, which would be lost when it "
             "is split; put that into a layer, or give list(model) to leave it out"
         )
+
+
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs hooks."""
+    return any(vars(module)[kind] for kind in _CALL_HOOKS)
 
 
 def _instead(model: object) -> str:
@@ -233,3 +261,24 @@ def require_initialized(name: str, module: nn.Module) -> None:
             f"layer {name!r} ({type(module).__name__}) has parameters without a shape yet: {', '.join(lazy)}; run one batch "
             "through the model before it is split, as in model(x[:1]), or use modules that are told their sizes"
         )
+
+
+def require_values(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check that the parameters and buffers of modules have values, which on the meta device they have not.
+
+    Args:
+        named: (name, module) pairs; for a layer its name, and for the whole model an empty one.
+
+    Raises:
+        SplitError: if some are on the meta device; names the first one.
+    """
+    for name, module in named:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        if on_meta := [inner for inner, tensor in tensors if tensor.is_meta]:
+            first = whole_name(name, on_meta[0]) if name else on_meta[0]
+            raise SplitError(
+                f"{first} is on the meta device, where it has no values (so are {len(on_meta)} of {len(tensors)} tensors). "
+                "If an earlier Pipeline trained the model in several processes, each has a part of it: on every rank, call "
+                "state = pipe.full_state_dict(), close that pipeline, and call model.load_state_dict(state, assign=True). "
+                "Otherwise call model.to_empty(device='cpu') and load the weights, or give functions that build the layers"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class StageModule(nn.Module):
         self.gives_by_layer = tuple(names_given(layer) for layer in self.layers)
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
 
-    def forward(self, value: Any, **named: Any) -> Any:
+    def forward(self, value: Any, /, **named: Any) -> Any:
         """Run all layers, with the named values they take; auxiliary losses are ignored."""
         context = Context(dict(named), {}, self.gives)
         previous = set_context(context)
@@ -95,6 +95,11 @@ class StageModule(nn.Module):
         return None
 
     @property
+    def modes(self) -> tuple[bool, ...]:
+        """Modes of all modules in the layers, in order."""
+        return modes_of(self.layers)
+
+    @property
     def trains_any(self) -> bool:
         """True if any parameter requires a gradient now."""
         return any(p.requires_grad for p in self.parameters())
@@ -134,6 +139,11 @@ class StageModule(nn.Module):
                 path, _, last = inner.rpartition(".")
                 return layer.get_submodule(path), last
         return None
+
+
+def modes_of(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Return the modes of modules and of all within them: True in training."""
+    return tuple([module.training for top in modules for module in top.modules()])
 
 
 def layer_state(name: str, layer: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import nn
+
 from penstock.errors import SplitError, nearest
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, whole_name
 from penstock.stage.partition import Ranges, by_counts, by_ranges, by_weights, even
 
 Split = str | Sequence[int] | Sequence[tuple[int, int]] | Mapping[str, object]
@@ -57,6 +60,56 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
         counts = [int(c) for c in _numbers("split", items)]
         return _split_blocks(layers, stages, lambda blocks: by_counts(counts, blocks))
     return _split_ranges(layers, stages, by_ranges(_pairs(items), len(layers)))
+
+
+def warn_of_a_large_layer(layers: Sequence[Layer], costs: Sequence[float], what: str) -> None:
+    """Warn if one layer has more than half of a model and its blocks could be layers, with what would divide it.
+
+    Args:
+        layers: layers of the model, in order.
+        costs: cost of each layer.
+        what: name of the costs, for the message.
+    """
+    largest = max(range(len(layers)), key=lambda n: costs[n])
+    layer, share = layers[largest], costs[largest] / (sum(costs) or 1.0)
+    if share <= 0.5 or layer.module is None or (blocks := _blocks_within(layer.module)) is None:
+        return
+    name, count = blocks
+    where = whole_name(layer.name, name) if name else layer.name
+    warnings.warn(
+        f"layer {layer.name!r} has {share:.0%} of the model's {what}, and one rank has a layer as a whole, so the other "
+        f"ranks wait for it. Let the model's forward loop over the {count} blocks of {where}, or make each of them a "
+        "layer, as docs/models.md shows under 'Layers by hand'",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def parameter_counts(layers: Sequence[Layer]) -> list[float] | None:
+    """Return the number of parameters that each layer has and no earlier one; None if some layers are built later."""
+    seen: set[int] = set()
+    counts: list[float] = []
+    for layer in layers:
+        if layer.module is None:
+            return None
+        new = {id(p): p.numel() for p in layer.module.parameters() if id(p) not in seen}
+        seen |= new.keys()
+        counts.append(sum(new.values()))
+    return counts
+
+
+def _blocks_within(module: nn.Module) -> tuple[str, int] | None:
+    """Return name and length of the container with most of a module's parameters, in parts; None if none has them."""
+    total = _size(module)
+    for name, inner in module.named_modules():
+        parts = [child for child in inner.children() if _size(child)]
+        if isinstance(inner, nn.ModuleList | nn.Sequential) and len(parts) > 1 and _size(inner) > total / 2:
+            return name, len(parts)
+    return None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 _KEYS = ("layers_per_stage", "ranges", "weights")

@@ -11,7 +11,7 @@ import json
 import sys
 from collections import namedtuple
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils import _pytree
 
@@ -20,6 +20,20 @@ from penstock.errors import StageShapeError, TransportError
 _LEAF = _pytree.tree_flatten(0)[1]
 _PLAIN = (type(None), bool, int, float, str)
 _portable: set[object] = {tuple, list}
+
+
+class Shared(NamedTuple):
+    """Structure of a message with leaves that share memory.
+
+    Attributes:
+        structure: structure of the value; None for a bare tensor.
+        order: for each leaf of the value, the index of the message's leaf: one tensor at two places is sent once.
+        groups: for each of the message's leaves, its group as `penstock.stage.overlap.groups_of` numbers them.
+    """
+
+    structure: Any
+    order: tuple[int, ...]
+    groups: tuple[int, ...]
 
 
 def require_portable(structure: Any) -> None:
@@ -52,6 +66,9 @@ def dumps(structure: Any) -> str:
     Raises:
         StageShapeError: if `require_portable` would raise it.
     """
+    if isinstance(structure, Shared):
+        inner = [] if structure.structure is None else [_node(structure.structure)]
+        return json.dumps({"structure": inner, "order": structure.order, "groups": structure.groups})
     return json.dumps(_node(structure))
 
 
@@ -62,7 +79,12 @@ def loads(text: str) -> Any:
         TransportError: if it names a module that is not loaded in this process, or a class that does not exist or is not
             a container.
     """
-    return _structure(json.loads(text))
+    node = json.loads(text)
+    if isinstance(node, dict):
+        inner = node["structure"]
+        order, groups = tuple(node["order"]), tuple(node["groups"])
+        return Shared(_structure(inner[0]) if inner else None, order, groups)
+    return _structure(node)
 
 
 def _node(structure: Any) -> Any:

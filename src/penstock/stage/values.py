@@ -6,10 +6,11 @@ use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch.utils import _pytree
 
 from penstock.errors import BatchError, StageShapeError
 from penstock.plural import plural
-from penstock.stage.structures import require_portable
+from penstock.stage.overlap import OUTSIDE, Watched, groups_of
+from penstock.stage.structures import Shared, require_portable
 
 PLAIN = (type(None), bool, int, float, str)
 """Leaves that travel besides tensors."""
@@ -29,7 +31,8 @@ class Message(NamedTuple):
 
     Attributes:
         leaves: tensors and plain values; for a gradient, a tensor or None for each leaf that needed one.
-        structure: pytree spec that assembles the leaves; None for one bare leaf, and for gradients.
+        structure: pytree spec that assembles the leaves, within `Shared` if some of them share memory; None for one bare
+            leaf, and for gradients.
         needs_grad: for every leaf, whether a gradient for it must come back. A gradient needs none itself: its flags are
             `hooked`, which only `grad_messages` writes.
     """
@@ -44,23 +47,30 @@ class Message(NamedTuple):
         return self.needs_grad
 
 
-def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor, ...]]:
+def pack(
+    value: object,
+    *,
+    travels: bool = True,
+    linked: Mapping[int, Hashable] = MappingProxyType({}),
+    outside: Sequence[Tensor] = (),
+) -> tuple[Message, tuple[Tensor, ...]]:
     """Flatten a stage's output; return the message to send, and the leaves that have a graph.
 
     Args:
         value: output of a stage or a segment.
         travels: whether it is sent to another stage, so that another process must be able to build its containers.
+        linked, outside: memory that the value may share, as for `groups_of` (default none).
 
     Raises:
         StageShapeError: if a leaf is neither a tensor nor None, bool, int, float or str (or, if it travels, of a subclass
             of these); or if it is in a container that another process could not build.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not linked and not outside:
         if value.requires_grad:
             return Message((value.detach(),), None, (True,)), (value,)
         return Message((value,)), ()
-    leaves, structure = _pytree.tree_flatten(value)
-    for leaf in leaves:
+    every, structure = ([value], None) if isinstance(value, Tensor) else _pytree.tree_flatten(value)
+    for leaf in every:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise StageShapeError(
                 f"a stage returned a {type(leaf).__name__} among its outputs; stages exchange values made of "
@@ -69,8 +79,9 @@ def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor,
             )
         if travels and not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
             raise _subclass(leaf)
-    if travels:
+    if travels and structure is not None:
         require_portable(structure)
+    leaves, structure = share(every, structure, linked, outside)
     roots = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
     return (
         Message(
@@ -82,6 +93,38 @@ def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor,
         ),
         roots,
     )
+
+
+def share(
+    leaves: Sequence[Any],
+    structure: Any,
+    linked: Mapping[int, Hashable] = MappingProxyType({}),
+    outside: Sequence[Tensor] = (),
+    once: bool = True,
+) -> tuple[Sequence[Any], Any]:
+    """Return the leaves and the structure of a message, where leaves of a value may share memory.
+
+    Args:
+        leaves, structure: those of the value.
+        linked, outside: memory that it may share, as for `groups_of` (default none).
+        once: whether one tensor at several places becomes one leaf (default True).
+    """
+    tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(tensors) < 2 and not linked and not outside:
+        return leaves, structure
+    first: dict[int, int] = {}
+    kept: list[int] = []
+    order = []
+    for n, leaf in enumerate(leaves):
+        same = first.setdefault(id(leaf), len(kept)) if once and isinstance(leaf, Tensor) else len(kept)
+        if same == len(kept):
+            kept.append(n)
+        order.append(same)
+    found = iter(groups_of([leaves[n] for n in kept if isinstance(leaves[n], Tensor)], linked, outside))
+    groups = tuple(next(found) if isinstance(leaves[n], Tensor) else 0 for n in kept)
+    if len(kept) == len(leaves) and not any(groups):
+        return leaves, structure
+    return [leaves[n] for n in kept], Shared(structure, tuple(order), groups)
 
 
 class InputGrads:
@@ -152,6 +195,7 @@ def unpack(
     message: Message,
     transform: Callable[[Tensor], Tensor] | None = None,
     input_grads: InputGrads | None = None,
+    watched: list[Watched] | None = None,
 ) -> object:
     """Assemble the value of a message.
 
@@ -159,8 +203,9 @@ def unpack(
         message: message from another stage or segment.
         transform: function applied to each tensor (default None: the value has the message's own tensors).
         input_grads: record of the tensors that collect a gradient; filled in.
+        watched: records of the tensors that share memory; filled in.
     """
-    leaves = message.leaves
+    leaves, structure = message.leaves, message.structure
     need_grad = tuple(
         [leaf.requires_grad_() for leaf, needed in zip(leaves, message.needs_grad, strict=True) if needed]
     )
@@ -175,9 +220,32 @@ def unpack(
                 if needed:
                     input_grads.replacements.append(new)
         leaves = replacements
-    if message.structure is None:
+    if isinstance(structure, Shared):
+        if watched is not None:
+            watched += _watched(leaves, structure, len(watched))
+        leaves, structure = tuple([leaves[n] for n in structure.order]), structure.structure
+    if structure is None:
         return leaves[0]
-    return _pytree.tree_unflatten(list(leaves), message.structure)
+    return _pytree.tree_unflatten(list(leaves), structure)
+
+
+def _watched(leaves: Sequence[Any], shared: Shared, message: int) -> list[Watched]:
+    """Return records of the leaves that share memory; groups of several messages differ by a number of the message."""
+    return [
+        Watched.of(leaf, group if group == OUTSIDE else (message, group), _name(shared, n))
+        for n, (leaf, group) in enumerate(zip(leaves, shared.groups, strict=True))
+        if group
+    ]
+
+
+def _name(shared: Shared, index: int) -> str:
+    """Return the place of a message's leaf in the value, as Python writes it."""
+    if shared.structure is None:
+        return "what it was given"
+    places, _ = _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(shared.order), shared.structure))
+    path = next(path for path, leaf in places if leaf == index)
+    text = _pytree.keystr(path).removeprefix(".value")
+    return f"value{text}" if text else "what it was given"
 
 
 def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -294,10 +362,8 @@ def split_batch(
             f"every one needs at least one row"
         )
     leaves, structure = _pytree.tree_flatten(batch)
-    split_leaves = [
-        torch.tensor_split(leaf, microbatches) if isinstance(leaf, Tensor) else (leaf,) * microbatches
-        for leaf in leaves
-    ]
+    split = {id(leaf): torch.tensor_split(leaf, microbatches) for leaf in leaves if isinstance(leaf, Tensor)}
+    split_leaves = [split.get(id(leaf), (leaf,) * microbatches) for leaf in leaves]
     rows, extra = divmod(size, microbatches)
     return (
         [_pytree.tree_unflatten([leaf[n] for leaf in split_leaves], structure) for n in range(microbatches)],
@@ -315,8 +381,8 @@ def _detach_to(value: object, what: str, device: torch.device | None) -> tuple[o
     (size,) = sizes
     assert size is not None
     # ``to(None)`` leaves a tensor where it is.
-    moved = [leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return _pytree.tree_unflatten(moved, structure), size
+    moved = {id(leaf): leaf.detach().to(device) for leaf in leaves if isinstance(leaf, Tensor)}
+    return _pytree.tree_unflatten([moved.get(id(leaf), leaf) for leaf in leaves], structure), size
 
 
 def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:

@@ -16,10 +16,8 @@ from penstock.plan.run_layout import Layout
 from penstock.plural import plural
 from penstock.profile.measured import Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
-from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.measuring.busy_ranks import measure_cluster
 from penstock.runtime.start.launch_environment import local_size
-from penstock.runtime.workers.collectives import Collectives
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
@@ -64,8 +62,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
             report(f"measuring the model's layers with {shape.ranks} ranks busy ...")
         cluster = measure_cluster(shape.ranks, dp=shape.ranks if shape.dp > 1 else 1)
         # The pipelines of that measurement have joined the processes.
-        timeout = Timeout(config.runtime.timeout, config.runtime.first_timeout)
-        run_group = RunGroup(None if world is None else Collectives(timeout, PeerRegistry()))
+        run_group = RunGroup.meet(Timeout(config.runtime.timeout, config.runtime.first_timeout))
         profile = _measure(config, model, shape, run_group)
 
     def choose() -> tuple[dict[str, Any], tuple[int, ...]]:

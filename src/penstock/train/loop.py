@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from penstock.atomic import write_text
-from penstock.errors import ConfigError, DataError, StoppedError
+from penstock.errors import ConfigError, StoppedError
 from penstock.host import to_stderr
 from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
@@ -22,6 +22,7 @@ from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
 from penstock.stage.split import Split
 from penstock.trace.folder import drop_after
@@ -112,17 +113,12 @@ def train(
         PenstockError: if the run failed later; the folder keeps what has been written.
     """
     world = current_world()
-    config = resolve(config, world.size if world else None)
-    path = run_folder.choose(config.train)
-    model = build_model(config)
-    model.tokenizer.encode(config.sample.prompt or "")
-    require_loggers(config)
-    level = level_of(config.train.log_level)
     in_processes = world is not None
-    device = choose_device(config.runtime.device, in_processes=in_processes)
-    with tokenizing_bar() as watch:
-        data = open_data(config, model, watch)
-    config = with_steps(config, data)
+    group = RunGroup.meet(Timeout(config.runtime.timeout, config.runtime.first_timeout))
+    prepared: list[_Prepared] = []
+    group.each(lambda: prepared.append(_prepare(config, world.size if world else None)))
+    config, path, model, level, device, data = prepared[0]
+    group.require_same({"the data (data.path must name the same files on every host)": data.digest.short})
     with (
         sharing_cores(shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes),
         build_pipeline(config, model, device, data) as pipe,
@@ -132,7 +128,6 @@ def train(
         # thread of each than it computes.
         torch.set_num_threads(pipe.threads)
         run_group = RunGroup.of(pipe)
-        _require_one_data(run_group, data)
         found: list[Callback] = []
         run_group.decide(lambda: found.extend([*find_callbacks(config), *callbacks]))
         path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
@@ -156,7 +151,8 @@ def train(
                 for line in first_lines if run_group.leads else ():
                     shown.say(line)
                 progress = checkpointer.resume()
-                run_group.decide(lambda: _begin(path, config, progress.done))
+                if progress.final is None:
+                    run_group.decide(lambda: _begin(path, config, progress.done))
                 if run_group.leads:
                     _keep_start(
                         path,
@@ -198,9 +194,37 @@ def train(
                         start = StartEvent(path, asdict(config), progress.done, steps)
                         run_group.decide(lambda: calls.on_start(start))
                         result = trainer.train()
-                        _save(config, model, pipe, path, run_group)
+                        if progress.has_state:
+                            _save(config, model, pipe, path, run_group)
                         pipe.close()
-                        return _finish(run, path, result) if run_group.leads else None
+                        if not run_group.leads:
+                            return None
+                        return _finish(run, path, result, writes_metrics=progress.final is None)
+
+
+class _Prepared(NamedTuple):
+    """Parts of a run that a process has before its pipeline; `level` is that of its log."""
+
+    config: Config
+    path: Path
+    model: TrainableModel
+    level: int
+    device: torch.device
+    data: RunData
+
+
+def _prepare(config: Config, processes: int | None) -> _Prepared:
+    """Resolve the config, and find the run's folder, model, device and data; nothing is written but tokens."""
+    config = resolve(config, processes)
+    path = run_folder.choose(config.train)
+    model = build_model(config)
+    model.tokenizer.encode(config.sample.prompt or "")
+    require_loggers(config)
+    level = level_of(config.train.log_level)
+    device = choose_device(config.runtime.device, in_processes=processes is not None)
+    with tokenizing_bar() as watch:
+        data = open_data(config, model, watch)
+    return _Prepared(with_steps(config, data), path, model, level, device, data)
 
 
 @contextmanager
@@ -209,6 +233,8 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
     try:
         yield
     except BaseException as error:
+        if isinstance(error, ConfigError):
+            error.begun = True
         outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, StoppedError) else "failed"
         text, done = str(error) or type(error).__name__, trainer.progress.done
         calls.on_end(EndEvent(outcome, done, text))
@@ -216,17 +242,6 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
             f"The run {text}" if outcome == "stopped" else f"The run failed after step {done:,}: {text}"
         )
         raise
-
-
-def _require_one_data(run_group: RunGroup, data: RunData) -> None:
-    """Raise on every process if they read different data, such as copies on several hosts that differ."""
-    digests = run_group.each(lambda: data.digest.short)
-    rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
-    if rank:
-        raise DataError(
-            f"the processes do not read the same data: rank 0 has {digests[0]}; rank {rank} has {digests[rank]}. data.path "
-            "must name the same files on every host"
-        )
 
 
 def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
@@ -260,7 +275,7 @@ def _keep_start(
     )  # fmt: skip
 
 
-def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
+def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: bool) -> Outcome:
     """Write the sample, the last metrics and the page, once the weights are written; for the leader alone."""
     model, reporter = run.model, run.reporter
     sample = sample_run(path)
@@ -270,7 +285,8 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
     except OSError as error:
         reporter.say(f"cannot write {path / 'sample.txt'}: {error.strerror}")
     end = EndEvent("done", run.config.train.steps, bigram_bits=bigram, **vars(result))
-    run.metrics.write("final", **values_of(end))
+    if writes_metrics:
+        run.metrics.write("final", **values_of(end))
     run.checkpointer.wait()
     run.callbacks.on_end(end)
     page = run.page.finish()

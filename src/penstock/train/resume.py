@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,14 +21,17 @@ from penstock.checkpoint.find import (
 )
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
+from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
+from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
+from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.config_changes import config_changes
 from penstock.train.data.digest import DataDigest
-from penstock.train.report.metrics_writer import is_finished
+from penstock.train.report.metrics_writer import final_values
 from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 
@@ -44,11 +47,15 @@ class RunProgress:
         done: number of steps done, and the number of the next batch.
         loss: loss of the last step that had a finite one, in nats per token; NaN if there is none.
         skipped_in_a_row: number of consecutive steps skipped last.
+        final: the last line of the run's metrics if the run had ended and has no steps left; else None.
+        has_state: whether the pipeline has the weights of these steps (default True).
     """
 
     done: int = 0
     loss: float = math.nan
     skipped_in_a_row: int = 0
+    final: Mapping[str, Any] | None = None
+    has_state: bool = True
 
 
 class RunCheckpointer:
@@ -97,11 +104,11 @@ class RunCheckpointer:
         """Load the checkpoint that ``train.resume`` names, if it is set.
 
         Returns:
-            The progress of the run. All steps may be done, if it ended before its last files were written.
+            The progress of the run. All steps may be done: then only files that are missing are written.
 
         Raises:
-            ConfigError: if there is no intact checkpoint, it belongs to another model, other data or another optimizer, or
-                no steps are left.
+            ConfigError: if there is no intact checkpoint, unless nothing is missing of a finished run; or it belongs to
+                another model, other data or another optimizer, or to a later step than the last.
             DataError: if the checkpoint was not written by a run.
         """
         train = self._config.train
@@ -110,13 +117,23 @@ class RunCheckpointer:
         path = Path(train.resume).expanduser()
         self._run_group.decide(lambda: self._require_newest_same(path))
         loaded = self._checkpoints.load(path) if is_checkpoint(path) else self._checkpoints.load_newest()
+        final = self._run_group.decide(lambda: final_values(self._run))
         if loaded is None:
+            if (
+                final is not None
+                and final.get("step") == train.steps
+                and self._run_group.decide(self._has_weights)
+            ):
+                self._reporter.say(
+                    f"the run {self._run} is finished: all its steps are done, and it has its weights"
+                )
+                return RunProgress(train.steps, final=final, has_state=False)
             if train.resume != AUTO:
                 raise ConfigError(
                     f"the run {self._run} has no checkpoint to resume from: it ended before its first one, or had "
                     "train.checkpoint_every=0; train it again as a new run"
                 )
-            if self._run_group.decide(lambda: is_finished(self._run)):
+            if final is not None:
                 raise ConfigError(
                     f"the run {self._run} is finished and has no checkpoint to resume from; give another train.name, or "
                     "delete the folder to train it again"
@@ -129,14 +146,29 @@ class RunCheckpointer:
         for problem in loaded.refused:
             self._reporter.say(f"refused: {problem}")
         self._reporter.say(f"resuming from {loaded.path}")
-        finished = self._run_group.decide(lambda: is_finished(self._run) and not _is_restart())
-        if loaded.step > train.steps or (loaded.step == train.steps and finished):
+        if loaded.step > train.steps:
             raise ConfigError(
-                f"train.steps must be more than {loaded.step}, the step of {loaded.path}, got {train.steps}; give more steps"
+                f"train.steps must be at least {loaded.step}, the step of {loaded.path}, got {train.steps}; give more steps"
             )
         progress = _progress_of(loaded)
         self._run_group.decide(lambda: self._go_back(loaded.step))
+        if final is not None and final.get("step") == loaded.step == train.steps:
+            self._reporter.say(
+                f"all {train.steps} steps are done; only what is missing of the run is written"
+            )
+            return replace(progress, final=final)
         return progress
+
+    def _has_weights(self) -> bool:
+        """Return whether the run's folder has its weights; raise if they are not those of this config."""
+        if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS)):
+            return False
+        kept = asdict(config_file.load(self._run / "config.toml"))
+        if changed := config_changes(kept, self._config, knows_data=True):
+            raise ConfigError(
+                f"{self._run} is finished and a different run: {'; '.join(changed)}. Give another train.name"
+            )
+        return True
 
     def _go_back(self, step: int) -> None:
         """Rename the checkpoints of later steps, which will be repeated, and write the config."""
@@ -272,9 +304,3 @@ def _progress_of(loaded: Loaded) -> RunProgress:
             f"{skipped!r:.40}"
         )
     return RunProgress(loaded.step, float(loss), skipped)
-
-
-def _is_restart() -> bool:
-    """Return whether a launcher restarts this run; a process may have died after the run had finished."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(os.environ.get(name, "0") != "0" for name in counts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -91,7 +92,10 @@ class Trainer:
             PenstockError: if a step failed.
         """
         self._began = perf_counter()
-        train = self._run.config.train
+        train, final = self._run.config.train, self.progress.final
+        if final is not None:
+            values: dict[str, Any] = {each.name: final.get(each.name) for each in fields(Result)}
+            return Result(**values)
         while self.progress.done < train.steps:
             self._stop_if_asked()
             self.train_step(self.progress.done)

@@ -225,7 +225,7 @@ def test_parts_replaced_after_the_pipeline_was_built_are_refused_by_name_where_t
 
 def test_replaced_parts_are_refused_in_processes(processes: LocalProcesses):
     for _, text, steps in processes.run(4, changed_after, replaced, "1f1b", 2):
-        assert "1.0.weight: the parameters of 1.0 are others" in text
+        assert re.search(r"1\.0\.weight .*the pipeline was built", text)
         assert steps == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.act, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.0)
         self.scale, self.function = 1.0, torch.sin
+        self.config = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0))
+        self.options, self.sizes = {"scale": 1.0}, [1.0, 2]
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale if self.training else 0.5 * self.scale
+        scale = scale * self.config.inner.scale * self.options["scale"] * self.sizes[0]
         return self.dropout(self.act(self.function(self.linear(x)) * scale))
 
 
@@ -59,6 +63,18 @@ def set_scale(net: nn.Sequential) -> None:
     net[0].scale, net[1].scale = 2.0, 3.0
 
 
+def set_field(net: nn.Sequential) -> None:
+    net[0].config.inner.scale = 2.0
+
+
+def set_entry(net: nn.Sequential) -> None:
+    net[0].options["scale"] = 2.0
+
+
+def set_item(net: nn.Sequential) -> None:
+    net[0].sizes[0] = 2.0
+
+
 def set_function(net: nn.Sequential) -> None:
     net[0].function, net[2].function = torch.cos, F.relu
 
@@ -68,6 +84,9 @@ FOLLOWED: dict[str, Callable[[nn.Sequential], object]] = {
     "one in eval": lambda net: net[0].eval(),
     "attribute": set_scale,
     "function": set_function,
+    "field of a config": set_field,
+    "entry of a dict": set_entry,
+    "item of a list": set_item,
 }
 
 

@@ -15,6 +15,8 @@ from penstock.errors import ConfigError, StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 
+# The first layer of these small models has most of their parameters, which is said of models that train.
+pytestmark = pytest.mark.filterwarnings("ignore:layer '0' has")
 WIDTH, ROWS, M = 8, 2, 4
 
 

@@ -1,34 +1,148 @@
-"""Ranks that call step and evaluate in another order are told so, both of them."""
+"""Ranks that make other calls than the others, or in another order, are told so at once, all of them, with both calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
-from penstock.errors import CallOrderError, PeerError
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.errors import CallOrderError, PeerError, WaitTimeoutError
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from tests.support import plain
+from penstock.runtime.transport.processes import SWITCH
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.support import plain, waiting
+
+LONG = 600.0  # seconds; no wait may end by it
 
 
-def train_while_one_evaluates(rank: int, evaluating: int, steps_before: int) -> str:
-    x, y = plain.batch(0, 4)
-    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=20) as pipe:
-        for _ in range(steps_before):
-            pipe.step(x, y)
+class Loop:
+    """What a training loop has."""
+
+    def __init__(self, pipe: Pipeline, folder: Path) -> None:
+        self.pipe = pipe
+        self.batch = plain.batch(0, 4)
+        self.optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, clip=1.0)
+        self.checkpoints = Checkpoints(folder, pipe, self.optimizer)
+
+
+CALLS: dict[str, Callable[[Loop], Any]] = {
+    "pipe.step()": lambda loop: loop.pipe.step(*loop.batch),
+    "pipe.evaluate()": lambda loop: loop.pipe.evaluate(*loop.batch),
+    "pipe.full_state_dict()": lambda loop: loop.pipe.full_state_dict(rank0_only=True),
+    "pipe.clip_grad_norm_()": lambda loop: loop.pipe.clip_grad_norm_(1.0),
+    "pipe.sum_over_ranks()": lambda loop: loop.pipe.sum_over_ranks(torch.ones(3, dtype=torch.float64)),
+    "pipe.gather_trace()": lambda loop: loop.pipe.gather_trace(),
+    "pipe.close()": lambda loop: loop.pipe.close(),
+    "PipelineOptimizer.step()": lambda loop: loop.optimizer.step(),
+    "Checkpoints.save()": lambda loop: loop.checkpoints.save(),
+    "Checkpoints.load_newest()": lambda loop: loop.checkpoints.load_newest(),
+}
+
+
+def calls_on_ranks(rank: int, folder: Path, calls: list[str], shared_memory: str) -> str:
+    """Make one step together, then this rank's own call, and then another step; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, shared_memory)
         try:
-            if rank == evaluating:
-                pipe.evaluate(x, y)
-            pipe.step(x, y)
+            with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2, timeout=LONG) as pipe:
+                loop = Loop(pipe, folder)
+                CALLS["pipe.step()"](loop)
+                CALLS[calls[rank]](loop)
+                CALLS["pipe.step()"](loop)
+        except (CallOrderError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+ALONE = [
+    *((["pipe.step()", name], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()")),
+    *(([name, "pipe.step()"], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()")),
+    (["pipe.full_state_dict()", "pipe.step()"], "0"),
+    (["pipe.step()", "Checkpoints.save()"], "0"),
+    (["pipe.full_state_dict()", "pipe.clip_grad_norm_()"], "1"),
+    (["pipe.full_state_dict()", "pipe.gather_trace()"], "1"),
+    (["pipe.sum_over_ranks()", "pipe.clip_grad_norm_()"], "1"),
+    (["Checkpoints.save()", "Checkpoints.load_newest()"], "1"),
+    (["pipe.evaluate()", "PipelineOptimizer.step()"], "1"),
+]
+
+
+@pytest.mark.parametrize(("calls", "shared_memory"), ALONE, ids=lambda value: str(value))
+def test_both_calls_are_named_on_both_ranks(
+    tmp_path: Path, processes: LocalProcesses, calls: list[str], shared_memory: str
+):
+    for text in processes.run(2, calls_on_ranks, tmp_path, calls, shared_memory):
+        assert "same order" in text, text
+        for rank, name in enumerate(calls):
+            assert f"rank {rank} calls {name}" in text, text
+        assert "if pipe.rank == 0" in text
+
+
+def test_a_rank_that_closes_its_pipeline_is_named_to_the_others(tmp_path: Path, processes: LocalProcesses):
+    text, _ = processes.run(2, leave_early)
+    assert "rank 1 calls pipe.close()" in text
+
+
+def test_of_four_ranks_the_one_is_told_apart(tmp_path: Path, processes: LocalProcesses):
+    calls = ["pipe.full_state_dict()", "pipe.step()", "pipe.step()", "pipe.step()"]
+    for text in processes.run(4, calls_on_ranks, tmp_path, calls, "1"):
+        assert "rank 0 calls pipe.full_state_dict()" in text, text
+        assert "call pipe.step()" in text or "calls pipe.step()" in text, text
+
+
+def leave_early(rank: int) -> str:
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=LONG) as pipe:
+        try:
+            for _ in range(2 - rank):  # as with loaders of other lengths
+                pipe.step(*plain.batch(0, 4))
         except (CallOrderError, PeerError) as error:
             return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("evaluating", [0, 1])
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_an_evaluation_on_one_rank_alone_is_named_on_both(processes, evaluating, steps_before):
-    texts = processes.run(2, train_while_one_evaluates, evaluating, steps_before)
-    for text in texts:
-        assert "call step() and evaluate() on every rank, in the same order" in text
-        found = {"rank 0 runs ", "rank 1 runs ", "a training step", "an evaluation"}
-        assert all(part in text for part in found), text
+def test_an_evaluation_in_place_of_the_first_step_is_named(
+    tmp_path: Path, processes: LocalProcesses, evaluating: int
+):
+    for text in processes.run(2, first_call, evaluating):
+        assert f"rank {evaluating} calls pipe.evaluate()" in text, text
+        assert f"rank {1 - evaluating} calls pipe.step()" in text, text
+
+
+def first_call(rank: int, evaluating: int) -> str:
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=LONG) as pipe:
+        try:
+            (pipe.evaluate if rank == evaluating else pipe.step)(*plain.batch(0, 4))
+        except (CallOrderError, PeerError) as error:
+            return str(error)
+    return "no error"
+
+
+def alone(rank: int, folder: Path) -> str:
+    """Rank 0 waits in a call; rank 1 makes none until rank 0 has given up."""
+    done = folder / "given-up"
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=2.0) as pipe:
+        pipe.step(*plain.batch(0, 4))
+        if rank:
+            waiting.until(done.exists)
+            return ""
+        try:
+            pipe.full_state_dict()
+        except WaitTimeoutError as error:
+            return str(error)
+        finally:
+            done.touch()
+    return "no error"
+
+
+def test_a_rank_that_makes_no_call_is_named_with_the_call_that_it_misses(
+    tmp_path: Path, processes: LocalProcesses
+):
+    text, _ = processes.run(2, alone, tmp_path)
+    assert "rank 1 did not call pipe.full_state_dict()" in text

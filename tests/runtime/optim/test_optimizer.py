@@ -243,7 +243,7 @@ BAD = {
     r"groups\[0\]: 'match' must be a regular expression or a function": {"groups": [{"match": 3}]},
     r"groups\[0\] has 'params'": {"groups": [{"match": ".", "params": []}]},
     "groups must be a list": {"groups": {"match": "."}},
-    r"groups\[0\] has 'weight_decy', which is not an option of AdamW \(did you mean 'weight_decay' or": {
+    r"groups\[0\] has 'weight_decy', which is not an option of AdamW \(did you mean 'weight_decay'": {
         "groups": [{"match": "weight", "weight_decy": 0.0}]
     },
     "AdamW cannot be made with these options and groups: Invalid learning rate: -1": {"lr": -1},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch import distributed as dist
@@ -14,11 +15,11 @@ from penstock.runtime.start.rank_claims import open_store
 from tests.support.launchers import free_port
 
 
-def told(process: int, ranks: Sequence[tuple[int, int]], port: int, seconds: int) -> str:
-    """Meet as one of these ranks and numbers of processes; return the error that this process gets."""
-    rank, size = ranks[process]
+def told(process: int, ranks: Sequence[tuple[Any, ...]], port: int, seconds: int) -> str:
+    """Meet as one of these ranks, numbers of processes and jobs; return the error that this process gets."""
+    rank, size, *job = ranks[process]
     try:
-        store = open_store("127.0.0.1", port, rank, size, timedelta(seconds=seconds))
+        store = open_store("127.0.0.1", port, rank, size, timedelta(seconds=seconds), *job)
     except (PenstockError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     dist.barrier()  # the store ends with rank 0
@@ -46,6 +47,14 @@ def test_all_are_told_of_a_rank_that_comes_twice(processes, ranks):
 def test_all_are_told_of_another_number_of_processes(processes):
     texts = meet(processes, [(0, 2), (1, 3)])
     assert all("do not agree on their number" in text and "same WORLD_SIZE" in text for text in texts), texts
+
+
+def test_all_are_told_of_a_process_of_another_job(processes):
+    texts = meet(processes, [(0, 2, "Slurm step 31.5"), (1, 2, "Slurm step 32.0")])
+    for text in texts:
+        assert text.startswith("ConfigError: processes of two jobs meet at 127.0.0.1 port")
+        assert all(job in text for job in ("Slurm step 31.5", "Slurm step 32.0"))
+    assert texts[0] == texts[1]
 
 
 def test_ranks_that_do_not_come_are_named(processes):

@@ -114,13 +114,24 @@ def test_a_hook_on_all_uses_of_an_input_is_called_as_in_plain_pytorch(layers, op
     [
         [Balanced(), Hooked(), Linear()],
         [Balanced(), nn.Identity(), Hooked()],
-        [Gives(), Hooked(), Takes()],
     ],
-    ids=["a loss", "handed on", "a skip"],
+    ids=["a loss", "handed on"],
 )
 def test_a_hook_on_one_of_several_uses_is_refused(layers, options):
     with pytest.raises(PenstockError, match="a layer sets a hook on a tensor that it is given"):
         split(layers, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
+def test_a_hook_on_a_value_that_skips_its_stage_is_refused(options):
+    with pytest.raises(PenstockError, match="a layer sets a hook on a tensor that it is given"):
+        split([Gives(), Hooked(), Takes()], **options)
+
+
+def test_a_hook_on_a_value_that_goes_on_in_the_same_message_sees_all_uses():
+    layers = [Gives(), Hooked(), Takes()]
+    for ours, theirs in zip(split(layers, recompute="full", ranks=1), plain(layers), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def in_a_process(rank: int) -> str:

@@ -6,11 +6,11 @@ import ast
 
 import pytest
 
-from penstock.stage.forward.forward_steps import new_frame
+from penstock.stage.forward.frames import forward_frame
 from penstock.stage.forward.iteration import GIVEN, UNKNOWN, rounds, static_value
 from tests.support.own_models import WithAdapters
 
-FRAME = new_frame(WithAdapters())
+FRAME = forward_frame(WithAdapters())
 
 
 def expression(text: str) -> ast.expr:

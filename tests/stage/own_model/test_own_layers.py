@@ -122,7 +122,7 @@ def test_the_table_says_what_was_taken_for_what():
         r"  embedding transformer\.wte\+transformer\.wpe\+transformer\.drop: NanoGPT\.forward lines \d+-\d+ -> x",
         lines[1],
     )
-    assert re.fullmatch(r"  block     transformer\.h\.0: NanoGPT\.forward lines \d+-\d+ -> x", lines[2])
+    assert re.fullmatch(r"  block     transformer\.h\.0: NanoGPT\.forward line \d+ -> x", lines[2])
     assert re.fullmatch(
         r"  head      transformer\.ln_f\+lm_head: NanoGPT\.forward lines \d+-\d+ -> logits", lines[6]
     )

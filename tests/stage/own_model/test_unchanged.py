@@ -53,15 +53,6 @@ def test_a_change_is_refused_by_name(change: Callable[[nn.Module], None], name: 
             pipe.step(x, y)
 
 
-def test_an_attribute_that_the_forward_reads_may_not_change():
-    net = own_models.made(own_models.Methods)
-    x, y = own_models.batch()
-    with penstock.Pipeline(net, lambda output, _: output.square().mean(), ranks=2, microbatches=2) as pipe:
-        net.width = 4
-        with pytest.raises(SplitError, match=r"^width of the model"):
-            pipe.step(x, y)
-
-
 def test_values_may_change():
     net = own_models.made(own_models.Masked)
     x, y = own_models.batch()

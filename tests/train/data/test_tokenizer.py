@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -70,3 +71,24 @@ def test_without_the_package_it_is_said_what_to_install(path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
         read_tokenizer(path, 5, None, None)
+
+
+BROKEN = {
+    "cannot read the tokenizer": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "cannot encode this text": {
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "X", "type_id": 0}}], "pair": [],
+            "special_tokens": {},
+        },
+    },
+    "cannot decode these tokens": {"decoder": {"type": "Strip", "content": "x", "start": 99, "stop": 99}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_panic_of_the_library_is_one_line(path: Path, said: str):
+    table = json.loads(path.read_text()) | BROKEN[said]
+    path.write_text(json.dumps(table))
+    with pytest.raises(DataError, match=said) as info:
+        read_tokenizer(path, 5, end=0, start=None).decode([3])
+    assert "\n" not in str(info.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,3 +137,86 @@ class SpoilsWhatIsSaved(Writes):
         out = self.inner(h)
         h.mul_(2.0)
         return out + h
+
+
+SHARES = r"in.place|share|one memory|leaf Variable|a view of a leaf"
+
+
+def shared(pack: Callable[[Tensor], Any], write: Callable[[Any], Tensor]) -> list[nn.Module]:
+    """Two layers: the first returns tensors that share memory, the second writes into one and uses all."""
+
+    class First(Writes):
+        def forward(self, x: Tensor) -> Any:
+            return pack(self.inner(x) + 1.0)  # an addition saves nothing that could be spoiled
+
+    class Second(Writes):
+        def forward(self, value: Any) -> Tensor:
+            return torch.tanh(self.inner(write(value)))
+
+    return [First(), Second()]
+
+
+@kind(refused=SHARES, when="split")
+def one_tensor_twice_and_written():
+    """one tensor twice in a tuple, and an operation in place on the first"""
+    return shared(lambda h: (h, h), lambda v: v[0].mul_(2.0) + v[1] * 0.5)
+
+
+@kind(refused=SHARES, when="split")
+def one_tensor_twice_in_a_dictionary_and_written():
+    """one tensor under two names, and an operation in place on the second"""
+    return shared(lambda h: {"a": h, "b": h}, lambda v: v["b"].add_(1.0) * 0.5 + v["a"])
+
+
+@kind(refused=SHARES, when="split")
+def view_written():
+    """a tensor and its view, and an operation in place on the view"""
+
+    def write(v: tuple[Tensor, Tensor]) -> Tensor:
+        v[1].mul_(2.0)
+        return v[0] * 1.0
+
+    return shared(lambda h: (h, h[:, : WIDTH // 2]), write)
+
+
+@kind(refused=SHARES, when="split")
+def tensor_behind_a_view_written():
+    """a tensor and its view, and an operation in place on the tensor"""
+
+    def write(v: dict[str, Tensor]) -> Tensor:
+        v["all"].add_(0.5)
+        return torch.cat([v["half"] * 2, v["all"][:, WIDTH // 2 :]], 1)
+
+    return shared(lambda h: {"half": h.view(-1, 2, WIDTH // 2)[:, 0], "all": h}, write)
+
+
+@kind(refused=SHARES, when="split")
+def detached_and_written():
+    """a tensor and itself detached, and an operation in place on the detached one"""
+
+    def write(v: tuple[Tensor, Tensor]) -> Tensor:
+        v[1].mul_(0.5)
+        return v[0] * 1.0 + v[1]
+
+    return shared(lambda h: (h, h.detach()), write)
+
+
+@kind(refused=SHARES, when="split")
+def constants_written():
+    """one tensor without a gradient twice, deep within, and an operation in place on the first"""
+
+    def write(v: list[Any]) -> Tensor:
+        v[1]["mask"][0].zero_()
+        return v[0] * v[1]["mask"][1] + v[1]["mask"][0]
+
+    def pack(h: Tensor) -> list[Any]:
+        mask = (h.detach() > 0).to(h.dtype)
+        return [h, {"mask": (mask, mask)}]
+
+    return shared(pack, write)
+
+
+@kind()
+def one_tensor_twice_and_copied():
+    """one tensor twice in a tuple, and an operation in place on a copy"""
+    return shared(lambda h: (h, h), lambda v: v[0].clone().mul_(2.0) + v[1] * 0.5)

@@ -173,3 +173,34 @@ class ShapesThatChange(nn.Module):
 def shapes_that_change_between():
     """a value handed over whose shape is another in every microbatch"""
     return handed(lambda h: (h, h[h.detach()[:, 0] > 0]), lambda v: v[0] + v[1].sum(0))
+
+
+def written(v: tuple[Tensor, Tensor]) -> Tensor:
+    """Write into the first of two tensors, and use both."""
+    one, other = v
+    one.mul_(2.0).add_(1.0)
+    return one.mean(-1, keepdim=True) + other.mean(-1, keepdim=True) * 3
+
+
+@kind()
+def one_tensor_at_two_places():
+    """one tensor at two places of a value, into which the next layer writes"""
+    return handed(lambda h: (x := h * 2.0, x), lambda v: v[0] * 0 + written(v))
+
+
+@kind()
+def parts_of_one_tensor():
+    """parts of one tensor, as of a chunk, of which the next layer writes into one"""
+    return handed(lambda h: ((x := h * 2.0)[:, :4], x[:, 4:]), lambda v: written(v).expand(-1, WIDTH))
+
+
+@kind(refused=r"shares memory with", when="split")
+def views_with_common_elements():
+    """views with common elements, of which the next layer writes into one"""
+    return handed(lambda h: (x := h * 2.0, x[:, :4]), lambda v: v[0] * 0 + written(v))
+
+
+@kind()
+def views_that_are_read():
+    """views with common elements that the next layer reads"""
+    return handed(lambda h: (h, h[:, :4]), lambda v: v[0] + v[1].mean(-1, keepdim=True))

@@ -86,7 +86,8 @@ class AdaptedLayer(Layer):
 def with_adapters(layers: Sequence[Layer], adapters: Adapters) -> list[Layer]:
     """Return layers that know the adapters of their model."""
     return [
-        AdaptedLayer(each.name, each.build, each.role, each.tied, each.module, adapters) for each in layers
+        AdaptedLayer(each.name, each.build, each.role, each.tied, each.module, each.batch, adapters)
+        for each in layers
     ]
 
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
+
+
+class Ends(NamedTuple):
+    """Ranks that hold the ends of a pipeline.
+
+    Attributes:
+        local: ranks of this process.
+        first, last: ranks that hold the first and the last stage.
+    """
+
+    local: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -23,24 +37,75 @@ class StepResult:
         losses: shape (microbatches,), by microbatch id; the same on every rank.
         parts: the terms of `loss` by name, reduced in the same way: ``"loss"`` if `loss_fn` returns one tensor, its own
             names if it returns several, and the names given to `add_loss` in layers.
-        outputs: outputs of the last stage by microbatch id, if asked for and this process holds the last stage.
-        input_grads: gradients of the inputs by microbatch id, if asked for and this process holds the first stage: a
-            tensor, or a tuple with one for each floating-point leaf of the input.
     """
 
     loss: Tensor | None
     losses: Tensor | None
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-    outputs: tuple[Any, ...] | None = None
-    input_grads: tuple[Any, ...] | None = None
+    parts: Mapping[str, Tensor]
+    _outputs: tuple[Any, ...] | str = field(repr=False)
+    _input_grads: tuple[Any, ...] | str = field(repr=False)
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """Outputs of the last stage by microbatch id, on the ranks that hold it (``pipe.holds_last``).
+
+        Raises:
+            ConfigError: if they were not asked for, or are on other ranks; says on which.
+        """
+        return _held(self._outputs)
+
+    @property
+    def input_grads(self) -> tuple[Any, ...]:
+        """Gradients of the inputs by microbatch id, on the ranks that hold the first stage (``pipe.holds_first``).
+
+        Each is a tensor, or a tuple with one for each floating-point leaf of the input.
+
+        Raises:
+            ConfigError: if they were not asked for, or are on other ranks; says on which.
+        """
+        return _held(self._input_grads)
 
 
-def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
+def _held(values: tuple[Any, ...] | str) -> tuple[Any, ...]:
+    """Return values; raise if a text says why there are none."""
+    if isinstance(values, str):
+        raise ConfigError(values)
+    return values
+
+
+def _or_reason(
+    name: str,
+    values: Sequence[Any],
+    asked: bool,
+    trains: bool,
+    local: Sequence[int],
+    end: str,
+    ranks: Sequence[int],
+) -> tuple[Any, ...] | str:
+    """Return values that some ranks have, or the text that says why this process has none."""
+    if not asked:
+        call = "step" if trains else "evaluate"
+        return f"result.{name} was not asked for; call pipe.{call}(..., {name}=True)"
+    if not set(local) & set(ranks):
+        holds = (
+            f"rank {ranks[0]}, which holds"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))}, which hold"
+        )
+        return (
+            f"result.{name} is on {holds} the {end} stage, and this is rank {local[0]}; read it there only, as in "
+            f"`if pipe.holds_{end}:`"
+        )
+    return tuple(values)
+
+
+def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepResult:
     """Join the work of this process's ranks to the result of a step.
 
     Args:
         works: work of each rank, done.
         microbatches: number of microbatches in the global batch.
+        ends: ranks that hold the ends of the pipeline.
     """
     losses = Losses()
     outputs: dict[int, object] = {}
@@ -60,12 +125,17 @@ def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
         for name in sorted({name for terms in losses.parts.values() for name in terms}):
             column = torch.stack([losses.parts[n].get(name, values.new_zeros(())) for n in order])
             parts[name] = reduced(column, weights)
+    options = works[0].options
+    by_id = [outputs[n] for n in sorted(outputs)]
+    leaves = [g[0] if len(g := grads[n].leaves) == 1 else g for n in sorted(grads)]
     return StepResult(
         total,
         values,
         parts,
-        tuple(outputs[n] for n in sorted(outputs)) if outputs else None,
-        tuple(g[0] if len(g := grads[n].leaves) == 1 else g for n in sorted(grads)) if grads else None,
+        _or_reason("outputs", by_id, options.outputs, options.trains, ends.local, "last", ends.last),
+        _or_reason(
+            "input_grads", leaves, options.input_grads, options.trains, ends.local, "first", ends.first
+        ),
     )
 
 

@@ -2,51 +2,127 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError
 from penstock.runtime.batch.digests import batch_digest
-from penstock.runtime.batch.work import LocalBatch, StepOptions
+from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
+from penstock.stage.layers import BatchNames
+from penstock.stage.overlap import shares_memory
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
-Reduction = str | Callable[[object], object]
-"""``"mean"``, ``"sum"``, or a function from a microbatch's target to its weight."""
+Reduction = str | Callable[[Any], object]
+"""``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""
 
 
 def require_reduction(reduction: object) -> Reduction:
     """Return a valid `reduction`.
 
     Raises:
-        ConfigError: if it is neither "mean", "sum" nor callable.
+        ConfigError: if it is neither "mean", "sum", "valid" nor callable.
     """
-    if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum")):
+    if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum", "valid")):
         return reduction
     raise ConfigError(
-        f"reduction must be 'mean', 'sum' or a function that returns the weight of a microbatch's target, got {reduction!r}"
+        "reduction must be 'mean', 'sum', 'valid' or a function that returns the weight of a microbatch's target, got "
+        f"{reduction!r}"
     )
 
 
-def require_no_graph(values: Mapping[str, object]) -> None:
+def ignore_index_of(loss_fn: object) -> int:
+    """Return the target that a loss function ignores: its own ``ignore_index``, or -100 as in torch."""
+    index = getattr(loss_fn, "ignore_index", -100)
+    return index if isinstance(index, int) else -100
+
+
+def _count_valid(ignore_index: int, target: object) -> int:
+    """Return the number of a target's entries that are not ignored."""
+    tensors = class_targets(target)
+    if len(tensors) != 1:
+        raise BatchError(
+            f"reduction='valid' counts the entries of one tensor of integers that are not {ignore_index}, and the target y "
+            f"has {len(tensors)} such tensors; give reduction a function from a microbatch's target to its weight"
+        )
+    return int((tensors[0] != ignore_index).sum())
+
+
+def require_no_graph(values: Iterable[tuple[str, object]]) -> None:
     """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline.
 
     Args:
-        values: arguments of the step by name.
+        values: arguments of the step, with their names.
 
     Raises:
         BatchError: if a tensor in one of them requires a gradient.
     """
-    for name, value in values.items():
+    for name, value in values:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(value)):
             raise BatchError(
                 f"{name} requires a gradient, which the pipeline would not pass on; detach it, or, for x, ask for "
                 "input_grads=True and give the gradients in the result to torch.autograd.backward(x, ...)"
             )
+
+
+def arguments_of(
+    names: BatchNames | None, loss_fn: object, x: object, y: object, named: Mapping[str, object]
+) -> tuple[object, object, Mapping[str, object]]:
+    """Return x, y and the keyword inputs of a step, where the batch may be a mapping, or some of it be given by its names.
+
+    Args:
+        names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
+        loss_fn: loss function.
+        x, y, named: arguments of the step.
+
+    Raises:
+        BatchError: if the mapping has a key that the model does not know, or one that is given twice.
+    """
+    if names is None:
+        return x, y, named
+    target = names.target
+    if target is None and (target := _second_parameter(loss_fn)) in (names.first, *names.others):
+        target = None  # the model's own argument has the name
+    if y is None and isinstance(x, Mapping) and names.first in x:
+        known = sorted({names.first, *names.others, *([] if target is None else [target])})
+        if strange := [key for key in x if key not in known]:
+            raise BatchError(
+                f"the batch has {strange[0]!r}, which is neither an argument of the model nor the target; its keys may be "
+                f"{', '.join(map(repr, known))}. The target has the name of the loss function's second parameter, unless "
+                "that is an argument of the model; otherwise call pipe.step(x, y, NAME=...)"
+            )
+        if twice := sorted(x.keys() & named.keys()):
+            raise BatchError(
+                f"{twice[0]} is given twice: in the batch, and as a keyword input; leave one out"
+            )
+        named = {**x, **named}
+        x = None
+    others = dict(named)
+    if x is None:
+        x = others.pop(names.first, None)
+    if y is None and target is not None:
+        y = others.pop(target, None)
+    return x, y, others
+
+
+def _second_parameter(function: object) -> str | None:
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a function written in C
+        return None
+    return (
+        parameters[1].name
+        if len(parameters) > 1 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
+        else None
+    )
 
 
 class BatchSplitter:
@@ -57,7 +133,8 @@ class BatchSplitter:
         replicas: number of pipelines that share the global batch.
         replica: index of this pipeline among the replicas.
         device: device of the microbatches; None leaves them where they are.
-        reduction: "mean", "sum" or a function, by which the microbatches' losses are reduced.
+        reduction: "mean", "sum", "valid" or a function, by which the microbatches' losses are reduced.
+        ignore_index: target that the loss function ignores.
         routes: routes of the named values that the layers take.
         holds_first, holds_last: whether this process holds the first and the last stage.
         compares: whether to compare this process's batch with that of the other processes in every step.
@@ -70,6 +147,7 @@ class BatchSplitter:
         replica: int,
         device: torch.device | None,
         reduction: Reduction,
+        ignore_index: int,
         routes: ValueRoutes,
         holds_first: bool,
         holds_last: bool,
@@ -78,7 +156,9 @@ class BatchSplitter:
         self.microbatches = microbatches * replicas
         self.local = slice(replica * microbatches, (replica + 1) * microbatches)
         self.device = device
-        self.reduction = reduction
+        self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
+        self.ignore_index = ignore_index
+        self._compares_counts = reduction == "mean" and microbatches * replicas > 1 and replica == 0
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
         self.compares = compares
@@ -114,6 +194,8 @@ class BatchSplitter:
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
+            if self._compares_counts and not self._compare_counts(targets, rows_out):
+                self._compares_counts = False
         local = self.local
         return LocalBatch(
             inputs[local],
@@ -122,9 +204,29 @@ class BatchSplitter:
             tuple(rows_in[local]),
             tuple(rows_out[local]),
             local.start,
+            _tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
+            self.ignore_index,
             None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip
+
+    def _compare_counts(self, targets: Sequence[object], rows: Sequence[int]) -> bool:
+        """Warn if microbatches that weigh by their rows have other shares of the targets that count, and return False."""
+        for leaves in zip(*map(class_targets, targets), strict=True):
+            ignored = [int((leaf == self.ignore_index).sum()) for leaf in leaves]
+            counts = [leaf.numel() - n for leaf, n in zip(leaves, ignored, strict=True)]
+            total, share = sum(counts), sum(rows)
+            if any(ignored) and any(c * share != r * total for c, r in zip(counts, rows, strict=True)):
+                warnings.warn(
+                    f"the microbatches have {counts} targets that are not {self.ignore_index} (ignore_index), but each "
+                    "weighs as much as its rows, so loss and gradients are not those of the whole batch. Give the Pipeline "
+                    "reduction='valid', which weighs each by these counts; reduction=penstock.valid_tokens if the loss "
+                    "shifts the labels; or a function that returns a target's weight. This is said once",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return False
+        return True
 
     def _with_named(
         self, inputs: Sequence[object], rows_in: Sequence[int], named: Mapping[str, object]
@@ -143,6 +245,10 @@ class BatchSplitter:
                     "microbatch in penstock.Microbatches"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
+
+
+def _tensors(*values: object) -> list[Tensor]:
+    return [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
@@ -179,8 +285,11 @@ def loss_weights(
     total = sum(counts)
     if not all(math.isfinite(n) and n >= 0 for n in counts) or total == 0:
         raise BatchError(
-            f"reduction counted {counts} for the microbatches; it must return numbers of at least 0, not all 0"
+            f"reduction counted {counts} for the microbatches; it must return numbers of at least 0, not all 0. If the "
+            "whole batch has no target that counts, leave it out"
         )
+    if len(set(counts)) == 1:
+        return [LossWeight(divisor=count, scale=scale)] * count  # with the bits of the mean
     return [LossWeight(n / total, scale=scale) for n in counts]
 
 

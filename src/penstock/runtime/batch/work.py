@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Message, StageState, flatten
+from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class LocalBatch:
         weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
+        target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
+        ignore_index: target that the loss function ignores.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -55,7 +59,26 @@ class LocalBatch:
     rows_in: tuple[int, ...] = ()
     rows_out: tuple[int, ...] = ()
     first: int = 0
+    target_tensors: Sequence[Tensor] | None = None
+    ignore_index: int = -100
     digest: int | None = None
+
+    def ignored_index(self, number: int) -> int | None:
+        """Return the ignored index if no target of a microbatch counts, by its number in the global batch.
+
+        In rows of labels that the loss may shift, the first one does not count either.
+        """
+        if not self.targets:
+            return None
+        ignored = [each == self.ignore_index for each in class_targets(self.targets[number - self.first])]
+        nothing = any(bool(each.all()) or (each.dim() == 2 and bool(each[:, 1:].all())) for each in ignored)
+        return self.ignore_index if nothing else None
+
+
+def class_targets(target: object) -> list[Tensor]:
+    """Return the leaves of a target that may have an ignored index: tensors of integers."""
+    integers = (torch.int64, torch.int32, torch.int16)
+    return [leaf for leaf in leaves_of(target) if isinstance(leaf, Tensor) and leaf.dtype in integers]
 
 
 @dataclass
@@ -85,11 +108,17 @@ class Work:
     def input(self, microbatch: int) -> Message:
         """Return a microbatch as the first stage takes it."""
         value = self.batch.inputs[microbatch]
-        leaves, structure = flatten(value)
-        if not self.options.input_grads:
-            return Message(leaves, structure, (False,) * len(leaves))
+        every, structure = flatten(value)
+        wants_grads = self.options.input_grads  # then each leaf gets its own
+        leaves: Sequence[Any] = every
+        if self.batch.target_tensors is not None:
+            leaves, structure = share(
+                every, structure, outside=self.batch.target_tensors, once=not wants_grads
+            )
+        if not wants_grads:
+            return Message(tuple(leaves), structure, (False,) * len(leaves))
         # Named values come after the batch, and get no gradients.
-        count = len(flatten(value.value)[0] if isinstance(value, StageState) else leaves)
+        count = len(flatten(value.value)[0] if isinstance(value, StageState) else every)
         needs_grad = tuple(
             n < count and isinstance(leaf, Tensor) and leaf.is_floating_point()
             for n, leaf in enumerate(leaves)

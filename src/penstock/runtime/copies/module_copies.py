@@ -1,13 +1,16 @@
 """Copies of modules in other threads, kept like the user's modules between two steps.
 
-Attributes with plain values are copied (``training``, the ``p`` of a dropout, an activation function). Other changes, such
-as new layers or hooks, would reach one copy only; they are refused by name.
+Attributes with plain values are copied (``training``, the ``p`` of a dropout, an activation function), and so are
+containers and objects of such values (a config). Other changes, such as new layers or hooks, would reach one copy only,
+and are refused by name.
 """
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,11 +18,15 @@ from torch import nn
 
 from penstock.errors import ReplicaError
 from penstock.runtime.copies.fixed import whole_model_modules
+from penstock.stage.live import INTERNAL
 from penstock.stage.module import StageModule
 
 _VALUES = bool, int, float, complex, str, bytes, types.NoneType, torch.dtype
 _PLAIN = frozenset([*_VALUES, types.FunctionType, types.BuiltinFunctionType])
 """Types of values that copies may share."""
+
+_DEEPEST = 6
+"""Nesting to which containers and objects are followed."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -53,25 +60,27 @@ class ModuleCopies:
         """
         for module in self._modules:
             module.require_same_structure()
+        known: dict[int, Any] = {}
         for module in self._modules:
-            module.sync()
+            module.sync(known)
 
     def record(self) -> None:
         """Record the modules after a step; attributes that its forwards changed are not copied."""
+        known: dict[int, Any] = {}
         for module in self._modules:
-            module.record()
+            module.record(known)
 
 
 class _CopiedModule:
     def __init__(self, name: str, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self.name = name
         self.module = module
-        self.copies = [copy for copy in copies if copy is not module]
-        self.record()
+        self.copies = [other for other in copies if other is not module]
+        self.record({})
 
-    def record(self) -> None:
+    def record(self, known: dict[int, Any]) -> None:
         values = vars(self.module)
-        self._structure, self._attributes = _structure(self.module), _plain(values)
+        self._structure, self._attributes = _structure(self.module), _plain(values, known)
         # Keep the objects alive: the id of a dead one may be reused.
         self._alive = [*values["_parameters"].values(), *values["_modules"].values(), values.get("forward")]
 
@@ -87,19 +96,55 @@ class _CopiedModule:
             self.name,
         )
 
-    def sync(self) -> None:
-        attributes = _plain(vars(self.module))
+    def sync(self, known: dict[int, Any]) -> None:
+        attributes = _plain(vars(self.module), known)
         if attributes == self._attributes:
             return
         for key, value in attributes.items():
             if key not in self._attributes or self._attributes[key] != value:
-                for copy in self.copies:
-                    vars(copy)[key] = value
+                for other in self.copies:
+                    vars(other)[key] = copy.deepcopy(vars(self.module)[key])
         self._attributes = attributes
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if type(value) in _PLAIN and key != "forward"}
+def _plain(values: Mapping[str, Any], known: dict[int, Any]) -> dict[str, Any]:
+    """Return the attributes whose values can be given to copies, in a form that a change in place does not change.
+
+    Args:
+        values: attributes of a module.
+        known: forms of objects by id, since modules may share a config; filled in.
+    """
+    plain = {}
+    for key, value in values.items():
+        if type(value) in _PLAIN:
+            if key != "forward":
+                plain[key] = value
+        elif key not in INTERNAL:
+            if id(value) not in known:
+                known[id(value)] = _frozen(value, 0)
+            if (form := known[id(value)]) is not None:
+                plain[key] = form
+    return plain
+
+
+def _frozen(value: Any, depth: int) -> Any:
+    """Return a container or object of plain values as nested tuples; None if there is anything else in it."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, Enum):
+        return kind, value
+    if depth > _DEEPEST:
+        return None
+    if isinstance(value, list | tuple):
+        parts = [_frozen(part, depth + 1) for part in value]
+    elif isinstance(value, dict):
+        parts = [_frozen(part, depth + 1) for item in value.items() for part in item]
+    elif hasattr(value, "__dict__") and not isinstance(
+        value, nn.Module | torch.Tensor | type | types.ModuleType
+    ):
+        parts = [_frozen(part, depth + 1) for item in vars(value).items() for part in item]
+    else:
+        return None
+    return None if None in parts else (kind, *parts)
 
 
 def _structure(module: nn.Module) -> dict[str, object]:

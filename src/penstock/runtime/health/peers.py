@@ -13,15 +13,23 @@ import platform
 import select
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
 from penstock.encoding import sendable
-from penstock.errors import PeerError
-from penstock.runtime.health.rank_progress import FIELDS, RankProgress, new_progress
+from penstock.errors import CallOrderError, PeerError
+from penstock.runtime.health.rank_progress import (
+    CALLS,
+    FIELDS,
+    RankProgress,
+    call_of,
+    new_progress,
+    other_calls,
+    record_call,
+)
 
 _BYTES, _TEXT = 4096, 512  # size of a page, and the offset of the error in it
 _CLOSED, _LENGTH = FIELDS - 1, FIELDS - 2  # indices in the progress: a flag, and the bytes of the error
@@ -71,6 +79,8 @@ class PeerRegistry:
     Attributes:
         progress: numbers of this process's rank.
         describe: function that describes the progress of a rank.
+        rank, pipeline: rank of this process, and number that the processes of its pipeline share.
+        calls: number of collective calls of this process that are under way, one within the other.
         failed: description of the first other process seen to end without closing its pipeline; None if there is none.
     """
 
@@ -78,6 +88,8 @@ class PeerRegistry:
         self.progress: RankProgress = new_progress()
         self.describe: Callable[[RankProgress], str] = lambda progress: ""
         self.failed: str | None = None
+        self.rank = self.pipeline = 0
+        self.calls = 0
         self._page: _Page | None = None
         self._descriptor = -1
         self._others: list[tuple[PeerEntry, _Page]] = []
@@ -91,6 +103,7 @@ class PeerRegistry:
 
     def entry(self, name: str, rank: int, pipeline: int) -> PeerEntry:
         """Return the entry of this process, by which the others open its page."""
+        self.rank, self.pipeline = rank, pipeline
         shared = machine() if self._page is not None else ""
         return PeerEntry(name, rank, pipeline, shared, os.getpid(), self._descriptor, socket.gethostname())
 
@@ -133,9 +146,54 @@ class PeerRegistry:
         return self.failed
 
     def require_all(self) -> None:
-        """Raise PeerError if another process has ended without closing its pipeline."""
+        """Raise if a rank of this pipeline makes another call, or another process has ended without closing its pipeline.
+
+        Raises:
+            CallOrderError: if a rank makes another call than this one.
+            PeerError: if a process has ended.
+        """
+        self.require_same_call()
         if self.failed is not None:
             raise PeerError(self.failed)
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Return a context for a call that all ranks of the pipeline make; calls within it count as part of it.
+
+        Args:
+            name: one of `CALL_NAMES`.
+
+        Raises:
+            CallOrderError: if another rank is seen to make another call.
+        """
+        if not self.calls:
+            record_call(self.progress, name)
+            # Of two ranks the later one sees the other here, and begins no collective. One that all never join would keep
+            # its communicator, and so this process, until the timeout.
+            self.require_same_call()
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+
+    @property
+    def call(self) -> str:
+        """Name of the last call; empty before the first."""
+        return call_of(self.progress, self.progress[CALLS])
+
+    def require_same_call(self) -> None:
+        """Raise CallOrderError if a rank of this pipeline has made another call in place of this one's last call."""
+        number, others = self.progress[CALLS], self.progress_of(self.pipeline)
+        calls = {rank: name for rank, progress in others.items() if (name := call_of(progress, number))}
+        if any(name != self.call for name in calls.values()):
+            raise CallOrderError(other_calls({**calls, self.rank: self.call}))
+
+    def missing(self) -> str:
+        """Name the ranks of this pipeline that have not made this one's last call; empty if none is seen."""
+        number, others = self.progress[CALLS], self.progress_of(self.pipeline)
+        late = [rank for rank, progress in sorted(others.items()) if progress[CALLS] < number]
+        return f"rank {', '.join(map(str, late))} did not call {self.call}" if late and self.calls else ""
 
     def find_failed(self, patience: float = 0.0) -> str | None:
         """Describe the process that is stopped or gone, and its error; None if none is seen to be.

@@ -6,13 +6,16 @@ wait. When a wait times out, the numbers of all ranks show which one keeps the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from penstock.schedule.program import Program
 
-STEP, ROW, WAITS, FIELDS = 0, 1, 2, 16
-"""Indices of the step (0 between steps), the row of the running op, and 1 + the awaited rank (0 if none); their number."""
+STEP, ROW, WAITS, CALLS, FIELDS = 0, 1, 2, 3, 16
+"""Indices of the step (0 between steps), the row of the running op, 1 + the awaited rank (0 if none), and the number of
+collective calls, after which the last `KEPT` of these follow; their number."""
+KEPT = 8
+"""Calls whose names are kept. Ranks whose steps flow into each other are at most four calls apart."""
 END = -1
 """Row after the last op, while the step ends."""
 
@@ -27,6 +30,60 @@ class RankProgress(Protocol):
 def new_progress() -> list[int]:
     """Return the numbers of a rank, visible to this process alone."""
     return [0] * FIELDS
+
+
+CLOSE = "pipe.close()"
+CALL_NAMES = (
+    "pipe.step()",
+    "pipe.evaluate()",
+    "pipe.full_state_dict()",
+    "pipe.clip_grad_norm_()",
+    "pipe.sum_over_ranks()",
+    "pipe.gather_trace()",
+    CLOSE,
+    "PipelineOptimizer.step()",
+    "Checkpoints()",
+    "Checkpoints.save()",
+    "Checkpoints.load()",
+    "Checkpoints.load_newest()",
+)
+"""Calls that all ranks of a pipeline make together."""
+
+
+def record_call(progress: RankProgress, name: str) -> None:
+    """Record that a rank makes its next collective call."""
+    number = progress[CALLS] + 1
+    progress[CALLS + 1 + number % KEPT] = CALL_NAMES.index(name)
+    progress[CALLS] = number  # last, so that a process that reads the number finds the name
+
+
+def call_of(progress: RankProgress, number: int) -> str:
+    """Return the name of a rank's call with this number; empty if it has not made it, or long ago."""
+    if not 0 <= progress[CALLS] - number < KEPT or not number:
+        return ""
+    return CALL_NAMES[progress[CALLS + 1 + number % KEPT]]
+
+
+def other_calls(calls: Mapping[int, str]) -> str:
+    """Say which ranks make which calls, where all should make the same.
+
+    Args:
+        calls: names of the calls by rank.
+    """
+    by_name: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        by_name.setdefault(calls[rank], []).append(rank)
+    who = [
+        f"rank {ranks[0]} calls {name}"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks))} call {name}"
+        for name, ranks in by_name.items()
+    ]
+    ended = ". A rank that closes its pipeline has ended its loop, or failed" if CLOSE in by_name else ""
+    return (
+        f"{', but '.join(who)}; every rank must make the same calls of the pipeline in the same order, not within "
+        f"`if pipe.rank == 0:`{ended}"
+    )
 
 
 def describe_progress(program: Program, progress: RankProgress) -> str:

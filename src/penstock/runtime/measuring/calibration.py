@@ -18,6 +18,7 @@ from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.profile.traced import trace_layers
+from penstock.runtime.model.given_model import layers_of
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.runner import LossFunction
@@ -74,7 +75,8 @@ def profile_layers(
         example: input of one microbatch, batch first.
         measure: measure the layers on this machine (default), or trace them without running them.
         target: target of the loss for the same microbatch.
-        loss_fn: loss function as `penstock.Pipeline` takes it; its cost is part of the last layer's (default: no loss).
+        loss_fn: loss function as `penstock.Pipeline` takes it; its cost is part of the last layer's (default: with a
+            target the one that the model itself computes, and else none).
         named: keyword inputs of the step, by name.
         microbatches: samples of the microbatches to profile (default: the example's, and twice as many).
         ranks: number of threads of this process that compute at the same time while it is measured (default 1).
@@ -89,15 +91,18 @@ def profile_layers(
 
     Raises:
         ProfileError: if a layer does not run on tensors without values; names it.
-        SplitError: if the model is not a list of layers.
+        SplitError: if the model cannot be split into layers.
     """
+    layers, own_loss, _ = layers_of(model, own_loss=loss_fn is None and target is not None)
+    loss_fn = own_loss if loss_fn is None and target is not None else loss_fn
+    name = name or type(model).__name__
     if not measure:
         return trace_layers(
-            model, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, name=name,
+            layers, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, name=name,
             seed=seed, autocast=autocast,
         )  # fmt: skip
     return measure_layers(
-        model, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, ranks=ranks,
+        layers, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, ranks=ranks,
         effort=effort, exchange=exchange, name=name, seed=seed, autocast=autocast,
     )  # fmt: skip
 

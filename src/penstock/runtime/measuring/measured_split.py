@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import SplitError
-from penstock.profile.cost_split import blocks_by_cost
+from penstock.profile.cost_split import blocks_by_cost, layer_costs
 from penstock.profile.fake_layers import Sample
 from penstock.profile.measured import Effort, measure_layers
 from penstock.profile.model_profile import Profile, read_profile
@@ -17,7 +17,7 @@ from penstock.runtime.workers.world import World
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Layer
-from penstock.stage.split import Split
+from penstock.stage.split import Split, parameter_counts, warn_of_a_large_layer
 
 _EFFORT = Effort(seconds=10.0, rounds=20)
 
@@ -51,8 +51,11 @@ def resolve_split(
         ConfigError: if the profile cannot be read.
         ProfileError: if a layer cannot be profiled.
     """
+    warns = schedule.stages > 1 and (world is None or (world.rank == 0 and world.is_first))
     measured = isinstance(split, Mapping) and list(split) == ["measured"]
     if not measured and split != "measured":
+        if warns and (counts := parameter_counts(layers)) is not None:
+            warn_of_a_large_layer(layers, counts, "parameters")
         return split
     example = split["measured"] if isinstance(split, Mapping) else None
     if isinstance(example, str | Path):
@@ -76,6 +79,8 @@ def resolve_split(
         ranks=schedule.ranks if world is None else 1, effort=_EFFORT, exchange=None if world is None else exchange,
         seed=seed, autocast=autocast,
     )  # fmt: skip
+    if warns:
+        warn_of_a_large_layer(layers, layer_costs(profile, Sample(x).rows), "measured time")
     return blocks_by_cost(profile, schedule.stages, Sample(x).rows)
 
 

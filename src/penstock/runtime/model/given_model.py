@@ -8,6 +8,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.runtime.batch.splitter import Reduction
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, Layer, as_layers
 from penstock.stage.own_model.own_layers import ModelLayers, split
@@ -22,12 +23,14 @@ class GivenModel(NamedTuple):
         loss_fn: loss of the last layer's output.
         module: the module that the layers are of; None if the model was given as a list.
         container: check that the module still has these layers.
+        reduction: default reduction of the loss: that of `causal_lm_loss` is by valid tokens, as in transformers.
     """
 
     layers: list[Layer]
     loss_fn: LossFunction
     module: nn.Module | None
     container: Container | UnchangedModel
+    reduction: Reduction
 
 
 def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
@@ -39,21 +42,29 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
 
     Raises:
         ConfigError: if the loss function cannot be called, or there is none.
-        SplitError: if the model cannot be split.
+        SplitError: if the model cannot be split, or is on the meta device.
     """
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
-    layers, own_loss, module = _layers(model, loss_fn is None)
+    layers, own_loss, module = layers_of(model, loss_fn is None)
     loss = loss_fn if loss_fn is not None else own_loss
     if loss is None:
         raise ConfigError(
             "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
         )
     unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
-    return GivenModel(layers, loss, module, unchanged or Container(model))
+    by_tokens = loss is penstock.causal_lm_loss
+    reduction: Reduction = penstock.valid_tokens if by_tokens else "mean"
+    return GivenModel(layers, loss, module, unchanged or Container(model), reduction)
 
 
-def _layers(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
+def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
+    """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of.
+
+    Args:
+        model: model as `penstock.Pipeline` takes it.
+        own_loss: whether the loss is what a model with a forward of its own returns for an input and a target.
+    """
     if isinstance(model, ModelLayers):
         return model, model.loss_fn, model.model
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.model.given_to_processes import require_up_to_date
+from penstock.errors import ConfigError
+from penstock.runtime.model.elsewhere import give_values, put_on_meta
 from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
-from penstock.stage.own_model.partly_trained import mark_trained, without_warning
+from penstock.stage.own_model.loss_piece import OwnLoss
 
 
 class PipelineModel:
@@ -26,6 +29,7 @@ class PipelineModel:
         wait: function that waits until the parameters have their final values.
         given: the module that the user gave; None if it was a list of layers.
         world: the processes of the pipeline; None if its ranks are threads of one process.
+        others: modules that this process uses beside its stages (default none).
     """
 
     def __init__(
@@ -35,17 +39,12 @@ class PipelineModel:
         wait: Callable[[], None],
         given: nn.Module | None = None,
         world: World | None = None,
+        others: Sequence[nn.Module] = (),
     ) -> None:
         self._parameters, self._modules, self._wait = parameters, modules, wait
         self._given, self._world = given, world
-        here = frozenset(name for name, _ in parameters.named_parameters())
-        elsewhere = given is not None and any(name not in here for name, _ in given.named_parameters())
-        self._trained_here = here if elsewhere and world is not None else None
-        try:
-            require_up_to_date(given, here, world)
-        except PenstockError:
-            self.close()
-            raise
+        self._places = parameters.places()
+        self._emptied = [] if world is None else put_on_meta(parameters.layers, [*modules(), *others], given)
 
     def wait(self) -> None:
         """Wait until the weights are final: with ``zero="overlap"`` they may still be arriving."""
@@ -79,25 +78,35 @@ class PipelineModel:
 
         Names and their order are those of the model that was given; a tied weight has all its names. Tensors are copies on
         the CPU, in the dtype that trains; names of one tied weight have one copy. In processes all ranks call this
-        together, before the pipeline is closed. ::
+        together, before the pipeline is closed. What a process does not own of the model is on the meta device there. This
+        gives it back, and buffers that are in no state (``persistent=False``) get their values at once::
 
-            model.load_state_dict(pipe.full_state_dict())
+            state = pipe.full_state_dict()
+            pipe.close()
+            model.load_state_dict(state, assign=True)
 
         Args:
             rank0_only: whether to return an empty dictionary on all processes but the run's first (default False).
 
         Raises:
+            CallOrderError: if another rank makes another call, as where this one is within ``if pipe.rank == 0:``.
             PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
         """
         self.wait()
         keeps = not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
-        own = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self._parameters.own_state().items()
-        }
-        state = own if self._world is None else gather_state(own, self._world, keeps)
-        with without_warning(self._given):
-            return self._parameters.with_all_names(state, self._given) if keeps else {}
+        with self.calling("pipe.full_state_dict()"):
+            own = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in self._parameters.own_state().items()
+            }
+            if self._world is None:
+                return self._parameters.with_all_names(own, self._given)
+            state = gather_state(own, self._world, keeps)
+            not_in_it = {
+                n: value.detach().cpu() for n, value in self._parameters.non_persistent_buffers().items()
+            }
+            give_values(self._parameters.layers, gather_state(not_in_it, self._world, keeps))
+        return self._parameters.with_all_names(state, self._given) if keeps else {}
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -112,8 +121,8 @@ class PipelineModel:
         """
         if self._world is not None:
             raise ConfigError(
-                "unsplit() needs all stages in this process, and they are in several; write, on every rank, "
-                "model.load_state_dict(pipe.full_state_dict())"
+                "unsplit() needs all stages in this process, and they are in several; write, on every rank, state = "
+                "pipe.full_state_dict(), pipe.close(), and model.load_state_dict(state, assign=True)"
             )
         if self._given is None:
             raise ConfigError(
@@ -128,6 +137,10 @@ class PipelineModel:
     def close(self) -> None:
         """End what the pipeline has started; defined by `Pipeline`."""
 
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; defined by `Pipeline`."""
+        return nullcontext()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers from a state by whole-model name; entries of stages held elsewhere are left alone.
 
@@ -136,11 +149,21 @@ class PipelineModel:
         """
         self.wait()
         self._parameters.load_state_dict(state)
+        self._places = self._parameters.places()  # layers built on the meta device have new ones
 
-    def _mark_trained(self) -> None:
-        """Let uses of the given model warn, if other processes train some of its layers."""
-        if self._given is not None and self._trained_here is not None:
-            mark_trained(self._given, self._trained_here)
+    def _require_same_parameters(self) -> None:
+        """Check that no parameter was replaced by another, which the optimizer would not have.
+
+        Raises:
+            ConfigError: if one was; names it.
+        """
+        for name, members, inner, parameter in self._places:
+            if members.get(inner, parameter) is not parameter:
+                raise ConfigError(
+                    f"the parameter {name} was replaced after the pipeline was built, as load_state_dict(assign=True) does, "
+                    "and the optimizer has the one from before; load a state with pipe.load_state_dict, or close the "
+                    "pipeline before the model gets its weights back"
+                )
 
     def zero_grad(self) -> None:
         """Set the gradients of this process's parameters to None."""
@@ -152,8 +175,8 @@ class PipelineModel:
         return self._modules()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the stages' training mode, as ``nn.Module.train`` does."""
-        for module in self.stage_modules():
+        """Set the mode of the stages and of the model that was given, as ``nn.Module.train`` does."""
+        for module in (*self.stage_modules(), *([] if self._given is None else [self._given])):
             module.train(mode)
         return self
 
@@ -170,9 +193,18 @@ class PipelineModel:
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Return a context in which modules and all within them are in evaluation mode."""
-    modes = [(inner, inner.training) for module in modules for inner in module.modules()]
+def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
+    """Return a context in which modules and all within them are in evaluation mode.
+
+    Args:
+        modules: the modules.
+        loss_fn: a loss function; the modules that it is or calls are among them.
+    """
+    modes = [
+        (inner, inner.training)
+        for module in dict.fromkeys((*modules, *_modules_called(loss_fn)))
+        for inner in module.modules()
+    ]
     for inner, _ in modes:
         inner.training = False
     try:
@@ -180,3 +212,21 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for inner, mode in modes:
             inner.training = mode
+
+
+def _modules_called(function: object) -> Iterator[nn.Module]:
+    """Return the modules that a function calls, as far as it shows: itself, and its free and global variables."""
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, OwnLoss):
+        yield function.module
+    elif isinstance(function, partial):
+        for part in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules_called(part)
+    elif isinstance(function, MethodType):
+        yield from _modules_called(function.__self__)
+        yield from _modules_called(function.__func__)
+    elif isinstance(function, FunctionType):
+        variables = inspect.getclosurevars(function)
+        every = (*variables.nonlocals.values(), *variables.globals.values())
+        yield from (value for value in every if isinstance(value, nn.Module))

@@ -83,7 +83,8 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau needs a measurement at every step; change the learning rates in `optimizers` yourself"
+            "ReduceLROnPlateau needs a measurement at every step; use it with a torch optimizer over pipe.parameters(), "
+            "which Checkpoints saves with it (scheduler=), or change the learning rates in `optimizers` yourself"
         )
     if made.optimizer is not optimizer:
         raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")

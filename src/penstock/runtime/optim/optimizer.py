@@ -172,6 +172,10 @@ class PipelineOptimizer:
             raise PenstockError(
                 "a later PipelineOptimizer was made for this pipeline and gets its gradients; use that one"
             )
+        with self.pipe.calling("PipelineOptimizer.step()"):
+            return self._step()
+
+    def _step(self) -> OptimizerStep:
         rates = self._rates()
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:

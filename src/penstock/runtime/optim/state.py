@@ -38,16 +38,31 @@ _MAIN = "main weight"
 
 
 class StatefulOptimizer(Protocol):
-    """Attributes of a `PipelineOptimizer` that its state is made of."""
+    """Attributes of a `PipelineOptimizer` that its state is made of, and its state."""
 
     pipe: Pipeline
     optimizers: dict[int, torch.optim.Optimizer]
     main_weights: dict[int, MainWeights]
     schedulers: list[LRScheduler]
-    scaler: GradScaler | None
-    shards: Shards | None
     steps: int
     skipped: int
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """Scaler of the loss."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """Shards of the parameters that this process updates, with ZeRO."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter name."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state from `state_dict`."""
+
+    def give_state(self) -> None:
+        """Give this replica's shards of the state to the replicas that call `state_dict`."""
 
     def parts(self, rank: int) -> list[Named]:
         """Return a rank's (name, parameter) pairs by group."""
@@ -78,13 +93,34 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
         "optimizer": type(first).__name__,
         "steps": optimizer.steps,
         "skipped": optimizer.skipped,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in first.param_groups],
+        "groups": [
+            {k: _numbers(v) for k, v in group.items() if k not in ("params", "param_names")}
+            for group in first.param_groups
+        ],
         "parameters": {},
         "state": {},
         "main_weights": {},
-        "lr_scheduler": optimizer.schedulers[0].state_dict() if optimizer.schedulers else None,
+        "lr_scheduler": _numbers(optimizer.schedulers[0].state_dict()) if optimizer.schedulers else None,
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
+
+
+def _numbers(value: Any) -> Any:
+    """Return options with numbers in place of 0-d tensors, such as a learning rate for compiled optimizers."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_numbers(item) for item in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _like(value: Any, current: Any) -> Any:
+    """Return a saved option as the optimizer has it now: as a tensor if that is one."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    if isinstance(current, tuple) and isinstance(value, tuple) and len(current) == len(value):
+        return tuple(_like(*pair) for pair in zip(value, current, strict=True))
+    return value
 
 
 def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
@@ -148,25 +184,36 @@ def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
 
 
 def _full_entries(entries: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's state for the full parameter (with tensor parallelism all its ranks call this)."""
+    """Return a parameter's state for the full parameter (with tensor parallelism all its ranks call this).
+
+    A `PipelineOptimizer` keeps it for this process's shard, a torch optimizer over DTensors as DTensors.
+    """
     if not is_dtensor(parameter):
         return entries
     return {key: _full_value(value, parameter) for key, value in entries.items()}
 
 
 def _full_value(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and is_dtensor(value):
+        return full_tensor(value)
     shard = local(parameter)
     if not is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != shard.shape:
         return value
     return full_tensor(from_local_like(value.to(shard.device), parameter)).to(value.device)
 
 
-def _local_entries(
-    entries: Mapping[str, Any], parameter: nn.Parameter, shard: ShardSlice | None
-) -> Mapping[str, Any]:
+def _local_entries(entries: Mapping[str, Any], member: _Member) -> Mapping[str, Any]:
     """Return the state of this process's shard of a parameter; the reverse of `_full_entries`."""
+    parameter, shard = member.parameter, member.shard
     if shard is None and not is_dtensor(parameter):
         return entries
+    if member.updated is parameter:
+        return {
+            key: distribute_like(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in entries.items()
+        }
     local_entries = {key: _local_value(value, parameter) for key, value in entries.items()}
     if shard is None:
         return local_entries
@@ -266,11 +313,14 @@ def _restore_rank(
     for number, member in enumerate(members):
         numbers[member.group].append(number)
     local_state = {
-        number: _local_entries(state["state"][member.name], member.parameter, member.shard)
+        number: _local_entries(state["state"][member.name], member)
         for number, member in enumerate(members)
         if member.name in state["state"]
     }
-    groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
+    groups = [
+        {**{key: _like(value, current.get(key)) for key, value in group.items()}, "params": ids}
+        for group, current, ids in zip(state["groups"], torch_optimizer.param_groups, numbers, strict=True)
+    ]
     try:
         torch_optimizer.load_state_dict(
             {"state": {n: _copied(entries) for n, entries in local_state.items()}, "param_groups": groups}

@@ -156,8 +156,9 @@ def _usable_launch(env: Environment) -> Launch | None:
 
 def _of_torch(env: Environment) -> Launch:
     """Return the launch that RANK and WORLD_SIZE describe, checked against the launcher that started them."""
-    by_rank = Launch("RANK and WORLD_SIZE", *pair(env, "RANK", "WORLD_SIZE"), from_torch=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
+    job = env.get("TORCHELASTIC_RUN_ID", "")
+    by_rank = Launch("RANK and WORLD_SIZE", *pair(env, "RANK", "WORLD_SIZE"), from_torch=True, job=job)
     try:
         launch = launcher_of(env)
     except ConfigError:
@@ -167,7 +168,9 @@ def _of_torch(env: Environment) -> Launch:
     if launch is None:
         return by_rank
     if (launch.rank, launch.size) == (by_rank.rank, by_rank.size):
-        return replace(launch, launcher=by_rank.launcher, from_torch=True, address="", port=0, listed=False)
+        return replace(
+            launch, launcher=by_rank.launcher, from_torch=True, address="", port=0, listed=False, job=job
+        )
     if not by_torchrun and by_rank.size == 1:
         raise ConfigError(
             f"WORLD_SIZE=1, but {launch.launcher} started {launch.size} processes, and each would train by itself; unset "

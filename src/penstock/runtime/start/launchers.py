@@ -46,6 +46,7 @@ class Launch:
         from_torch: whether torch itself reads the same variables.
         size_variable: variable that says that there are several processes.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
+        job: name of the launcher's job, the same for all its processes and no others; empty if unknown.
     """
 
     launcher: str
@@ -60,6 +61,7 @@ class Launch:
     from_torch: bool = False
     size_variable: str = "WORLD_SIZE"
     listed: bool = False
+    job: str = ""
 
     @property
     def url(self) -> str:
@@ -137,6 +139,7 @@ def _open_mpi(env: Environment) -> Launch | None:
         port=_LOWEST_PORT + crc32(str(job).encode()) % _PORTS if is_local else 0,
         advice="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 hands them on",
         size_variable=f"{prefix}SIZE",
+        job=job or "",
     )
 
 
@@ -197,6 +200,7 @@ def _slurm(env: Environment) -> Launch | None:
         own_devices="SLURM_GPUS_PER_TASK" in env or "SLURM_GPU_BIND" in env,
         size_variable="SLURM_STEP_NUM_TASKS",
         listed=bool(address) and address != "127.0.0.1",
+        job=name,
     )
 
 

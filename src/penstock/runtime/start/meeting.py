@@ -48,7 +48,7 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
     with named_errors(f"the {size} processes did not all meet{_launcher_rank()}"):
         store: Store | None = store_of_this_start(rank, size, longest)
         if store is None and launch is not None:
-            store = open_store(launch.address, launch.port, rank, size, longest)
+            store = open_store(launch.address, launch.port, rank, size, longest, launch.job)
         dist.init_process_group(
             backends,
             None if store is not None else url,

@@ -1,4 +1,4 @@
-"""Check of ranks where processes meet: each rank comes once, and all agree on the number of processes.
+"""Check of ranks where processes meet: each rank comes once, and all agree on the number of processes and the job.
 
 A launcher's script may give several processes the same RANK, and two runs may meet at the same address and port. Torch would
 then wait for the ranks that never come until its timeout, or connect processes of different runs.
@@ -28,16 +28,17 @@ _GRACE = 2.0  # seconds
 _SOON = timedelta(seconds=10)
 
 
-def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> TCPStore:
+def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, job: str = "") -> TCPStore:
     """Open the store of a run: rank 0 serves it, the others connect to it. Return it once every rank has come.
 
     Args:
         address, port: where rank 0 listens.
         rank, size: rank of this process and number of processes.
         timeout: longest time that this may take; also the timeout of the store.
+        job: name of the launcher's job; empty if unknown.
 
     Raises:
-        ConfigError: if a rank comes twice, or the processes do not agree on their number; on each of them.
+        ConfigError: if a rank comes twice, or the processes do not agree on their number or the job; on each of them.
         WaitTimeoutError: if not all ranks come in time; names those that are missing.
         RuntimeError: if torch cannot open the store.
     """
@@ -53,7 +54,7 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
             raise RuntimeError(f"{first_line(error)}; is MASTER_PORT free on the host of rank 0?") from error
     where = f"{address} port {port}"
     try:
-        _claim(store, rank, size, where)
+        _claim(store, rank, size, where, job)
         _wait_for_all(store, size, where, deadline, timeout.total_seconds())
     except ConfigError:
         if rank == 0:
@@ -85,7 +86,7 @@ def _other_server(address: str, port: int) -> TCPStore | None:
     return found[0] if found else None
 
 
-def _claim(store: TCPStore, rank: int, size: int, where: str) -> None:
+def _claim(store: TCPStore, rank: int, size: int, where: str, job: str) -> None:
     """Write this process below its rank; raise, and tell the others, if another one has."""
     first_size = store.compare_set(f"{_PREFIX}/size", "", str(size)).decode()
     if first_size != str(size):
@@ -93,6 +94,14 @@ def _claim(store: TCPStore, rank: int, size: int, where: str) -> None:
             store,
             f"the processes that meet at {where} do not agree on their number: {_own_name()} says {size}, another one "
             f"{first_size}; start all of them with the same WORLD_SIZE, and give each run its own MASTER_PORT",
+        )
+    own_job = job or "a job without a name"
+    first_job = store.compare_set(f"{_PREFIX}/job", "", own_job).decode()
+    if first_job != own_job:
+        _refuse(
+            store,
+            f"processes of two jobs meet at {where}: {_own_name()} is of {own_job}, another one of {first_job}; give each "
+            "run its own MASTER_PORT",
         )
     key = f"{_PREFIX}/{rank}"
     is_new = not store.check([key])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import distributed as dist
@@ -12,7 +13,7 @@ from torch import distributed as dist
 from penstock.errors import CallOrderError, PeerError, TransportError
 from penstock.host import core_limits
 from penstock.runtime.health.peers import PeerRegistry, supported
-from penstock.runtime.health.rank_progress import WAITS, RankProgress
+from penstock.runtime.health.rank_progress import WAITS, RankProgress, other_calls
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakePipe
@@ -120,6 +121,7 @@ class ProcessChannel:
         for peer, edge in offered.items():
             if rank in opened[peer]:
                 self._out[peer] = edge
+                edge.check = partial(self._require_no_notice, peer)
             else:
                 edge.close()
 
@@ -151,7 +153,7 @@ class ProcessChannel:
             return self._aside.pop((peer, tag))
         self.progress[WAITS] = peer + 1
         while True:
-            step, arrived, content = self._in[peer].next()
+            step, arrived, content = self._next(peer)
             if step < self._step:
                 continue  # left by a step that failed
             if isinstance(content, Failure):
@@ -163,12 +165,24 @@ class ProcessChannel:
                 return content
             self._aside[peer, arrived] = content
 
+    def _next(self, peer: int) -> tuple[int, int, Message | Failure]:
+        try:
+            return self._in[peer].next()
+        except TransportError:
+            self._peer_registry.require_same_call()  # the connection of a rank that has left after it was told
+            raise
+
+    def _require_no_notice(self, peer: int) -> None:
+        """Raise if a rank that this one waits to send to has failed: it takes no more messages in this step."""
+        incoming = self._in.get(peer)
+        while isinstance(incoming, SharedIncoming) and incoming.has_notice:
+            step, _, content = incoming.next()
+            if isinstance(content, Failure) and step >= self._step:
+                raise PeerError(content.message, content)
+
     def _other_call(self, peer: int) -> CallOrderError:
-        here, there = ("a training step", "an evaluation")[:: -1 if self._kind else 1]
-        return CallOrderError(
-            f"rank {self._rank} runs {here}, but rank {peer} runs {there}; call step() and evaluate() on every rank, in "
-            "the same order, not within `if rank == 0:`"
-        )
+        calls = ("pipe.step()", "pipe.evaluate()")[:: -1 if self._kind else 1]
+        return CallOrderError(other_calls(dict(zip((self._rank, peer), calls, strict=True))))
 
     def fail(self, failure: Failure) -> None:
         self._peer_registry.report_error(failure.message)

@@ -122,6 +122,7 @@ class WakePipe:
         timeout: float,
         peer: int,
         action: str,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Wait until ``ready()`` is true.
 
@@ -133,6 +134,7 @@ class WakePipe:
             timeout: timeout in seconds.
             peer: rank of the other process.
             action: action awaited from that rank, as an infinitive, for the error.
+            check: function that raises if nothing can come any more, called every few milliseconds (default None).
 
         Raises:
             PeerError: if that process has ended, or another one without closing its pipeline.
@@ -159,6 +161,8 @@ class WakePipe:
             if any(descriptor == process for descriptor, _ in events):
                 raise self._ended(peer, host.pid)
             self._peer_registry.require_all()
+            if check is not None:
+                check()
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"waited {timeout:g} s for rank {peer} to {action}")
 
@@ -250,7 +254,11 @@ class _Segment:
 
 
 class SharedOutgoing:
-    """The sending end of an edge to rank `peer`, with at most `capacity` messages under way."""
+    """The sending end of an edge to rank `peer`, with at most `capacity` messages under way.
+
+    Attributes:
+        check: function that raises if the receiver has failed, called while this end waits for it.
+    """
 
     def __init__(self, peer: int, capacity: int, timeout: Timeout, wake_pipe: WakePipe, host: Host) -> None:
         self.peer, self.timeout, self.wake_pipe, self.host = peer, timeout, wake_pipe, host
@@ -260,6 +268,7 @@ class SharedOutgoing:
         self._sent = 0
         self._layouts = SentLayouts()
         self._segments: list[_Segment] = []
+        self.check: Callable[[], None] | None = None
 
     def offer(self) -> tuple[int, int]:
         """Return (descriptor, slots), by which the receiver opens the ring."""
@@ -309,6 +318,7 @@ class SharedOutgoing:
             self.wake_pipe.wait(
                 lambda: sent - ring.counters[_TAKEN] < ring.slots - 1,
                 ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "receive earlier messages",
+                self.check,
             )  # fmt: skip
         return sent % ring.slots
 
@@ -358,6 +368,13 @@ class SharedIncoming:
             content = layout.join(tensors)
         self._release()
         return header.step, header.tag, content
+
+    @property
+    def has_notice(self) -> bool:
+        """True if the next message has arrived, and says that a rank failed."""
+        slot = self._taken % self.ring.slots
+        arrived = self.ring.numbers[slot][0] == self._taken + 1
+        return arrived and bool(Header.read(self.ring.frames[slot]).flags & NOTICE)
 
     def close(self) -> None:
         self.ring.close()

@@ -14,7 +14,7 @@ from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.stage import Stage
-from penstock.stage.layers import Layer, begins_in, is_joint, is_second_name, prefixes
+from penstock.stage.layers import Layer, begins_in, is_joint, is_second_name, prefixes, whole_name
 from penstock.stage.module import layer_state
 
 
@@ -104,6 +104,27 @@ class LocalParameters:
         }
         return {name: value for name, value in self.state_dict().items() if begins_in(name, held)}
 
+    def non_persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are in no state, by their names in the whole model."""
+        return {
+            whole_name(name, inner, parameter=False): buffer
+            for stage in self.stages.values()
+            for name, layer in stage.module.named_layers()
+            for inner, buffer in layer.named_buffers(remove_duplicate=False)
+            if inner not in layer.state_dict(keep_vars=True)
+        }
+
+    def places(self) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+        """Return (name in the whole model, parameters of the module that has it, name in the module, parameter)."""
+        return [
+            (whole_name(name, f"{path}.{inner}" if path else inner), module._parameters, inner, parameter)
+            for _, stage in sorted(self.stages.items())
+            for name, layer in stage.module.named_layers()
+            for path, module in layer.named_modules()
+            for inner, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
     @property
     def tied_names(self) -> dict[str, str]:
         """Names of tied weights in the model, with the first name of each."""
@@ -112,12 +133,15 @@ class LocalParameters:
     def with_all_names(self, state: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
         """Return the state of the whole model with all names of tied weights, in the model's order.
 
+        A weight with several names is an ``nn.Parameter``: ``load_state_dict(assign=True)`` then makes it one again.
+
         Args:
             state: state by the first names.
             model: the model; None for the order of the layers.
         """
-        tied = {name: state[first] for name, first in self.tied_names.items()}
-        everything = {**state, **tied}
+        names = self.tied_names
+        tied = {first: nn.Parameter(state[first], requires_grad=False) for first in names.values()}
+        everything = {**state, **tied, **{name: tied[first] for name, first in names.items()}}
         order = (
             [] if model is None else [name for name in model.state_dict(keep_vars=True) if name in everything]
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
+from penstock.errors import CallOrderError, PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
@@ -126,6 +126,7 @@ class Collectives:
             visit: return value of `enter` for this collective (default None).
 
         Raises:
+            CallOrderError: if a rank of this pipeline makes another call than this one; names both.
             PeerError: if a process has ended; names it.
             WaitTimeoutError: if the timeout is exceeded; names the processes that are stopped or missing, where known.
         """
@@ -135,16 +136,18 @@ class Collectives:
             while True:
                 try:
                     work.wait(timedelta(seconds=POLL_INTERVAL))
+                    self.peer_registry.require_same_call()  # collectives of two calls may match by chance
                     return
                 except RuntimeError as error:
                     if not is_gloo_timeout(error):
+                        self.peer_registry.require_same_call()  # their sizes may differ
                         raise self._connection_error(action, error, visit) from error
                     if monotonic() > deadline:
                         raise self._timeout_error(action, seconds, visit) from error
                 self.peer_registry.require_all()
                 if visit is not None:
                     visit.waits(seconds)
-        except (PeerError, WaitTimeoutError) as error:
+        except (CallOrderError, PeerError, WaitTimeoutError) as error:
             self.peer_registry.report_error(str(error))
             raise
 
@@ -157,8 +160,10 @@ class Collectives:
         return PeerError(f"{missing}, when the processes were to {action}: {first_line(error)}")
 
     def _timeout_error(self, action: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
-        missing = self.peer_registry.find_failed() or (visit.missing() if visit is not None else "")
+        registry = self.peer_registry
+        missing = registry.find_failed() or registry.missing() or (visit.missing() if visit else "")
         text = f"waited {seconds:g} s for the other processes, to {action}"
+        text += f" in {registry.call}" if registry.calls else ""
         error = WaitTimeoutError(
             f"{text}: {missing}"
             if missing

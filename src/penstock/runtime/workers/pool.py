@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock import host
+from penstock.current_folder import safe_children
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 from penstock.garbage import end_loading
 from penstock.scratch import Scratch
@@ -154,7 +155,8 @@ class LocalProcesses:
             process = context.Process(
                 target=_serve, args=(theirs, self.threads, dict(os.environ)), daemon=True
             )
-            process.start()
+            with safe_children():  # the fork server
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
 

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
+from torch import distributed as dist
 
 from penstock.parallel.data.exchange import run_each
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.agreement import Facts, require_same
+from penstock.runtime.start.meeting import meet
 from penstock.runtime.workers.collectives import Collectives
+from penstock.runtime.workers.timeout import Timeout
+from penstock.runtime.workers.world import current_world
 
 T = TypeVar("T")
 
@@ -37,6 +43,20 @@ class RunGroup:
         """Return the group of all processes of a pipeline's run, including those of its replicas."""
         return RunGroup(None if pipe.world is None else pipe.world.collectives)
 
+    @staticmethod
+    def meet(timeout: Timeout) -> RunGroup:
+        """Return the group of all processes of the run before it has a pipeline; every process calls it.
+
+        Raises:
+            ConfigError, WaitTimeoutError, PeerError: as `penstock.runtime.start.meeting.meet`.
+        """
+        world = current_world()
+        if world is None or world.size == 1:
+            return RunGroup(None)
+        if not dist.is_initialized():
+            meet(world.rank, world.size, timeout)
+        return RunGroup(Collectives(timeout, PeerRegistry()))
+
     @property
     def leads(self) -> bool:
         """True on the process that prints and writes."""
@@ -58,6 +78,11 @@ class RunGroup:
         return run_each(
             job, lambda report: collectives.all_gather(report, None, "report on a job", patient=True)
         )
+
+    def require_same(self, facts: Facts) -> None:
+        """Check that all processes have the same facts, as `penstock.runtime.start.agreement.require_same`."""
+        if self._collectives is not None:
+            require_same(facts, self._collectives)
 
     def decide(self, choose: Callable[[], T]) -> T:
         """Call a function on the leader, and return its result on all processes; every process calls it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -15,7 +15,7 @@ from torch import distributed as dist
 # Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from penstock.errors import TransportError
+from penstock.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -71,7 +71,13 @@ class World:
         """True if processes of this mesh share matrices (tensor parallelism)."""
         return self.mesh is not None and self.mesh.shape.tp > 1
 
-    def join(self, timeout: float, mesh: MeshShape | Mesh | None = None, first: float | None = None) -> World:
+    def join(
+        self,
+        timeout: float,
+        mesh: MeshShape | Mesh | None = None,
+        first: float | None = None,
+        compare: Callable[[Collectives], None] = lambda collectives: None,
+    ) -> World:
         """Open the communicators; every process of the mesh calls it.
 
         Args:
@@ -79,6 +85,7 @@ class World:
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
             first: the same until the first step ends, this call included (default: `timeout`).
+            compare: function that is called once all processes have met, before what depends on their arguments.
 
         Raises:
             ConfigError: if the shape does not fit the number of processes.
@@ -89,6 +96,10 @@ class World:
         self._collectives = Collectives(self.timeout, self._peer_registry)
         if not dist.is_initialized():
             meet(self.rank, self.size, self.timeout)
+        if isinstance(mesh, Mesh):
+            self._members = sorted(mesh.ranks)
+        self._join_members()
+        compare(self.collectives)
         if isinstance(mesh, MeshShape):
             is_one = mesh.dp == mesh.tp == 1
             mesh = (
@@ -96,9 +107,6 @@ class World:
                 if is_one
                 else make_mesh(mesh.pp, mesh.dp, mesh.tp, order=mesh.order, device=_device_kind())
             )
-        if mesh is not None:
-            self._members = sorted(mesh.ranks)
-        self._join_members()
         if mesh is not None:
             shape, everyone = mesh.shape, range(mesh.shape.ranks)
             self._pipelines = _distinct(mesh.line(rank, "pp") for rank in everyone)
@@ -335,8 +343,8 @@ class World:
         if self.channel is None:
             return
         if not failed:
-            # A rank that has ended or never comes no longer matters.
-            with contextlib.suppress(TransportError):
+            # A rank that has ended, never comes or makes another call no longer matters: it is told, too.
+            with contextlib.suppress(TransportError, CallOrderError):
                 self.collectives.barrier(self._reductions, "close")
         self.peer_registry.close()
         self.channel.close()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 
+from penstock.current_folder import current_folder_last
 from penstock.errors import ScheduleCodeError, ScheduleError, nearest
 from penstock.schedule.families.catalogue import FAMILIES
 from penstock.schedule.families.family import Family
@@ -124,13 +123,8 @@ def _referenced(name: str) -> OwnFamily:
         raise ScheduleCodeError(
             f"a schedule of your own is MODULE:FUNCTION, such as zigzag:build, got {name!r}{near}"
         )
-    module, path = match[1], match[2]
-    top = module.partition(".")[0]
-    if top not in sys.modules and find_spec(top) is None and os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # the `penstock` command does not have it there, as `python -m penstock` does
-    return OwnFamily(name, load_function(module, path, name))
+    with current_folder_last():
+        return OwnFamily(name, load_function(match[1], match[2], name))
 
 
 def _target(function: Callable[..., object]) -> str:

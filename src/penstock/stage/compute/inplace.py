@@ -25,8 +25,8 @@ from penstock.stage.values import InputGrads, Message
 
 _LEAF_ERROR = "a leaf Variable that requires grad is being used in an in-place operation"  # autograd's words
 
-_Key = tuple[int, int, bool]
-"""(start, stop, training) of a segment."""
+_Key = tuple[int, int, int]
+"""(start, stop, number of the modules' modes) of a segment."""
 
 
 class InPlace:
@@ -46,16 +46,16 @@ class InPlace:
         self.needs_views: bool | None = None
         self._casts = self._restrides = False
         self._writes: dict[_Key, bool] = {}
-        self._key: _Key = (0, 0, True)
+        self._key: _Key = (0, 0, 0)
         self._copies: list[tuple[Tensor, Tensor, int]] | None = None
         self._versions: list[tuple[Tensor, int]] | None = None
         self._unwritten: list[tuple[Tensor, Tensor]] = []
 
     def input_transform(
-        self, segment: Segment, training: bool, inputs: Iterable[Message]
+        self, segment: Segment, modes: int, inputs: Iterable[Message]
     ) -> Callable[[Tensor], Tensor] | None:
         """Return the function to apply to a segment's input tensors; None to pass them through."""
-        self._key = key = (segment.start, segment.stop, training)
+        self._key = key = (segment.start, segment.stop, modes)
         self._copies = self._versions = self.footprint = None
         self._unwritten = []
         self.watching = True

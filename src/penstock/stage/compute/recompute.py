@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.stage.compute.footprint import refuses_hooks
 from penstock.stage.compute.module_buffers import BufferPlace, buffer_places, get_buffers, replaced_buffers
+from penstock.stage.module import modes_of
 
 Policy = str | int
 """``"none"``, ``"full"`` (every layer), a number k (every k-th layer), or ``"auto"`` (as few as a limit allows)."""
@@ -109,32 +110,31 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._all = buffer_places(modules)
-        self._changing: dict[bool, list[BufferPlace]] = {}
+        self._changing: dict[tuple[bool, ...], list[BufferPlace]] = {}  # by the modules' modes
 
     def run_first(self, forward: Callable[[], None]) -> list[Tensor]:
         """Run the first forward; return the values of the changing buffers before it."""
-        training = self._training
-        watched = self._changing.get(training, self._all)
+        if not self._all:
+            forward()
+            return []
+        modes = modes_of(self._modules)
+        watched = self._changing.get(modes, self._all)
         if not watched:
             forward()
             return []
         before = [buffer.clone() for buffer in get_buffers(watched)]
         forward()
-        if training not in self._changing:
+        if modes not in self._changing:
             # By value: the kernel of batch normalisation does not count its writes.
             now = get_buffers(watched)
             changed = [n for n, old in enumerate(before) if not torch.equal(now[n], old)]
-            self._changing[training] = [watched[n] for n in changed]
+            self._changing[modes] = [watched[n] for n in changed]
             before = [before[n] for n in changed]
         return before
-
-    @property
-    def _training(self) -> bool:
-        return any(module.training for root in self._modules for module in root.modules())
 
     def restored(self, before: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a context in which the changing buffers are those from before the first forward.
 
         So the second forward sees the same values as the first, and nothing later writes to what it saves of them.
         """
-        return replaced_buffers(self._changing.get(self._training, []) if before else [], before)
+        return replaced_buffers(self._changing[modes_of(self._modules)] if before else [], before)

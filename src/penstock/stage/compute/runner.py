@@ -6,10 +6,11 @@ message for each skip, in the order of the Program's routes. Gradients travel ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ from penstock.stage.compute.inplace import InPlace
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
+from penstock.stage.overlap import Watched, require_unwritten, storage_of
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import WeightGradQueue
-from penstock.stage.values import InputGrads, Message, StageState, pack, unpack
+from penstock.stage.values import InputGrads, Message, StageState, leaves_of, pack, unpack
 
 _LOSS = "(loss)"
 """Name under which the loss function draws random numbers; no layer has it."""
@@ -161,6 +163,9 @@ class Runner:
         self.step = 0
         self.first_microbatch = 0
         self.in_place = InPlace()
+        self._watched: list[Watched] = []  # inputs of the segment that share memory
+        self._modes = 0  # number of the modules' modes among those seen so far
+        self._seen_modes: dict[tuple[bool, ...], int] = {}
         self._rng_free: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._device_type = "cpu"
@@ -170,21 +175,24 @@ class Runner:
         self.step = step
         self.first_microbatch = first_microbatch
         self._rng_free.clear()
+        self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
         input_grads = InputGrads()
-        transform, training = None, self.module.training
-        known = (segment.start, segment.stop, training) in self.in_place.passthrough
+        transform = None
+        known = (segment.start, segment.stop, self._modes) in self.in_place.passthrough
         # A compiled module would be compiled once for copies, and again for its later inputs.
         if (not known or segment.recompute) and self.module.compiled is None:
-            transform = self.in_place.input_transform(segment, training, inputs)
-        value = unpack(inputs[0], transform, input_grads)
+            transform = self.in_place.input_transform(segment, self._modes, inputs)
+        watched: list[Watched] = []
+        self._watched = watched
+        value = unpack(inputs[0], transform, input_grads, watched)
         state = value if isinstance(value, StageState) else StageState(value, {}, {})
         for message in inputs[1:]:
-            named = unpack(message, transform, input_grads)
+            named = unpack(message, transform, input_grads, watched)
             assert isinstance(named, dict)
             state = StageState(state.value, state.named | named, state.losses)
         return state, input_grads
@@ -214,11 +222,13 @@ class Runner:
             queue.running = True
         try:
             value = self._run_layers(segment, state.value, context, queue)
+            linked = self._require_unwritten() if self._watched else {}
             if segment.stop < len(self.module.layers):
-                message, roots = pack(StageState(value, context.named, context.losses), travels=False)
+                state = StageState(value, context.named, context.losses)
+                message, roots = pack(state, travels=False, linked=linked)
                 return SegmentOutput((message,), roots, None)
             if self.loss_fn is None:
-                return self._stage_output(value, context)
+                return self._stage_output(value, context, linked)
             if loss_inputs is None:
                 return SegmentOutput((), (), LossReport(None, {}, _detached(value)))
             return self._loss_output(value, context, loss_inputs)
@@ -261,20 +271,33 @@ class Runner:
             context.require_unwritten()
         return value
 
-    def _stage_output(self, value: object, context: Context) -> SegmentOutput:
+    def _require_unwritten(self) -> dict[int, Hashable]:
+        """Check the inputs that share memory, and return their storages with the keys of their groups."""
+        watched, self._watched = self._watched, []
+        require_unwritten(watched)
+        return {s: one.group for one in watched if (s := storage_of(one.tensor)) is not None}
+
+    def _stage_output(self, value: object, context: Context, linked: Mapping[int, Hashable]) -> SegmentOutput:
         onward = {n: context.named[n] for n in sorted(self.routes.onward) if n in context.named}
         output = StageState(value, onward, context.losses) if onward or context.losses else value
-        message, roots = pack(output)
-        messages = [message]
+        if not self.routes.skips:
+            message, roots = pack(output, linked=linked)
+            return SegmentOutput((message,), roots, None)
+        parts = [output]
         for names in self.routes.skips:
             if missing := [n for n in names if n not in context.named]:
                 raise PenstockError(
                     f"no layer of stage {self.index} gave {', '.join(map(repr, missing))}, which a later layer takes"
                 )
-            skip, skip_roots = pack({n: context.named[n] for n in names})
-            messages.append(skip)
-            roots += skip_roots
-        return SegmentOutput(tuple(messages), roots, None)
+            parts.append({n: context.named[n] for n in names})
+        tensors = [[leaf for leaf in leaves_of(part) if isinstance(leaf, Tensor)] for part in parts]
+        packed = [
+            pack(part, linked=linked, outside=[*chain.from_iterable(tensors[:n] + tensors[n + 1 :])])
+            for n, part in enumerate(parts)
+        ]
+        return SegmentOutput(
+            tuple(m for m, _ in packed), tuple(r for _, roots in packed for r in roots), None
+        )
 
     def _loss_output(self, value: object, context: Context, loss_inputs: LossInputs) -> SegmentOutput:
         isolated_call = context.isolated_call

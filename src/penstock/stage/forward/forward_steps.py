@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from torch import nn
 
-from penstock.errors import SplitError
-from penstock.stage.forward.candidates import VALUE, Candidate, assign, candidate_in
-from penstock.stage.forward.forward_source import read_source
+from penstock.stage.forward.candidates import (
+    LEAST_SHARE,
+    BlockFinder,
+    Candidate,
+    Plan,
+    assign,
+    part_of,
+    refused_return,
+)
 from penstock.stage.forward.hoisting import Replaced
-from penstock.stage.forward.iteration import UNKNOWN, constants, specialised, static_value
-from penstock.stage.forward.liveness import assigned, own_returns
+from penstock.stage.forward.liveness import own_returns
 from penstock.stage.forward.module_uses import Frame, Uses, analyse
-from penstock.stage.forward.no_blocks import no_blocks
-from penstock.stage.own_model.partly_trained import has_forward_hooks
-
-LEAST_SHARE = 0.25
-"""Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
-
-
-_Parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 @dataclass
@@ -52,173 +47,129 @@ class Step:
         return self.keys.get(name) or self.frame.key(name)
 
 
-def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | None = None) -> Frame:
-    """Return the frame of a module's forward.
+def steps_of(frame: Frame, facts: Mapping[str, Any]) -> list[Step]:
+    """Return the steps of a forward and of the forwards and methods in it that have blocks.
 
     Args:
-        module: the module.
-        path: name of the module in the model.
-        call: number of the frame.
-        outer: frame that calls it (default none).
+        frame: the forward.
+        facts: known values of its parameters.
 
     Raises:
-        SplitError: if calling the module does more than its class's forward, or the forward has no usable source.
+        SplitError: if it has no blocks, or it is not known which statements run before, between and after them.
     """
-    kind = type(module)
-    owner = f"{kind.__name__}.forward"
-    extras = {
-        "a __call__ of its own": kind.__call__ is not nn.Module.__call__,
-        "a forward that is not its class's": "forward" in vars(module),
-        "hooks": has_forward_hooks(module),
-        "been compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
-    }
-    if has := [name for name, there in extras.items() if there]:
-        raise SplitError(
-            f"cannot split {kind.__name__}: it has {' and '.join(has)}, which would be lost; give the plain model, and "
-            "compile by execution=ExecutionOptions(compile='block')"
-        )
-    if issubclass(kind, _Parallel):
-        raise SplitError(
-            f"cannot split {kind.__name__}: it makes a model parallel in another way; give the model in it (model.module), "
-            "and data parallelism by mesh=MeshShape(pp, dp)"
-        )
-    source = read_source(kind.forward, owner)
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.Global | ast.Nonlocal | ast.Delete):
-            word = type(node).__name__.lower()
-            raise source.refusal(node, f"it has a {word} statement", "do without it")
-        names = [getattr(node, key, None) for key in ("id", "attr", "arg")]
-        if any(isinstance(n, str) and n.startswith("__") and not n.endswith("__") for n in names):
-            raise source.refusal(node, "it uses a name that Python mangles (__name)", "use one underscore")
-    arguments = source.tree.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    extra = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-    names_of = {a.arg for a in (*every, *extra)} | assigned(source.tree.body)
-    if not arguments.args or len(every) < 2:
-        raise source.refusal(source.tree, "it takes no input", "let it take the batch as its first argument")
-    return Frame(
-        source,
-        module,
-        path,
-        arguments.args[0].arg,
-        frozenset(names_of),
-        call,
-        set() if outer is None else outer.decided,
-    )
+    finder = BlockFinder()
+    plan, main = finder.chosen(frame, facts)
+    steps = _Steps(finder).of_plan(plan)
+    blocks = [n for n, step in enumerate(steps) if step.element]
+    first, last = blocks[0], blocks[-1]
+    least = LEAST_SHARE * main.mean
+    between = [part for step in steps[first:last] for part in _with_lone_blocks(step, least)]
+    return [*steps[:first], *between, *steps[last:]]
 
 
-class Planner:
-    """Finds the steps of a forward and of the forwards within it."""
+class _Steps:
+    """Makes the steps of plans.
 
-    def __init__(self) -> None:
-        self._calls = count(1)
+    Args:
+        finder: source of numbers for variables that the statements do not have.
+    """
 
-    def steps(self, frame: Frame, facts: Mapping[str, Any]) -> list[Step]:
-        """Return the steps of a forward.
+    def __init__(self, finder: BlockFinder) -> None:
+        self._numbers = finder.numbers
 
-        Args:
-            frame: the forward.
-            facts: known values of its parameters.
+    def of_plan(self, plan: Plan) -> list[Step]:
+        """Return the steps of a forward or a method whose blocks are chosen."""
+        frame, steps, waiting = plan.frame, list[Step](), list[ast.stmt]()
 
-        Raises:
-            SplitError: if it has no blocks, or it is not known which statements run before, between and after them.
-        """
-        body = list(frame.source.tree.body)
-        if ast.get_docstring(frame.source.tree) is not None:
-            body = body[1:]
-        fixed = {name: value for name, value in facts.items() if name not in assigned(body)}
-        fixed |= constants(frame, body, fixed)
-        statements = specialised(frame, copy.deepcopy(body), fixed)
-        chosen = self._chosen(frame, statements, fixed)
-        steps: list[Step] = []
-        begin = 0
-        for candidate in chosen:
-            steps += self._glue(frame, statements[begin : candidate.position])
-            after = self._unroll(frame, statements[candidate.position], candidate, steps, fixed)
-            statements[candidate.position : candidate.position + 1] = after
-            begin = candidate.position
-            for later in chosen:
-                later.position += (later.position > candidate.position) * (len(after) - 1)
-        return steps + self._glue(frame, statements[begin:])
+        def flush() -> None:
+            if waiting:
+                steps.append(Step(frame, *analyse(frame, waiting)))
+                waiting.clear()
 
-    def _glue(self, frame: Frame, statements: list[ast.stmt]) -> list[Step]:
-        return [Step(frame, *analyse(frame, statements))] if statements else []
+        for statement, candidates in plan.rows:
+            if isinstance(statement, ast.For) and candidates and not candidates[0].chosen:
+                waiting += candidates[0].code(statement)
+                continue
+            chosen = [n for n, c in enumerate(candidates) if c.chosen]
+            remains: ast.stmt | None = statement
+            for candidate in candidates[: chosen[-1] + 1 if chosen else 0]:
+                call = candidate.call
+                if call is None:
+                    remains = None
+                    flush()
+                    steps += self._rounds(candidate)
+                    continue
+                value = candidate.value or f"_penstock_value_{next(self._numbers)}"
+                if not candidate.chosen:
+                    waiting.append(assign(value, call, statement))
+                elif candidate.within is not None:
+                    flush()
+                    steps += self._entered(frame, candidate, candidate.within, value, statement)
+                else:
+                    assert isinstance(call, ast.Call)
+                    if isinstance(statement, ast.Assign) and statement.value is call and value in frame.names:
+                        remains = None
+                    match call.args[0]:
+                        case ast.Name(name) if name == value:
+                            pass
+                        case argument:
+                            waiting.append(assign(value, argument, statement))
+                    flush()
+                    steps += self._rounds(candidate)
+                by = Replaced(call, ast.Name(value, ast.Load()))
+                by.visit(statement)
+                for later in candidates:
+                    later.arguments = {name: by.visit(node) for name, node in later.arguments.items()}  # type: ignore[misc]
+            if remains is not None:
+                waiting.append(remains)
+        flush()
+        return steps
 
-    def _chosen(self, frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> list[Candidate]:
-        found = [c for n, s in enumerate(statements) if (c := candidate_in(frame, n, s, facts)) is not None]
-        found = [c for c in found if c.parameters]
-        if not found:
-            raise no_blocks(frame, statements, facts)
-        main = max(found, key=lambda c: c.parameters)
-        if main.inner is not None:
-            return [main]
-        return [c for c in found if c.inner is None and c.mean >= LEAST_SHARE * main.mean]
+    def _rounds(self, candidate: Candidate) -> list[Step]:
+        """Return the steps of the rounds of a loop or an ``nn.Sequential``."""
+        if candidate.has_stages:
+            return [step for plan in candidate.rounds for step in self.of_plan(plan)]
+        return [
+            Step(plan.frame, *analyse(plan.frame, plan.statements), element=True) for plan in candidate.rounds
+        ]
 
-    def _unroll(
-        self,
-        frame: Frame,
-        statement: ast.stmt,
-        candidate: Candidate,
-        steps: list[Step],
-        facts: Mapping[str, Any],
-    ) -> list[ast.stmt]:
-        """Append the steps of the blocks; return the statement that remains after them, if one does."""
-        call = candidate.call
-        if call is None:
-            for body in candidate.bodies:
-                steps.append(Step(frame, *analyse(frame, body), element=True))
-            return []
-        number = next(self._calls)
-        value = f"_penstock_value_{number}"
-        if candidate.inner is None:
-            (argument,) = call.args
-            steps += self._glue(frame, [assign(value, argument, statement)])
-            for body in candidate.bodies:
-                bound = [_renamed(s, VALUE, value) for s in body]
-                steps.append(Step(frame, *analyse(frame, bound), element=True))
-        else:
-            self._enter(frame, statement, candidate, steps, facts, number)
-        Replaced(call, ast.Name(value, ast.Load())).visit(statement)
-        return [statement]
-
-    def _enter(
-        self,
-        frame: Frame,
-        statement: ast.stmt,
-        candidate: Candidate,
-        steps: list[Step],
-        facts: Mapping[str, Any],
-        number: int,
-    ) -> None:
-        """Append the steps of a module whose forward has the blocks."""
-        assert candidate.inner is not None
-        assert candidate.call is not None
-        inner = new_frame(candidate.inner, candidate.inner_path, number, frame)
-        arguments = _arguments(frame, inner, candidate.call)
-        values = {name: static_value(frame, node, facts) for name, node in arguments.items()}
-        names = {name: f"_penstock_argument_{number}_{name}" for name in arguments}
-        passed, uses = analyse(frame, [assign(names[n], node, statement) for n, node in arguments.items()])
-        steps.append(Step(frame, passed, uses, keys={names[n]: inner.key(n) for n in arguments}))
-        inside = self.steps(inner, {n: v for n, v in values.items() if v is not UNKNOWN})
-        result, last = f"_penstock_value_{number}", inside[-1]
+    def _entered(
+        self, frame: Frame, candidate: Candidate, within: Plan, value: str, statement: ast.stmt
+    ) -> list[Step]:
+        """Return the steps of a forward or method that a call runs, from its arguments to its result in a variable."""
+        inner, steps = within.frame, list[Step]()
+        own = {name: node for name, node in candidate.arguments.items() if name not in inner.shared}
+        if own:
+            names = {name: f"{value}_{name}" for name in own}
+            passed = [assign(names[name], node, statement) for name, node in own.items()]
+            steps.append(
+                Step(frame, *analyse(frame, passed), keys={names[name]: inner.key(name) for name in own})
+            )
+        inside = self.of_plan(within)
+        last = inside[-1]
         if last.element or not isinstance(last.statements[-1], ast.Return):
-            last = Step(inner, [ast.Return(ast.Constant(None))], Uses())
+            nothing = ast.copy_location(ast.Return(ast.Constant(None)), statement)
+            last = Step(inner, [nothing], Uses())
             inside.append(last)
         returned = last.statements[-1]
         assert isinstance(returned, ast.Return)
-        last.statements[-1] = assign(result, returned.value or ast.Constant(None), statement)
-        last.keys[result] = frame.key(result)
-        require_no_return(inside)
-        steps += inside
+        last.statements[-1] = assign(value, returned.value or ast.Constant(None), returned)
+        last.keys[value] = frame.key(value)
+        return steps + inside
 
 
-def _renamed(statement: ast.stmt, name: str, by: str) -> ast.stmt:
-    """Return a copy of a statement with another name for a variable."""
-    statement = copy.deepcopy(statement)
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node.id == name:
-            node.id = by
-    return statement
+def _with_lone_blocks(step: Step, least: float) -> list[Step]:
+    """Divide code between blocks where a statement has as many parameters as a block."""
+    if step.element:
+        return [step]
+    parts: list[tuple[bool, list[ast.stmt]]] = []
+    for statement in step.statements:
+        modules = [part_of(step.frame, p) for p in analyse(step.frame, [copy.deepcopy(statement)])[1].paths]
+        size = sum(p.numel() for m in modules if isinstance(m, nn.Module) for p in m.parameters())
+        if size >= least or not parts:
+            parts.append((size >= least, []))
+        parts[-1][1].append(statement)
+    return [Step(step.frame, *analyse(step.frame, p), element, step.keys) for element, p in parts]
 
 
 def require_no_return(steps: Sequence[Step]) -> None:
@@ -229,34 +180,4 @@ def require_no_return(steps: Sequence[Step]) -> None:
     """
     for step in steps:
         for node in own_returns(step.statements):
-            raise step.frame.source.refusal(
-                node,
-                "it may return before its end, so that layers would be left out",
-                "have one return, after the blocks",
-            )
-
-
-def _arguments(frame: Frame, inner: Frame, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the expression of every parameter of an inner forward."""
-    if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
-        raise frame.source.refusal(call, "it passes on *args or **kwargs", "pass the arguments by name")
-    signature = inspect.signature(inner.source.function)
-    try:
-        bound = signature.bind(None, *call.args, **{str(k.arg): k.value for k in call.keywords}).arguments
-    except TypeError as error:
-        raise frame.source.refusal(
-            call, f"it calls {inner.source.owner} wrongly: {error}", "mend it"
-        ) from None
-    arguments: dict[str, ast.expr] = {}
-    for n, (name, parameter) in enumerate(signature.parameters.items()):
-        if n == 0 or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            if n and name in bound:
-                raise frame.source.refusal(call, f"it passes *{name}", "name the parameters")
-            continue
-        if name in bound:
-            arguments[name] = bound[name]
-        elif isinstance(parameter.default, bool | int | float | str | None):
-            arguments[name] = ast.copy_location(ast.Constant(parameter.default), call)
-        else:
-            raise frame.source.refusal(call, f"it leaves {name} to its default", "pass it")
-    return arguments
+            raise refused_return(step.frame, node)

@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from penstock.stage.forward.module_uses import Frame, chain_value, container_length
+from penstock.stage.forward.hoisting import Substituted
+from penstock.stage.forward.module_uses import (
+    Frame,
+    container_length,
+    is_plain_container,
+    resolve,
+    resolve_module,
+)
 
 UNKNOWN: Any = object()
 """A value that is not known when the model is split."""
@@ -56,9 +63,14 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
         case ast.Name(name):
             return facts.get(name, UNKNOWN)
         case ast.Attribute() | ast.Subscript():
-            known = chain_value(frame, node)
-            plain = known is not None and isinstance(known[0], bool | int | float | str | None)
-            return known[0] if known is not None and plain else UNKNOWN
+            link = resolve(frame, node)
+            if link is None or link.kind not in ("plain", "module", "tensor", "constant"):
+                return UNKNOWN
+            if link.kind == "constant":
+                return link.node.value
+            if isinstance(link.value, bool | int | float | str | None):
+                return link.value
+            return UNKNOWN if link.kind == "plain" else GIVEN
         case ast.Call() if (length := container_length(frame, node)) is not None:
             return length
         case ast.UnaryOp(ast.Not(), operand):
@@ -86,6 +98,40 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
     return UNKNOWN
 
 
+def _times_stored(frame: Frame, statements: list[ast.stmt]) -> Counter[str]:
+    """Return how often each variable is set; parameters and those of inner functions once more."""
+    nodes = [node for statement in (*statements, frame.source.tree.args) for node in ast.walk(statement)]
+    stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load))
+    stored.update(n.arg for n in nodes if isinstance(n, ast.arg))
+    return stored
+
+
+def without_aliases(frame: Frame, statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return statements with a module in place of each variable that is set once, before any branch, to that module.
+
+    So ``base = self.m.model`` with ``for b in base.blocks`` becomes ``for b in self.m.model.blocks``.
+    """
+    stored = _times_stored(frame, statements)
+    known: dict[str, ast.expr] = {}
+    result: list[ast.stmt] = []
+    for statement in statements:
+        statement = Substituted(known).visit(statement)
+        match statement:
+            case ast.Assign([ast.Name(name)], value):
+                pairs = [(name, value)]
+            case ast.Assign([ast.Tuple(names)], ast.Tuple(values)) if len(names) == len(values):
+                pairs = [
+                    (n.id if isinstance(n, ast.Name) else "", v) for n, v in zip(names, values, strict=True)
+                ]
+            case _:
+                pairs = []
+        if pairs and all(stored[name] == 1 and resolve_module(frame, value) for name, value in pairs):
+            known.update(pairs)
+        else:
+            result.append(statement)
+    return result
+
+
 def constants(frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> dict[str, int]:
     """Return the whole numbers of variables that are set once, before any branch, such as ``n = len(self.blocks)``.
 
@@ -94,15 +140,7 @@ def constants(frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]
         statements: body of the forward.
         facts: known values of variables.
     """
-    arguments = frame.source.tree.args
-    stored = Counter(
-        node.id
-        for statement in statements
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-    )
-    stored.update(a.arg for statement in statements for a in ast.walk(statement) if isinstance(a, ast.arg))
-    stored.update(a.arg for a in ast.walk(arguments) if isinstance(a, ast.arg))
+    stored = _times_stored(frame, statements)
     known: dict[str, int] = {}
     for statement in statements:
         match statement:
@@ -165,8 +203,8 @@ def rounds(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> list[ast.e
         case ast.Call(ast.Name(name), arguments, keywords) if frame.is_builtin(name):
             return _of_call(frame, name, arguments, keywords, facts)
         case ast.Call(ast.Attribute(container, "values" | "items" as kind), [], []):
-            known = chain_value(frame, container)
-            if known is None or not isinstance(known[0], nn.ModuleDict):
+            known = resolve_module(frame, container)
+            if known is None or not isinstance(known[0], nn.ModuleDict) or not is_plain_container(known[0]):
                 return None
             children = [(name, _child(container, name)) for name in known[0]._modules]
             return [c if kind == "values" else _tuple(ast.Constant(n), c) for n, c in children]
@@ -180,8 +218,8 @@ def rounds(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> list[ast.e
                 return None
             return whole[slice(*ends)]
         case ast.Attribute() | ast.Subscript():
-            known = chain_value(frame, node)
-            if known is not None and isinstance(known[0], nn.ModuleList | nn.Sequential | nn.ParameterList):
+            known = resolve_module(frame, node)
+            if known is not None and is_plain_container(known[0]) and not isinstance(known[0], nn.ModuleDict):
                 return [_child(node, name) for name in (*known[0]._modules, *known[0]._parameters)]
     return None
 

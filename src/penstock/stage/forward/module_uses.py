@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import enum
+import functools
+import inspect
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +22,14 @@ CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
 _READING = {"get", "index", "count", "items", "keys", "values", "copy"}
+Steps = tuple[str | tuple[int | str] | None, ...]
+"""Way from a module to a value: an attribute's name, (key,) of an item, or None for the length."""
 _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One forward that runs: that of the model, or of a module within it which has the blocks.
+    """One forward that runs: that of the model, or a forward or a method within it which has blocks.
 
     Attributes:
         source: source of the forward.
@@ -33,8 +37,10 @@ class Frame:
         path: name of the module in the model; empty for the model itself.
         self_name: name of the forward's first parameter.
         names: names of the forward's parameters and variables.
-        call: number that makes the frame's values unique among those of all frames.
-        decided: (name of the module, name of the attribute) of attributes by which a test or a loop was decided.
+        prefix: beginning of its variables' names among those of all frames; empty for the outermost one.
+        shared: parameters that are a variable of the frame which calls it, with that variable's name among all frames.
+        decided: values of attributes by which a test or a loop was decided, by (name of the module, steps to it from there);
+            see `value_at`.
     """
 
     source: ForwardSource
@@ -42,12 +48,13 @@ class Frame:
     path: str
     self_name: str
     names: frozenset[str]
-    call: int = 0
-    decided: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    prefix: str = ""
+    shared: dict[str, str] = field(default_factory=dict, compare=False)
+    decided: dict[tuple[str, Steps], Any] = field(default_factory=dict, compare=False)
 
     def key(self, name: str) -> str:
         """Return the name of a variable among those of all frames."""
-        return f"{self.path}.{name}" if self.call else name
+        return self.shared.get(name) or (f"{self.prefix}.{name}" if self.prefix else name)
 
     def is_builtin(self, name: str) -> bool:
         """Return whether a name means Python's own function."""
@@ -63,21 +70,34 @@ class Uses:
     Attributes:
         paths: names of modules, parameters and buffers in the model.
         attributes: (name of the module, name of the attribute) of plain attributes.
+        methods: methods and properties of a model's own, by (name of the module, name): what its class has under the name.
         objects: attributes among them that are objects with a state, by id, with the expression.
         members: names of modules whose attributes or methods they use, with the expression.
     """
 
     paths: set[str] = field(default_factory=set)
     attributes: set[tuple[str, str]] = field(default_factory=set)
+    methods: dict[tuple[str, str], Any] = field(default_factory=dict)
     objects: dict[int, tuple[str, ast.AST]] = field(default_factory=dict)
     members: dict[str, ast.AST] = field(default_factory=dict)
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
+    """Meaning of a chain of attributes that begins with the model.
+
+    Attributes:
+        node: the chain, as a layer evaluates it.
+        kind: "module", "tensor" (a parameter or a buffer), "plain" (another attribute), "method", or "" for anything else.
+        value: the module, tensor or attribute; for a method, its function.
+        path: name in the model; for a method, the name of its module.
+        owner: module of a method.
+    """
+
     node: Any
-    kind: str  # "module", "tensor", "plain", "method", "" for anything else
+    kind: str
     value: Any = None
     path: str = ""
+    owner: nn.Module | None = None
 
 
 def analyse(frame: Frame, statements: list[ast.stmt]) -> tuple[list[ast.stmt], Uses]:
@@ -94,35 +114,84 @@ def analyse(frame: Frame, statements: list[ast.stmt]) -> tuple[list[ast.stmt], U
     return [chains.visit(statement) for statement in statements], uses
 
 
-def chain_value(frame: Frame, node: ast.expr) -> tuple[Any, str] | None:
-    """Return the module, parameter or attribute that an expression such as ``self.blocks`` means, and its name.
-
-    Returns:
-        The value and its name in the model; None if the expression is another one.
-    """
+def resolve(frame: Frame, node: ast.expr) -> Link | None:
+    """Return what an expression such as ``self.blocks`` means; None if it does not begin with the model."""
     uses = Uses()
-    chains = _Chains(frame, uses, frame.source)
+    chains = _Chains(frame, uses, frame.source, names_only=True)
     link = chains.walk(node) if isinstance(node, ast.Attribute | ast.Subscript) else None
-    if link is not None and link.kind == "plain":
-        frame.decided.update(uses.attributes)
-    return None if link is None or link.kind not in ("module", "plain") else (link.value, link.path)
+    if link is not None and link.kind == "plain" and isinstance(link.value, bool | int | float | str | None):
+        frame.decided[frame.path, _steps(node)] = link.value
+    return link
+
+
+def resolve_module(frame: Frame, node: ast.expr) -> tuple[nn.Module, str] | None:
+    """Return the module that an expression such as ``self.blocks`` means, and its name; None if it means anything else."""
+    link = resolve(frame, node)
+    return (
+        (link.value, link.path)
+        if link is not None and link.kind == "module" and link.value is not None
+        else None
+    )
+
+
+def is_plain_container(module: object) -> bool:
+    """Return whether a module is a container whose items are its modules, in their order."""
+    base = next((b for b in (*get_args(CONTAINERS), nn.ParameterList) if isinstance(module, b)), None)
+    members = "__iter__", "__len__", "__getitem__", "values", "items"
+    return base is not None and all(getattr(type(module), n, None) is getattr(base, n, None) for n in members)
+
+
+def calls_its_forward(module: nn.Module) -> bool:
+    """Return whether a call of a module runs the forward of its class, apart from hooks."""
+    return type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
+
+
+def _steps(node: ast.expr) -> Steps:
+    match node:
+        case ast.Attribute(value, name):
+            return (*_steps(value), name)
+        case ast.Subscript(value, key):
+            constant = _constant(key)
+            assert constant is not None
+            return (*_steps(value), (constant,))
+    return ()
+
+
+def value_at(module: nn.Module, steps: Steps) -> Any:
+    """Return the value that some steps from a module lead to now.
+
+    Raises:
+        AttributeError, LookupError, TypeError: if there is none.
+    """
+    value: Any = module
+    for step in steps:
+        value = (
+            getattr(value, step) if isinstance(step, str) else len(value) if step is None else value[step[0]]
+        )
+    return value
 
 
 class _Chains(ast.NodeTransformer):
     """Resolves chains of attributes that begin with the model."""
 
     def __init__(
-        self, frame: Frame, uses: Uses, source: ForwardSource, methods: frozenset[str] = frozenset()
+        self,
+        frame: Frame,
+        uses: Uses,
+        source: ForwardSource,
+        methods: frozenset[str] = frozenset(),
+        names_only: bool = False,
     ) -> None:
         self.frame, self.uses, self.source, self.methods = frame, uses, source, methods
+        self.names_only = names_only  # methods are found, and not read
         self.verbatim = bool(methods)  # a method of the model runs as it is written
         self.self_name = source.tree.args.args[0].arg
 
-    def walk(self, node: ast.expr) -> _Link | None:
+    def walk(self, node: ast.expr) -> Link | None:
         """Resolve a chain; None if it does not begin with the model."""
         if isinstance(node, ast.Name):
             found = node.id == self.self_name
-            return _Link(node, "module", self.frame.module, self.frame.path) if found else None
+            return Link(node, "module", self.frame.module, self.frame.path) if found else None
         if not isinstance(node, ast.Attribute | ast.Subscript):
             return None
         link = self.walk(node.value)
@@ -132,74 +201,103 @@ class _Chains(ast.NodeTransformer):
             return self._attribute(node, link)
         return self._item(node, link)
 
-    def _attribute(self, node: ast.Attribute, link: _Link) -> _Link:
+    def _attribute(self, node: ast.Attribute, link: Link) -> Link:
         new = ast.copy_location(ast.Attribute(link.node, node.attr, node.ctx), node)
         if link.kind == "plain":
             missing = object()
             value = getattr(link.value, node.attr, missing)
-            return _Link(new, "" if value is missing else "plain", value, link.path)
-        if link.kind != "module":
-            return _Link(new, "")
+            return Link(new, "" if value is missing else "plain", value, link.path)
+        if link.kind != "module" or link.value is None:
+            return Link(new, "")
         module, name = link.value, node.attr
         path = f"{link.path}.{name}" if link.path else name
-        if name in module._modules:
-            return _Link(new, "module", module._modules[name], path)
-        if name in module._parameters or name in module._buffers:
+        place = self._place(module, name, node)
+        if place == "_modules":
+            return Link(new, "module", module._modules[name], path)
+        if place in ("_parameters", "_buffers"):
             self.uses.paths.add(path)
-            return _Link(new, "tensor")
-        if module is not self.frame.module:
-            if name in getattr(module, "__constants__", ()) and isinstance(
-                getattr(module, name), int | float | str
-            ):
-                return _Link(ast.copy_location(ast.Constant(getattr(module, name)), node), "constant")
-            self._use(link, node)
-            self.uses.members[link.path] = node
-            return _Link(new, "")
-        return self._own_attribute(new, name, module, link.path)
+            return Link(new, "tensor", getattr(module, name), path)
+        if module is self.frame.module:
+            return self._own_attribute(new, name, module, link.path, place)
+        if name in getattr(module, "__constants__", ()) and isinstance(
+            getattr(module, name), int | float | str
+        ):
+            self.frame.decided[self.frame.path, _steps(node)] = getattr(module, name)
+            return Link(ast.copy_location(ast.Constant(getattr(module, name)), node), "constant")
+        self._use(link, node)
+        self.uses.members[link.path] = node
+        member = _class_member(type(module), name)
+        if place == "class" and isinstance(member, types.FunctionType):
+            return Link(new, "method", member, link.path, module)
+        return Link(new, "")
 
-    def _own_attribute(self, node: ast.Attribute, name: str, module: nn.Module, path: str) -> _Link:
+    def _place(self, module: nn.Module, name: str, node: ast.AST) -> str:
+        """Return where Python finds an attribute of a module: "class", "instance", or a dictionary of the module."""
+        kind = type(module)
+        member = _class_member(kind, name)
+        places = [p for p in ("_parameters", "_buffers", "_modules") if name in vars(module)[p]]
+        if member is not None or name in vars(module):
+            if places:
+                raise self._refuse(
+                    node,
+                    f"uses {name!r} of a {kind.__name__}, where an attribute hides the module or weight",
+                    "give the attribute another name",
+                )
+            return "instance" if name in vars(module) and not hasattr(type(member), "__set__") else "class"
+        own = kind.__getattr__ is not nn.Module.__getattr__ and not kind.__module__.startswith("torch.")
+        if own and (not places or getattr(module, name, None) is not vars(module)[places[0]][name]):
+            raise self._refuse(
+                node,
+                f"uses {name!r} of a {kind.__name__}, which a __getattr__ of its own gives",
+                "write where it comes from, as self.NAME.ATTRIBUTE",
+            )
+        return places[0] if places else "class"
+
+    def _own_attribute(
+        self, node: ast.Attribute, name: str, module: nn.Module, path: str, place: str
+    ) -> Link:
         if name == "training":
-            return _Link(node, "")
+            return Link(node, "")
         owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
-        if name in vars(module):
+        if place == "instance":
             if owner is nn.Module:
                 raise self._refuse(node, f"replaces nn.Module's {name}", "name it otherwise")
             self.uses.attributes.add((path, name))
-            return _Link(node, "plain", vars(module)[name], f"{path}.{name}")
+            return Link(node, "plain", vars(module)[name], f"{path}.{name}")
         if owner is None:
             raise self._refuse(node, f"uses self.{name}, which the model does not have", "set it in __init__")
         if owner is nn.Module or name == "forward":
             raise self._refuse(node, f"calls self.{name}, which needs the whole model", "do without it")
         member = vars(owner)[name]
+        if isinstance(member, property | types.FunctionType):
+            self.uses.methods[path, name] = member
         if isinstance(member, property):
             self._method(member.fget, f"{type(module).__name__}.{name}", is_property=True)
-            return _Link(node, "")
+            return Link(node, "")
         if isinstance(member, types.FunctionType):
             self._method(member, f"{type(module).__name__}.{name}")
-            return _Link(node, "method")
+            return Link(node, "method", member, path, module)
         if hasattr(type(member), "__get__"):
             if isinstance(member, staticmethod | classmethod | types.BuiltinFunctionType):
-                return _Link(node, "")
+                return Link(node, "")
             raise self._refuse(
                 node, f"uses self.{name}, a {type(member).__name__}", "write a property or a method"
             )
-        return _Link(node, "plain", member, f"{path}.{name}")
+        self.uses.attributes.add((path, name))
+        return Link(node, "plain", member, f"{path}.{name}")
 
     def _method(self, function: Any, owner: str, is_property: bool = False) -> None:
-        if owner in self.methods:
+        if owner in self.methods or self.names_only:
             return
         source = read_source(function, owner, is_property)
+        require_unwritten_defaults(source)
         inner = _Chains(self.frame, self.uses, source, self.methods | {owner})
         for statement in source.tree.body:
             inner.visit(statement)
 
-    def _item(self, node: ast.Subscript, link: _Link) -> _Link:
+    def _item(self, node: ast.Subscript, link: Link) -> Link:
         key = _constant(node.slice)
-        if (
-            link.kind == "module"
-            and isinstance(link.value, CONTAINERS | nn.ParameterList)
-            and not self.verbatim
-        ):
+        if link.kind == "module" and is_plain_container(link.value) and not self.verbatim:
             name = _child_name(link.value, key)
             if name is not None:
                 inner = ast.copy_location(ast.Attribute(link.node, name, ast.Load()), node)
@@ -207,22 +305,29 @@ class _Chains(ast.NodeTransformer):
         if link.kind == "plain" and key is not None and isinstance(link.value, list | tuple | Mapping):
             new = ast.copy_location(ast.Subscript(link.node, node.slice, node.ctx), node)
             try:
-                return _Link(new, "plain", link.value[key], link.path)  # type: ignore[index]
+                return Link(new, "plain", link.value[key], link.path)  # type: ignore[index]
             except (LookupError, TypeError):
-                return _Link(new, "")
+                return Link(new, "")
         self._use(link, node.value)
-        return _Link(ast.copy_location(ast.Subscript(link.node, self.visit(node.slice), node.ctx), node), "")
+        return Link(ast.copy_location(ast.Subscript(link.node, self.visit(node.slice), node.ctx), node), "")
 
-    def _use(self, link: _Link, node: ast.AST) -> None:
+    def _use(self, link: Link, node: ast.AST) -> None:
         """Record the use of the value at the end of a chain."""
         if link.kind == "module":
             if link.value is self.frame.module:
                 raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
-            self.uses.paths.add(link.path)
+            if link.value is not None:
+                self.uses.paths.add(link.path)
         elif link.kind == "plain":
             self._plain(link.value, link.path.lstrip("."), node)
 
     def _plain(self, value: object, path: str, node: ast.AST) -> None:
+        if not isinstance(value, list | tuple | dict | set) and (held := _held_module(value)) is not None:
+            raise self._refuse(
+                node,
+                f"uses self.{path}, which holds a {type(held).__name__} that layers on other ranks would not train",
+                "call modules by their names in the model, as self.NAME(x)",
+            )
         if isinstance(value, (*_PLAIN, *_CODE)) or (
             isinstance(value, list | tuple | dict) and is_constant(value)
         ):
@@ -330,10 +435,94 @@ def container_length(frame: Frame, node: ast.AST) -> int | None:
     """Return the value of ``len(self.blocks)``; None if a node is anything else."""
     match node:
         case ast.Call(ast.Name("len"), [argument], []) if frame.is_builtin("len"):
-            known = chain_value(frame, argument)
-            if known is not None and isinstance(known[0], CONTAINERS | nn.ParameterList):
-                return len(known[0])
+            known = resolve_module(frame, argument)
+            if known is not None and is_plain_container(known[0]):
+                frame.decided[frame.path, (*_steps(argument), None)] = len(known[0])  # type: ignore[arg-type]
+                return len(known[0])  # type: ignore[arg-type]
     return None
+
+
+def _class_member(kind: type, name: str) -> Any:
+    return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), None)
+
+
+def _held_module(value: Any, depth: int = 4) -> nn.Module | nn.Parameter | None:
+    """Return a weight, or a module with weights, that an object has in it: closures, bound methods, attributes."""
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, nn.Module):
+        return value if any(True for _ in (*value.parameters(), *value.buffers())) else None
+    if depth == 0 or isinstance(value, (*_PLAIN, type, types.ModuleType, Tensor)):
+        return None
+    parts: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        parts = [c.cell_contents for c in value.__closure__ or () if _is_filled(c)]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, list | tuple | set):
+        parts = [*value]
+    elif isinstance(value, dict):
+        parts = [*value.values()]
+    elif hasattr(value, "__dict__"):
+        parts = [*vars(value).values()]
+    return next((m for part in parts if (m := _held_module(part, depth - 1)) is not None), None)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def require_unwritten_defaults(source: ForwardSource) -> None:
+    """Check that a method does not write into a default argument, which microbatches in flight would share.
+
+    It may iterate over it, take items, compare it, test it, and give it to Python's own functions. All else may write.
+
+    Raises:
+        SplitError: if it writes into one, or hands it on; names the argument.
+    """
+    parameters = inspect.signature(source.function).parameters.values()
+    mutable = {p.name for p in parameters if p.default is not p.empty and not _never_changes(p.default)}
+    if not mutable:
+        return
+    readers: set[int] = set()
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value, attr) if isinstance(node.ctx, ast.Load) and attr in _READING:
+                readers.add(id(value))
+            case ast.Subscript(value) if isinstance(node.ctx, ast.Load):
+                readers.add(id(value))
+            case ast.Compare(left, _, others):
+                readers.update(map(id, (left, *others)))
+            case ast.For(_, value) | ast.comprehension(_, value) | ast.UnaryOp(ast.Not(), value):
+                readers.add(id(value))
+            case ast.If(test) | ast.IfExp(test):
+                readers.add(id(test))
+            case ast.Call(ast.Name(name), arguments) if name in _READERS and name not in source.local_names:
+                readers.update(map(id, arguments))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name) and node.id in mutable and id(node) not in readers:
+            raise source.refusal(
+                node,
+                f"it writes into {node.id}, or hands it on: its default is one object for all microbatches, which are in "
+                "flight together",
+                f"write `{node.id}=None` and make a new one if it is None, or give a tuple if it never changes",
+            )
+
+
+_READERS = {"len", "sum", "min", "max", "list", "tuple", "dict", "set", "sorted", "enumerate", "zip", "reversed",
+            "range", "any", "all", "isinstance"}  # fmt: skip
+
+
+def _never_changes(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_never_changes, value))
+    return isinstance(value, (*_PLAIN, *_CODE)) or callable(value)
 
 
 def _constant(node: ast.expr) -> int | str | None:

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.stage.forward.iteration import rounds
-from penstock.stage.forward.module_uses import Frame, chain_value
+from penstock.stage.forward.module_uses import Frame, resolve_module
 
 _STACKS = nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer
 
@@ -24,10 +23,6 @@ def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, 
         facts: known values of variables.
     """
     for statement in statements:
-        if isinstance(statement, ast.With | ast.If | ast.Try | ast.While):
-            for node in ast.walk(statement):
-                if isinstance(node, ast.For) and rounds(frame, node.iter, facts):
-                    return _nested(frame, statement)
         for node in ast.walk(statement):
             reason = _reason(frame, node)
             if reason is not None:
@@ -40,29 +35,10 @@ def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, 
     )
 
 
-def _nested(frame: Frame, statement: ast.stmt) -> SplitError:
-    word = type(statement).__name__.lower()
-    fix = "run the loop outside of it"
-    if isinstance(statement, ast.With):
-        fix += ", with the statement in the forward of the block (for autocast, give the Pipeline autocast=torch.bfloat16)"
-    return frame.source.refusal(
-        statement, f"the loop over its blocks is within {_article(word)} statement", fix
-    )
-
-
-def _article(word: str) -> str:
-    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
-
-
 def _reason(frame: Frame, node: ast.AST) -> tuple[str, str] | None:
     match node:
-        case ast.Call(ast.Attribute(ast.Call(ast.Name("super")), "forward")):
-            return (
-                "it calls super().forward, whose statements are in another class",
-                "write the whole forward in one class",
-            )
         case ast.Call(ast.Attribute() | ast.Subscript() as called):
-            known = chain_value(frame, called)
+            known = resolve_module(frame, called)
             if known is not None and isinstance(known[0], _STACKS):
                 kind = type(known[0]).__name__
                 return (

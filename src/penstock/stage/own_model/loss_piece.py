@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -19,19 +18,26 @@ class OwnLoss:
 
     Args:
         model: the model.
-        flow: the statements, with their variables.
+        flows: the statements, with their variables.
         takes: variables that the last layer returns.
         target: name of the target.
 
+    Attributes:
+        module: what the statements use of the model, with the model's mode.
+
     Raises:
-        SplitError: if the statements use weights or buffers, or differ between training and evaluation.
+        SplitError: if the statements use weights or buffers.
     """
 
-    def __init__(self, model: nn.Module, flow: Flow, takes: tuple[str, ...], target: str) -> None:
-        _require_no_state(model, flow)
-        uses = flow.step.uses
-        self._fragment: Fragment = compiled(flow)
-        self._module = trimmed(model, "", sorted(uses.paths), uses.attributes, type(model))
+    def __init__(self, model: nn.Module, flows: Sequence[Flow], takes: tuple[str, ...], target: str) -> None:
+        for flow in flows:
+            _require_no_state(model, flow)
+        paths = {path for flow in flows for path in (*flow.step.uses.paths, f"{flow.step.frame.path}.")} - {
+            "."
+        }
+        attributes = {a for flow in flows for a in flow.step.uses.attributes}
+        self._fragments: list[Fragment] = [compiled(flow) for flow in flows]
+        self.module: nn.Module = trimmed(model, "", sorted(paths), attributes)
         self._takes, self._target = takes, target
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -46,7 +52,13 @@ class OwnLoss:
         """
         values = {self._takes[0]: output} if len(self._takes) == 1 else dict(output)
         values[self._target] = target
-        return loss_in(self._fragment.function(self._module, *[values[key] for key in self._fragment.takes]))
+        for fragment in self._fragments:
+            owner = self.module.get_submodule(fragment.path) if fragment.path else self.module
+            result = fragment.function(owner, *[values[key] for key in fragment.takes])
+            if fragment.returns:
+                break
+            values.update(zip(fragment.gives, result, strict=True))
+        return loss_in(result)
 
 
 def loss_in(returned: Any) -> Tensor:
@@ -73,14 +85,8 @@ def loss_in(returned: Any) -> Tensor:
 
 
 def _require_no_state(model: nn.Module, flow: Flow) -> None:
-    """Refuse statements whose weights, buffers or mode a loss function would not have."""
+    """Refuse statements whose weights or buffers a loss function would not have."""
     step = flow.step
-    for statement in step.statements:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Attribute) and node.attr == "training":
-                raise step.frame.source.refusal(
-                    node, "the loss depends on the mode", "compute what depends on it in a statement before"
-                )
     for path in sorted(step.uses.paths):
         owner, _, last = path.rpartition(".")
         module = model.get_submodule(owner)._modules.get(last)

@@ -10,18 +10,19 @@ import ast
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError, SplitError
-from penstock.stage.forward.forward_steps import Planner, Step, new_frame, require_no_return
+from penstock.stage.forward.forward_steps import Step, require_no_return, steps_of
 from penstock.stage.forward.fragments import Flow, flows
+from penstock.stage.forward.frames import forward_frame
 from penstock.stage.forward.iteration import GIVEN
 from penstock.stage.forward.liveness import reads, surely_assigned
 from penstock.stage.forward.module_uses import Frame, analyse
-from penstock.stage.layers import Layer, as_layers, require_initialized
+from penstock.stage.layers import BatchNames, Layer, as_layers, require_initialized, require_values
 from penstock.stage.own_model.loss_piece import OwnLoss
 from penstock.stage.own_model.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
 from penstock.stage.own_model.sample_check import check_sample
@@ -37,6 +38,9 @@ class ModelLayers(list[Layer]):
         loss_fn: loss that the model's own forward computes; None if the layers end in the output of ``model(x)``.
         rows: description of each layer.
         unchanged: check that the model is as it was when it was split; None if its layers are its own modules.
+
+    Attributes:
+        unchecked: whether the layers come from the source of a forward, and were not compared with the model on a sample.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ModelLayers(list[Layer]):
         super().__init__(layers)
         self.model, self.loss_fn, self.rows = model, loss_fn, rows
         self.unchanged = unchanged
+        self.unchecked = unchanged is not None
 
     def __str__(self) -> str:
         return "\n".join([f"{type(self.model).__name__}: {len(self)} layers", *self.rows])
@@ -64,7 +69,7 @@ class _Inputs:
     named: dict[str, Any]
 
 
-def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any) -> ModelLayers:
+def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: Any) -> ModelLayers:
     """Split a model with a forward of its own into layers that a `Pipeline` takes, with the model's names and weights.
 
     The forward has a loop over blocks, ``for block in self.blocks:``, or calls an ``nn.Sequential`` of them. The first layer
@@ -97,6 +102,7 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
             "penstock.from_transformers"
         )
     require_initialized(type(model).__name__, model)
+    require_values([("", model)])
     second = _second_input(model)
     if len(sample) == 1 and second in named and loss is not False:
         sample = (*sample, named.pop(second))
@@ -109,6 +115,7 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
     layers = _split(model, own_loss)
     if sample:
         check_sample(model, layers, layers.loss_fn, sample, named)
+        layers.unchecked = False
     elif named:
         raise ConfigError("keyword arguments are part of a sample; give split(model, x, ...) the batch, too")
     return layers
@@ -122,12 +129,13 @@ def _second_input(model: nn.Module) -> str:
 
 
 def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
-    frame = new_frame(model)
+    frame = forward_frame(model)
     inputs = _inputs(frame, own_loss)
     facts = {} if inputs.target is None else {inputs.target: GIVEN}
-    steps = Planner().steps(frame, facts)
+    steps = steps_of(frame, facts)
+    losses = 0
     if inputs.target is not None:
-        steps = _with_loss(steps, inputs.target)
+        steps, losses = _with_loss(steps, inputs.target)
     require_no_return(steps[:-1])
     end = steps[-1]
     if surely_assigned(end.statements) is not None:
@@ -136,31 +144,31 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
         )
     available = {inputs.first, *inputs.named, *([inputs.target] if inputs.target else [])}
     every = flows(steps, available)
-    of_loss = None
+    every, of_loss = every[: len(every) - losses], every[len(every) - losses :]
     if inputs.target is not None:
-        of_loss = every.pop()
         for flow in every:  # the target comes by another way
             flow.live.discard(inputs.target)
     pieces = grouped(every)
-    if of_loss is None and _only_returns(pieces):
+    if not of_loss and _only_returns(pieces):
         del pieces[-1]
     assign_owners(model, pieces)
     ends = [_carried(pieces, n, inputs) for n in range(1, len(pieces))]
     ends.append(_last(frame, every, pieces, of_loss, inputs))
     takes = [(inputs.first,), *ends[:-1]]
     layers = [as_layer(model, pieces, n, inputs.named, takes[n], ends[n]) for n in range(len(pieces))]
+    names = BatchNames(inputs.first, inputs.target, frozenset(inputs.named))
+    layers[0] = replace(layers[0], batch=names)
     loss_fn = None
-    if of_loss is not None and inputs.target is not None:
+    if of_loss and inputs.target is not None:
         loss_fn = OwnLoss(model, of_loss, ends[-1], inputs.target)
     rows = tuple(
         _row(layer, piece, ends[n]) for n, (layer, piece) in enumerate(zip(layers, pieces, strict=True))
     )
-    if of_loss is not None:
-        rows += (f"  loss_fn: {_lines([of_loss])}",)
-    used = [*every, *([] if of_loss is None else [of_loss])]
-    attributes = frame.decided.union(*(flow.step.uses.attributes for flow in used))
+    if of_loss:
+        rows += (f"  loss_fn: {_lines(of_loss)}",)
+    used = [flow.step for flow in (*every, *of_loss)]
     paths = {path for piece in pieces for path in piece.paths}
-    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, attributes))
+    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, used, frame.decided))
 
 
 def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
@@ -183,26 +191,30 @@ def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
     return _Inputs(first, target, {p.name: p.default for p in others})
 
 
-def _with_loss(steps: list[Step], target: str) -> list[Step]:
-    """Divide the last step where it first uses the target."""
-    *before, last = steps
-    source = last.frame.source
-    for step in before:
-        for statement in step.statements:
-            if target in reads(statement) and not step.frame.call:
-                raise step.frame.source.refusal(
-                    statement,
-                    f"it uses {target} before the last block has run",
-                    f"use {target} after the blocks alone, or give the Pipeline a loss_fn and no {target} to the model",
-                )
-    number = next((n for n, s in enumerate(last.statements) if target in reads(s)), None)
-    if number is None:
-        raise SplitError(
-            f"{source.owner} does not use {target} to compute a loss; give the Pipeline a loss_fn(output, target)"
-        )
-    parts = [last.statements[:number], last.statements[number:]]
-    divided = [Step(last.frame, *analyse(last.frame, copy.deepcopy(p)), keys=last.keys) for p in parts if p]
-    return [*before, *divided]
+def _with_loss(steps: list[Step], target: str) -> tuple[list[Step], int]:
+    """Divide the step after the blocks that first uses the target; return the steps, and how many are the loss."""
+    for n, step in enumerate(steps):
+        number = next((k for k, s in enumerate(step.statements) if _reads(step, s, target)), None)
+        if number is None:
+            continue
+        statement = step.statements[number]
+        if any(later.element for later in steps[n:]):
+            raise step.frame.source.refusal(
+                statement,
+                f"it uses {target} before the last block has run",
+                f"use {target} after the blocks alone, or give the Pipeline a loss_fn and no {target} to the model",
+            )
+        parts = [p for p in (step.statements[:number], step.statements[number:]) if p]
+        divided = [Step(step.frame, *analyse(step.frame, copy.deepcopy(p)), keys=step.keys) for p in parts]
+        return [*steps[:n], *divided, *steps[n + 1 :]], len(steps) - n
+    source = steps[-1].frame.source
+    raise SplitError(
+        f"{source.owner} does not use {target} to compute a loss; give the Pipeline a loss_fn(output, target)"
+    )
+
+
+def _reads(step: Step, statement: ast.stmt, key: str) -> bool:
+    return any(step.key(name) == key for name in reads(statement))
 
 
 def _only_returns(pieces: list[Piece]) -> bool:
@@ -212,10 +224,13 @@ def _only_returns(pieces: list[Piece]) -> bool:
 
 
 def _is_return_of(of_piece: list[Flow]) -> bool:
-    match [s for flow in of_piece for s in flow.step.statements]:
-        case [ast.Return(ast.Name())]:
-            return len(of_piece[0].live) == 1
-    return False
+    for statement in (s for flow in of_piece for s in flow.step.statements):
+        match statement:
+            case ast.Return(ast.Name()) | ast.Assign([ast.Name()], ast.Name()):
+                pass
+            case _:
+                return False
+    return len(of_piece[0].live) == 1
 
 
 def _carried(pieces: list[Piece], number: int, inputs: _Inputs) -> tuple[str, ...]:
@@ -223,13 +238,13 @@ def _carried(pieces: list[Piece], number: int, inputs: _Inputs) -> tuple[str, ..
 
 
 def _last(
-    frame: Frame, every: list[Flow], pieces: list[Piece], of_loss: Flow | None, inputs: _Inputs
+    frame: Frame, every: list[Flow], pieces: list[Piece], of_loss: list[Flow], inputs: _Inputs
 ) -> tuple[str, ...]:
     """Return the variables that the last layer returns; none if it returns what the forward does."""
-    if of_loss is not None:
-        return tuple(sorted(of_loss.live - {inputs.target}))
-    ended = every[-1] is pieces[-1].flows[-1]
-    return () if ended else tuple(every[-1].needs)
+    if of_loss:
+        return tuple(sorted(of_loss[0].live - {inputs.target}))
+    used = sum(len(piece.flows) for piece in pieces)
+    return tuple(every[used].live) if used < len(every) else ()
 
 
 def _row(layer: Layer, piece: Piece, gives: tuple[str, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.stage.forward.fragments import Fragment
+from penstock.stage.live import INTERNAL, live_copy
+from penstock.stage.overlap import Watched, groups_of, require_unwritten
 from penstock.stage.values import leaves_of
-
-INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +43,30 @@ class PieceCode:
 
         Raises:
             PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
-                several variables.
+                several variables that share memory.
         """
         values = dict(named)
         values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
-        versions = _versions(values, self.takes)
+        watched = _watched(values, self.takes)
         for fragment in self.fragments:
             owner = module.get_submodule(fragment.path) if fragment.path else module
             result = fragment.function(owner, *[values[key] for key in fragment.takes])
             if fragment.returns:
                 return result
             values.update(zip(fragment.gives, result, strict=True))
-        for key, leaf, version in versions:
-            if leaf._version != version:
-                raise PenstockError(
-                    f"a layer writes in place into the variable {key!r}, which may share memory with another variable that "
-                    f"comes with it ({', '.join(k for k in self.takes if k != key)}); write into a copy ({key}.clone())"
-                )
+        require_unwritten(watched)
         _require_travels(values, self.gives)
         return values[self.gives[0]] if len(self.gives) == 1 else {key: values[key] for key in self.gives}
 
 
-def _versions(values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, Tensor, int]]:
-    """Return the version counters of the tensors in variables that travel together: they may share memory."""
+def _watched(values: Mapping[str, Any], keys: Sequence[str]) -> list[Watched]:
+    """Return records of different tensors that share memory, among those of variables that travel together."""
     if len(keys) < 2 or torch.compiler.is_compiling():
         return []
-    leaves = [(key, leaf) for key in keys for leaf in leaves_of(values[key])]
-    return [
-        (key, leaf, leaf._version)
-        for key, leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    named = {id(x): (key, x) for key in keys for x in leaves_of(values[key]) if isinstance(x, Tensor)}
+    groups = groups_of([x for _, x in named.values()], {})
+    found = zip(named.values(), groups, strict=True)
+    return [Watched.of(x, group, f"the variable {key!r}") for (key, x), group in found if group]
 
 
 def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
@@ -110,39 +102,47 @@ def make_piece(
         attributes: (name of the module, name of the attribute) of plain attributes that it has.
     """
 
-    def forward(self: nn.Module, value: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, value: Any, /, **named: Any) -> Any:
         return code.run(self, value, {**defaults, **named})
 
     defaults = {name: value for name, value in code.named.items() if value is not inspect.Parameter.empty}
-    first = inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # No name of a user's is that of one of these two.
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+        for name in ("_penstock_self", "_penstock_value")
+    ]
     named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in code.named.items()
     ]
-    forward.__signature__ = inspect.Signature([this, first, *named])  # type: ignore[attr-defined]
-    base = type(model)
-    kind = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
-    layer: nn.Module = trimmed(model, "", sorted(set(paths)), attributes, kind)
+    forward.__signature__ = inspect.Signature([*parameters, *named])  # type: ignore[attr-defined]
+    owners = {f"{fragment.path}." for fragment in code.fragments if fragment.path}
+    layer: nn.Module = trimmed(model, "", sorted({*paths, *owners}), attributes, forward)
     return layer
 
 
 def trimmed(
-    module: nn.Module, path: str, paths: list[str], attributes: set[tuple[str, str]], kind: type[nn.Module]
+    module: nn.Module,
+    path: str,
+    paths: list[str],
+    attributes: set[tuple[str, str]],
+    forward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return a copy of a module with some of its modules, parameters, buffers and attributes, which are shared.
+    """Return a copy of a module with some of its modules, parameters and buffers, which are shared.
+
+    Its mode and its plain attributes are the module's own, so that changes of them count from the next step on.
 
     Args:
         module: the module; it is not changed.
         path: name of the module in the model.
-        paths: names to keep, in the model.
-        attributes: plain attributes to keep.
-        kind: class of the copy.
+        paths: names to keep, in the model; one with a dot behind it keeps the module without its members.
+        attributes: (name of the module, name of the attribute) of plain attributes to keep.
+        forward: another forward of the copy (default None).
     """
-    copied = kind.__new__(kind)
+    copied = live_copy(module, [name for owner, name in attributes if owner == path], forward=forward)
     of_torch = type(module).__module__.startswith("torch.")
     for name, value in vars(module).items():
-        if name in INTERNAL or of_torch or (path, name) in attributes:
+        if name != "training" and (name in INTERNAL or of_torch):
             copied.__dict__[name] = (
                 value.copy() if name in INTERNAL and isinstance(value, dict | set) else value
             )
@@ -152,10 +152,8 @@ def trimmed(
     for member in ("_parameters", "_buffers"):
         copied.__dict__[member] = {n: t for n, t in vars(module)[member].items() if n in heads or t is None}
     copied.__dict__["_modules"] = {
-        name: child
-        if name in inner or child is None
-        else trimmed(child, f"{start}{name}", paths, attributes, type(child))
+        name: child if name in inner or child is None else trimmed(child, f"{start}{name}", paths, attributes)
         for name, child in module._modules.items()
-        if name in heads
+        if name in heads or child is None
     }
     return copied

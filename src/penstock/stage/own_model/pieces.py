@@ -11,10 +11,11 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.stage.forward.fragments import Flow, compiled
-from penstock.stage.forward.module_uses import is_constant
+from penstock.stage.forward.module_uses import is_constant, resolve_module
 from penstock.stage.layers import Layer, Role, joint_name
+from penstock.stage.live import INTERNAL
 from penstock.stage.named import names_taken
-from penstock.stage.own_model.piece import INTERNAL, PieceCode, make_piece
+from penstock.stage.own_model.piece import PieceCode, make_piece
 
 
 @dataclass
@@ -211,19 +212,18 @@ def _plain_block(
     """Return the block itself if the layer does nothing but call it on the one value; otherwise None."""
     if len(piece.flows) != 1 or len(piece.owned) != 1 or piece.paths != {*piece.owned} or takes != gives:
         return None
-    step = piece.flows[0].step
+    step, function = piece.flows[0].step, None
     match step.statements:
         case [
             ast.Assign([ast.Name(block)], _),
-            ast.Assign([ast.Name(x)], ast.Call(ast.Name(called), [ast.Name(y)], [])),
-        ]:
-            simple = called == block and x == y != block
-        case [ast.Assign([ast.Name(x)], ast.Call(ast.Attribute(), [ast.Name(y)], []))]:
-            simple = x == y
-        case _:
-            simple = False
-    if not simple or takes != (step.key(x),):
+            ast.Assign([ast.Name(x)], ast.Call(called, [ast.Name(y)], [])),
+        ] if x == y != block:
+            function = called
+        case [ast.Assign([ast.Name(x)], ast.Call(called, [ast.Name(y)], []))] if x == y:
+            function = called
+    if function is None or takes != (step.key(x),):
         return None
-    owner, _, last = piece.owned[0].rpartition(".")
-    module = model.get_submodule(owner)._modules.get(last)
-    return module if module is not None and not names_taken(module) else None
+    known = resolve_module(step.frame, function)
+    if known is None or known[1] != piece.owned[0] or type(known[0]).__call__ is not nn.Module.__call__:
+        return None
+    return None if names_taken(known[0]) else known[0]

@@ -1,10 +1,11 @@
-"""Comparison of a model's layers with the model itself on a sample, bit for bit."""
+"""Comparison of a model's layers with the model itself on one microbatch, bit for bit."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from penstock.errors import SplitError
 from penstock.stage.layers import Layer, is_joint
 from penstock.stage.module import StageModule
+from penstock.stage.named import Context, set_context
 from penstock.stage.own_model.loss_piece import loss_in
-from penstock.stage.values import flatten, pack
+from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use
+from penstock.stage.values import Message, flatten, leaves_of, pack, unpack
 
 SEED = 0
+M = TypeVar("M")
 
 
 def check_sample(
@@ -24,8 +28,17 @@ def check_sample(
     loss_fn: Callable[[Any, Any], Any] | None,
     sample: Sequence[Any],
     named: Mapping[str, Any],
+    *,
+    own_loss: bool = True,
+    stages: Sequence[int] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> None:
-    """Run a model and its layers on a sample, each layer on a copy of its own, and compare output, loss and gradients.
+    """Run a model and its layers on a sample, each stage on a copy of its own, and compare output, loss and gradients.
+
+    The copies share the parameters' memory, except of those that are all zero, such as gates that are to open in training:
+    behind them all gradients would be equal, and so they get random numbers. Results on a CPU are compared bit for bit,
+    except gradients that are sums of another order; on a GPU, whose kernels may sum in any order, up to rounding.
 
     Args:
         model: the model; it, its gradients and torch's random numbers stay as they are.
@@ -33,33 +46,160 @@ def check_sample(
         loss_fn: loss of the last layer's output and the target; None to compare the output alone.
         sample: the batch, and the target if there is a loss.
         named: keyword arguments.
+        own_loss: whether the model takes the target, and returns the loss (default True).
+        stages: stage of each layer (default: each layer is one).
+        tensors: values of parameters and buffers by their names in the model (default: its own).
+        autocast: dtype of mixed precision (default None).
 
     Raises:
-        SplitError: if anything differs in a bit; says what.
+        SplitError: if anything differs; says what.
     """
-    reference = copy.deepcopy(model)
-    alone = [StageModule([Layer(x.name, x.build, module=copy.deepcopy(x.module))]) for x in layers]
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        torch.manual_seed(SEED)
-        expected = reference(*sample, **named)
-        torch.manual_seed(SEED)
-        result = _through(alone, sample[0], named)
-        if loss_fn is not None:
-            expected, result = loss_in(expected), loss_fn(result, sample[1])
-        _require_equal(type(model).__name__, expected, result)
+    copies = _Copies(model, tensors or {})
+    device = next(
+        (leaf.device for leaf in leaves_of(tuple(sample)) if isinstance(leaf, Tensor)), torch.device("cpu")
+    )
+    close = _Closeness(device.type == "cpu", autocast)
+    casting: AbstractContextManager[Any] = nullcontext()
+    if autocast is not None:
+        casting = torch.autocast(device.type, dtype=autocast)
+    reference = copies.of(model, "", {})
+    with _same_draws(), _constant(model):
+        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
+        with casting:
+            expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
+            if loss_fn is not None:
+                expected = loss_in(expected) if own_loss else _own(loss_fn)(expected, inputs[1])
         _backward(expected)
+    expected = _detached(expected)
+    gradients = {name: _dense(p.grad) for name, p in reference.named_parameters()}
+    names = {id(p): name for name, p in reference.named_parameters()}
+    known = {name: names[id(p)] for name, p in reference.named_parameters(remove_duplicate=False)}
+    del reference, names
+    starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
+    memos: dict[int, dict[int, Any]] = {}
+    alone = [
+        StageModule(
+            [Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos.setdefault(s, {})))]
+        )
+        for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
+    ]
+    with _same_draws(), _constant(model):
+        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
+        with casting:
+            result = _through(alone, inputs[0], named_inputs)
+            if loss_fn is not None:
+                result = _own(loss_fn)(result, inputs[1])
+        _require_equal(type(model).__name__, expected, _detached(result), close)
         _backward(result)
-    gradients = {id(p): p.grad for p in reference.parameters()}
-    ours: dict[int, list[Tensor]] = {}
-    for stage, layer in zip(alone, layers, strict=True):
-        for inner, p in stage.layers[0].named_parameters():
+    ours: dict[str, list[nn.Parameter]] = {}
+    for layer, start in zip(alone, starts, strict=True):
+        for inner, p in layer.layers[0].named_parameters():
             if p.grad is not None:
-                key = id(reference.get_parameter(inner if is_joint(layer.name) else f"{layer.name}.{inner}"))
-                ours.setdefault(key, []).append(p.grad)
-    names = {id(p): n for n, p in reference.named_parameters()}
-    for key, name in names.items():
-        _require_same_gradient(name, gradients[key], ours.get(key, []))
+                ours.setdefault(known[start + inner], []).append(p)
+    for name, gradient in gradients.items():
+        _require_same_gradient(name, gradient, ours.get(name, []), close)
+
+
+class _Copies:
+    """Copies of modules of a model.
+
+    Args:
+        model: the model.
+        tensors: values by name in the model, of parameters and buffers that have others than the model's own.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._noise: dict[tuple[int, torch.Size], Tensor] = {}
+        generator = torch.Generator().manual_seed(SEED)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            value = tensors.get(name, p).detach()
+            trains = p.requires_grad and p.is_floating_point()
+            if trains and _place(value) not in self._noise and not value.any():
+                noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
+                self._noise[_place(value)] = noise.to(value.device, value.dtype)
+
+    def of(self, module: M, start: str, memo: dict[int, Any]) -> M:
+        """Return a copy with gradients and buffers of its own.
+
+        Args:
+            module: the module; anything else is returned as it is.
+            start: beginning of its parameters' names in the model.
+            memo: objects copied before by id, as for ``copy.deepcopy``.
+        """
+        if not isinstance(module, nn.Module):
+            return module
+        for name, p in module.named_parameters(remove_duplicate=False):
+            value = self._tensors.get(start + name, p)
+            value = self._noise.get(_place(value), value)
+            memo.setdefault(id(p), nn.Parameter(value.detach(), requires_grad=p.requires_grad))
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            memo.setdefault(id(buffer), self._tensors.get(start + name, buffer).detach().clone())
+        for inner in module.modules():
+            # What hooks before a forward have computed (pruning, the older weight_norm); the copy's hooks do it again.
+            for attribute in vars(inner).values():
+                if isinstance(attribute, Tensor) and not attribute.is_leaf:
+                    memo.setdefault(id(attribute), attribute.detach())
+        return copy.deepcopy(module, memo)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what all objects of one weight have in common: tied ones, and those of several ranks."""
+    return tensor.data_ptr(), tensor.shape
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Return a context in which torch draws from the same seed each time; its generators are as before afterwards."""
+    devices = range(torch.cuda.device_count()) if cuda_in_use() else ()
+    previous = set_context(Context({}, {}))  # a forward may call penstock.add_loss
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            for generator in (torch.default_generator, *cuda_generators()):
+                generator.manual_seed(SEED)
+            yield
+    finally:
+        set_context(previous)
+
+
+@contextmanager
+def _constant(model: nn.Module) -> Iterator[None]:
+    """Return a context in which a model's own parameters require no gradients.
+
+    A forward that was replaced from outside may compute with them even in a copy; their gradients are not the check's.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+def _own(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a loss function whose buffers may change."""
+    return copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+
+
+def _cloned(value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return unpack(
+        Message(
+            tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves),
+            structure,
+            (False,) * len(leaves),
+        )
+    )
+
+
+def _detached(value: Any) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) else x for x in flatten(value)[0]]
+
+
+def _dense(gradient: Any) -> Any:
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
 def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]) -> Any:
@@ -77,39 +217,59 @@ def _backward(value: Any) -> None:
         torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
 
 
-def _require_equal(name: str, expected: Any, result: Any) -> None:
-    one, other = flatten(expected), flatten(result)
-    same = len(one[0]) == len(other[0]) and all(map(_equal, one[0], other[0]))
-    if not same:
+class _Closeness:
+    """Test of whether two results are equal.
+
+    Args:
+        exact: whether the device computes the same bits each time.
+        autocast: dtype of mixed precision; None for none.
+    """
+
+    def __init__(self, exact: bool, autocast: torch.dtype | None) -> None:
+        self._exact = exact
+        self._autocast = autocast is not None
+        self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
+
+    def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
+        """Return whether two values are equal; they are sums of so many terms, which may have another order."""
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return type(one) is type(other) and bool(one == other)
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if torch.equal(one, other):
+            return True
+        if one.is_complex():
+            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        one, other = one.nan_to_num(), other.nan_to_num()
+        if torch.equal(one, other):
+            return True
+        # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
+        if self._exact and terms < (2 if self._autocast else 3):
+            return False
+        size = torch.linalg.vector_norm(one.double())
+        distance = torch.linalg.vector_norm(one.double() - other.double())
+        return bool(distance <= self._tolerance * size + 1e-6)
+
+
+def _require_equal(name: str, expected: list[Any], result: list[Any], close: _Closeness) -> None:
+    if len(expected) != len(result) or not all(map(close, expected, result)):
         raise SplitError(
-            f"the layers of {name} give a different result from {name} itself for the sample, so it is not split: its "
+            f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
             "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
             "layers yourself, as docs/models.md shows under 'Layers by hand'"
         )
 
 
-def _require_same_gradient(name: str, expected: Tensor | None, parts: Sequence[Tensor]) -> None:
-    if expected is None and not parts:
+def _require_same_gradient(
+    name: str, expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness
+) -> None:
+    """Compare a gradient with that of the layers: `uses` has the parameter's copy, one of each stage, for each layer."""
+    if expected is None and not uses:
         return
-    total = sum(parts[1:], parts[0]) if parts else None
-    exact = len(parts) < 3  # a sum of more has another order
-    if (
-        expected is None
-        or total is None
-        or not (_equal(expected, total) if exact else torch.allclose(expected, total, rtol=1e-4, atol=1e-6))
-    ):
+    parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]
+    if expected is None or not parts or not close(expected, sum(parts[1:], parts[0]), len(uses)):
         raise SplitError(
-            f"the layers give {name} a different gradient from the model's for the sample, so it is not split: a value may "
-            "reach a layer in a way other than through the forward's variables. Give the layers yourself, as docs/models.md "
-            "shows under 'Layers by hand'"
+            f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a value "
+            "may reach a layer in a way other than through the forward's variables. Give the layers yourself, as "
+            "docs/models.md shows under 'Layers by hand'"
         )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and bool(torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()))
-    )

@@ -25,6 +25,7 @@ from penstock.stage.compute.module_buffers import (
     replaced_buffers,
     snapshot_buffers,
 )
+from penstock.stage.live import source_of
 from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
 from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
@@ -71,7 +72,7 @@ class RandomState:
         self.seed = seed
         self.in_threads = False
         self._audit_lock = Lock()
-        self._audits: dict[tuple[object, bool], _AuditResult] = {}
+        self._audits: dict[_Key, _AuditResult] = {}
         self._trusts_audits = True
 
     def run(self, name: str, layer: Any, step: int, microbatch: int, call: Callable[[], T]) -> T:
@@ -91,7 +92,7 @@ class RandomState:
             ConfigError: if the layer draws in a way that cannot be made independent of the split.
         """
         module = layer if isinstance(layer, nn.Module) else None
-        key = (layer, module is not None and module.training)
+        key = _key(layer)
         audit = self._audits.get(key)
         if audit is None or audit.step != step or not audit.valid:
             if module is not None and _compiled(module):
@@ -111,7 +112,7 @@ class RandomState:
 
     def is_rng_free(self, layer: Any, step: int) -> bool:
         """Return whether a layer that has run in this step draws nothing, so that later calls need no isolation."""
-        audit = self._audits.get((layer, isinstance(layer, nn.Module) and layer.training))
+        audit = self._audits.get(_key(layer))
         return (
             audit is not None
             and self._trusts_audits
@@ -138,7 +139,7 @@ class RandomState:
     def _audit(
         self,
         name: str,
-        key: tuple[object, bool],
+        key: _Key,
         settings: tuple[bool | float, ...],
         step: int,
         microbatch: int,
@@ -179,6 +180,14 @@ class RandomState:
                 "0, or do not compile it"
             )
         return result
+
+
+_Key = tuple[object, bool, bool]
+"""(layer, whether it trains, whether the step does): a loss function's mode may only show in the latter."""
+
+
+def _key(layer: object) -> _Key:
+    return layer, isinstance(layer, nn.Module) and layer.training, torch.is_grad_enabled()
 
 
 def _has_no_rows(result: object) -> bool:
@@ -255,5 +264,5 @@ def _settings(module: nn.Module | None) -> tuple[bool | float, ...]:
     """Return the bools and floats of a layer's modules (training, p, gradient_checkpointing and so on), in order."""
     if module is None:
         return ()
-    values = (value for m in module.modules() for value in vars(m).values())
+    values = (value for m in module.modules() for value in vars(source_of(m)).values())
     return tuple(value for value in values if type(value) is bool or type(value) is float)

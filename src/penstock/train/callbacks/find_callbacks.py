@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from penstock.current_folder import current_folder_first
+from penstock.current_folder import current_folder_last
 from penstock.errors import ConfigError, first_line
 from penstock.train.callbacks.callback import Callback
 from penstock.train.callbacks.receivers import TensorBoard, WeightsAndBiases
@@ -42,7 +42,7 @@ def _load(name: str) -> list[Callback]:
     module_name, _, attribute = name.partition(":")
     where = f"train.callbacks names {name}, but"
     try:
-        with current_folder_first():
+        with current_folder_last():
             function = importlib.import_module(module_name)
             for part in attribute.split("."):
                 function = getattr(function, part)

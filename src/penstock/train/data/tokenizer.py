@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError, DataError, first_line
 
 END = 0
 """Token that marks the end of a file, where tokens are bytes or numbers."""
@@ -110,20 +110,21 @@ class HFTokenizer:
     unit: str = "token"
 
     def encode(self, prompt: str) -> list[int]:
-        with _encoding_errors():
+        with _library_errors("the tokenizer cannot encode this text"):
             return list(self.tokenizer.encode(prompt, add_special_tokens=False).ids) or [self.start]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        with _library_errors("the tokenizer cannot decode these tokens"):
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def decode_all(self, tokens: npt.NDArray[np.uint32]) -> str:
         """Return the text of some tokens, special ones included."""
-        with _encoding_errors():
+        with _library_errors("the tokenizer cannot decode these tokens"):
             return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.uint32]]:
         """Return the tokens of several texts."""
-        with _encoding_errors():
+        with _library_errors("the tokenizer cannot encode this text"):
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
@@ -136,17 +137,20 @@ class HFTokenizer:
             For each text its tokens, shape (tokens,), and their first characters and those after their last, shape
             (tokens, 2). Tokenizers that trim offsets leave blanks out: a blank alone has an empty range at its end.
         """
-        with _encoding_errors():
+        with _library_errors("the tokenizer cannot encode this text"):
             encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
 
 @contextlib.contextmanager
-def _encoding_errors() -> Iterator[None]:
+def _library_errors(what: str) -> Iterator[None]:
+    """Raise errors of ``tokenizers`` as DataError, also panics of its Rust code, whose class is not an Exception."""
     try:
         yield
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer cannot encode this text: {error}") from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {first_line(error)}") from error
 
 
 def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
@@ -170,14 +174,13 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
         ) from error
     try:
         content = read_bytes(path, _MAX_FILE_BYTES)
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"cannot read the tokenizer {path}: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    with _library_errors(f"cannot read the tokenizer {path}"):
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocabulary:
         raise ConfigError(
             f"{path} has tokens up to {largest}, but the model's vocab_size is {vocabulary}; they do not belong together"
@@ -189,7 +192,7 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
 
 def _prefix(tokenizer: Any) -> tuple[int, ...]:
     """Return the special tokens that a tokenizer puts before every text."""
-    with _encoding_errors():
+    with _library_errors("the tokenizer cannot encode this text"):
         encoding = tokenizer.encode("a", add_special_tokens=True)
     special = encoding.special_tokens_mask
     first = next((n for n, is_special in enumerate(special) if not is_special), 0)

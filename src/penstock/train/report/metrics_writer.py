@@ -36,13 +36,14 @@ def go_back(run: Path, step: int, evaluates: bool = False) -> None:
     write_bytes(path, b"".join(line for line in lines if _stays(line, step, evaluates)))
 
 
-def is_finished(path: Path) -> bool:
-    """Return whether a run is finished: whether its metrics end with the line written after the weights."""
+def final_values(path: Path) -> dict[str, Any] | None:
+    """Return the last line of a finished run's metrics, which is written after the weights; None if it is not finished."""
     try:
         lines = (path / METRICS).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
-        return False
-    return any((_entry(line) or {}).get("kind") == "final" for line in lines[-1:])
+        return None
+    entry = _entry(lines[-1]) if lines else None
+    return entry if entry is not None and entry.get("kind") == "final" else None
 
 
 class MetricsWriter:

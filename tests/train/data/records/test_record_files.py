@@ -161,3 +161,21 @@ def test_a_failure_leaves_no_store_behind_and_a_damaged_one_is_refused(tmp_path:
     (store.folder / "about.json").write_text(json.dumps({"files": 3}))
     with pytest.raises(DataError, match=r"the tokenized data in .* is damaged.*; delete that folder"):
         stored(tmp_path / "a.jsonl", cache)
+
+
+def test_columns_that_are_not_asked_for_are_not_opened(tmp_path: Path):
+    """A data set can name files of this machine and addresses as its images and sounds."""
+    rows = records.texts(3)
+    named = [{"bytes": None, "path": str(tmp_path / "secret.png")}] * 3
+    place = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({"text": datasets.Value("string"), "image": place})
+    table = {"text": [row["text"] for row in rows], "image": named}
+    datasets.Dataset.from_dict(table, features=features).save_to_disk(tmp_path / "saved")
+    info = tmp_path / "saved" / "dataset_info.json"
+    told = json.loads(info.read_text())
+    told["features"]["image"] = {
+        "_type": "Image"
+    }  # by hand: `save_to_disk` reads images and puts them into the file
+    info.write_text(json.dumps(told))
+    lines = stored(records.write_lines(tmp_path / "a.jsonl", rows))
+    assert tokens(stored(tmp_path / "saved")) == tokens(lines)

@@ -130,8 +130,9 @@ def _read_saved(path: Path, split: str) -> Iterator[ReadRecord]:
     rows = max(1, len(loaded))
     for start in range(0, len(loaded), _ROWS):
         try:
-            columns = loaded.with_format(None)[start : start + _ROWS]
+            # Arrow's values: those of images and audio would be opened, wherever the data set says they are.
+            records = loaded.with_format("arrow")[start : start + _ROWS].to_pylist()
         except Exception as error:
             raise DataError(f"cannot read the data set in {path}, after row {start:,}: {error}") from error
-        for n, values in enumerate(zip(*columns.values(), strict=True), start + 1):
-            yield ReadRecord(Place(path, "row", n), dict(zip(columns, values, strict=True)), n / rows)
+        for n, record in enumerate(records, start + 1):
+            yield ReadRecord(Place(path, "row", n), record, n / rows)

@@ -1,0 +1,144 @@
+"""Comparison of what all processes of a run must have in common, before they build or write anything.
+
+Each process has facts: names with values, as text. A digest of all of them is gathered; only if the digests differ do two
+processes send their facts, and every process then raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import penstock
+from penstock.errors import ConfigError, ScheduleError
+from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.workers.collectives import Collectives
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import is_csv
+from penstock.stage.layers import Layer, whole_name
+
+Facts = Mapping[str, str]
+
+_SHOWN = 5
+_LONGEST = 120
+_OPS = "ops of rank"
+
+
+def require_same(facts: Facts, collectives: Collectives) -> None:
+    """Check that all processes have the same facts; every process calls it.
+
+    Args:
+        facts: values by name; the first names that differ are shown.
+        collectives: collectives of the processes.
+
+    Raises:
+        ConfigError: on every process, if they differ, with the names, their values, and the ranks and hosts; a
+            `ScheduleError` if they have the same arguments, and different ops.
+    """
+    action = "compare what they were started with"
+    told = collectives.all_gather(
+        (_digest(repr(sorted(facts.items())).encode()), socket.gethostname()), None, action
+    )
+    odd = [number for number, (digest, _) in enumerate(told) if digest != told[0][0]]
+    if not odd:
+        return
+    pair = collectives.all_gather(dict(facts) if collectives.rank in (0, odd[0]) else None, None, action)
+    first, other = pair[0], pair[odd[0]]
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    alike = [number for number in odd if told[number][0] == told[odd[0]][0]]
+    listed = ", ".join(map(str, alike[:8])) + (", …" if len(alike) > 8 else "")
+    there = f"rank{'s' if len(alike) > 1 else ''} {listed} (host {told[odd[0]][1]})"
+    differences = [
+        f"{name} is {_shown(first.get(name))} on rank 0 (host {told[0][1]}) and {_shown(other.get(name))} on {there}"
+        for name in names[:_SHOWN]
+    ]
+    if len(names) > _SHOWN:
+        differences.append(f"and {len(names) - _SHOWN:,} more")
+    kind = ScheduleError if all(name.startswith(_OPS) for name in names) else ConfigError
+    raise kind(
+        f"the processes of this run differ: {'; '.join(differences)}. Start all of them with the same config, arguments, "
+        "files and versions, and give each run its own MASTER_PORT"
+    )
+
+
+def require_same_pipeline(
+    collectives: Collectives,
+    *,
+    schedule: Schedule,
+    layers: Sequence[Layer],
+    given: Mapping[str, object],
+) -> None:
+    """Check that all processes build the same pipeline with the same versions; every process calls it.
+
+    Args:
+        collectives: collectives of the processes.
+        schedule: the schedule. Its ops are compared, and its name if it is that of a family or function: files may have
+            other paths.
+        layers: layers of the model; parameters are compared by name, shape and dtype where a layer is built already.
+        given: the pipeline's arguments by name.
+
+    Raises:
+        ConfigError, ScheduleError: as `require_same`.
+    """
+    facts = dict(version_facts())
+    for name, value in given.items():
+        fields = vars(value) if isinstance(value, ParallelOptions | ExecutionOptions) else None
+        for inner, own in {"": value}.items() if fields is None else fields.items():
+            if inner != "threads":  # hosts may have other numbers of cores
+                facts[f"{name}.{inner}".rstrip(".")] = _argument(own)
+    facts["number of layers"] = str(len(layers))
+    for layer in layers:
+        facts[f"layer {layer.name}"] = f"a layer ({layer.role})"
+        for name, p in layer.module.named_parameters() if layer.module is not None else ():
+            facts[f"parameter {whole_name(layer.name, name)}"] = f"{tuple(p.shape)} {p.dtype}"
+    facts["placement of the stages"] = f"digest {_digest(repr(schedule.placement).encode())}"
+    for r in range(schedule.ranks):
+        columns = b"".join(column.tobytes() for column in schedule.columns(r))
+        facts[f"{_OPS} {r} in the schedule"] = f"{schedule.name}, digest {_digest(columns)}"
+    require_same(facts, collectives)
+
+
+def version_facts() -> Facts:
+    """Return the versions that must be equal, with a digest of Penstock's own code."""
+    return {
+        "Penstock": f"{penstock.__version__}, code {_code()}",
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+@cache
+def _code() -> str:
+    """Return a digest of Penstock's source files."""
+    root = Path(penstock.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return _digest(
+        b"\0".join(part for p in files for part in (str(p.relative_to(root)).encode(), p.read_bytes()))
+    )
+
+
+def _argument(value: object) -> str:
+    """Describe an argument of a pipeline, the same in every process that was given the same."""
+    if isinstance(value, dict):  # a measured split
+        return "measured"
+    if isinstance(value, Path | Schedule) or (isinstance(value, str) and is_csv(value)):
+        return "a file or an object"  # its ops are compared
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "not there"
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]} …"

@@ -1,0 +1,183 @@
+"""Targets with ignored entries: weights by what counts give the whole batch's gradient; other weights are named."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import BatchError, ConfigError, NonFiniteError, Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.support import hf_models
+
+ROWS, LENGTH, CLASSES, MICROBATCHES = 8, 5, 7, 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(CLASSES, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+
+def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class PadIsZero(nn.CrossEntropyLoss):
+    """A loss of another ignored index, which is in its attribute as torch's own losses have it."""
+
+    def __init__(self) -> None:
+        super().__init__(ignore_index=0)
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(logits.flatten(0, 1), target.flatten())
+
+
+def batch(ignored: dict[int, int], index: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets; `ignored` has the number of ignored positions by row."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, CLASSES, (ROWS, LENGTH), generator=generator)
+    target = tokens.clone()
+    for row, count in ignored.items():
+        target[row, LENGTH - count :] = index
+    return tokens, target
+
+
+UNEVEN = {0: 3, 1: 2, 6: 4}
+ONE_EMPTY = {2: LENGTH, 3: LENGTH, 5: 1}
+
+
+def whole(loss_fn: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    other = net()
+    loss = loss_fn(other(x), y)
+    loss.backward()
+    return loss.detach(), [p.grad for p in other.parameters()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe"])
+@pytest.mark.parametrize("ignored", [UNEVEN, ONE_EMPTY], ids=["uneven", "one microbatch empty"])
+@pytest.mark.parametrize(("loss_fn", "index"), [(token_loss, -100), (PadIsZero(), 0)], ids=["-100", "0"])
+def test_valid_gives_the_gradient_of_the_whole_batch(ignored: dict, schedule: str, loss_fn: Any, index: int):
+    """Also where a microbatch's own mean is 0/0: it weighs nothing, and its NaN reaches no gradient."""
+    x, y = batch(ignored, index)
+    loss, grads = whole(loss_fn, x, y)
+    ours = net()
+    with Pipeline(
+        ours, loss_fn, microbatches=MICROBATCHES, ranks=2, schedule=schedule, reduction="valid"
+    ) as pipe:
+        result = pipe.step(x, y)
+        evaluated = pipe.evaluate(x, y)
+    torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(evaluated.loss, loss, rtol=1e-12, atol=1e-12)
+    for p, grad in zip(ours.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_microbatch_without_targets_adds_exact_zeros():
+    x, y = batch(ONE_EMPTY)
+    ours, other = net(), net()
+    with Pipeline(ours, token_loss, microbatches=MICROBATCHES, ranks=2, reduction="valid") as pipe:
+        pipe.step(x, y)
+    counts = [int((part != -100).sum()) for part in y.chunk(MICROBATCHES)]
+    for a, b, count in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), counts, strict=True):
+        if count:
+            (token_loss(other(a), b) * (count / sum(counts))).backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_means_that_are_not_the_batchs_are_said_once_with_the_counts():
+    with Pipeline(net(), token_loss, microbatches=MICROBATCHES, ranks=2) as pipe:
+        pipe.step(*batch({}))
+        pipe.step(*batch(dict.fromkeys(range(ROWS), 2)))  # the same share in each
+        with pytest.warns(RuntimeWarning) as told:
+            pipe.step(*batch(UNEVEN))
+        pipe.step(*batch(UNEVEN))  # a second warning would be an error
+        pipe.evaluate(*batch(UNEVEN))
+    (warning,) = told
+    facts = ("[5, 10, 10, 6]", "-100", "reduction='valid'", "penstock.valid_tokens")
+    assert all(fact in str(warning.message) for fact in facts), warning.message
+
+
+def test_the_ignored_index_of_the_loss_is_the_one_that_is_counted():
+    with (
+        Pipeline(net(), PadIsZero(), microbatches=MICROBATCHES, ranks=2) as pipe,
+        pytest.warns(RuntimeWarning, match=r"\[5, 10, 10, 6\] targets that are not 0"),
+    ):
+        pipe.step(*batch(UNEVEN, 0))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "valid", lambda y: 1.0])
+def test_a_reduction_that_was_chosen_is_not_questioned(reduction: Any):
+    with Pipeline(net(), token_loss, microbatches=MICROBATCHES, ranks=2, reduction=reduction) as pipe:
+        pipe.step(*batch(UNEVEN))
+
+
+def told_by_rank(rank: int, mesh: Any) -> str:
+    count = MICROBATCHES // (mesh.dp if mesh is not None else 1)
+    with (
+        Pipeline(net(), token_loss, microbatches=count, mesh=mesh, timeout=60) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            pipe.step(*batch(ONE_EMPTY))
+        except NonFiniteError as error:
+            return f"{error.microbatch} {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("mesh", [None, penstock.MeshShape(1, 2, 1)], ids=["ranks", "replicas"])
+def test_a_microbatch_of_ignored_targets_is_named_on_every_rank(processes: LocalProcesses, mesh: Any):
+    for text in (*processes.run(2, told_by_rank, mesh), told_by_rank(0, None)):
+        facts = ("1 ", "microbatch 1 is NaN", "-100", "0/0", "reduction='valid'", "No weight was changed")
+        assert all(fact in text for fact in facts), text
+        assert "learning rate" not in text
+
+
+def test_a_batch_without_any_target_is_refused():
+    with (
+        Pipeline(net(), token_loss, microbatches=MICROBATCHES, ranks=2, reduction="valid") as pipe,
+        pytest.raises(BatchError, match=r"\[0.0, 0.0, 0.0, 0.0\].* leave it out"),
+    ):
+        pipe.step(*batch(dict.fromkeys(range(ROWS), LENGTH)))
+
+
+def test_valid_needs_one_tensor_of_integers():
+    x, y = batch(UNEVEN)
+    with Pipeline(
+        net(), lambda out, t: token_loss(out, t[0]), microbatches=2, ranks=2, reduction="valid"
+    ) as pipe:
+        with pytest.raises(BatchError, match="has 2 such tensors; give reduction a function"):
+            pipe.step(x, (y, y))
+        pipe.step(x, (y, torch.ones(ROWS)))
+    with pytest.raises(ConfigError, match="'valid'"):
+        Pipeline(net(), token_loss, microbatches=2, reduction="tokens")
+
+
+@pytest.mark.parametrize("given", ["layers", "model"])
+def test_a_language_model_of_transformers_weighs_by_valid_tokens(given: str):
+    """By default, as transformers: the loss of the padded batch; also with rows that have no label at all."""
+    model = hf_models.model("llama")
+    tokens, labels, mask = hf_models.batch()
+    for empty in (0, len(labels) // 4):
+        labels[:empty] = -100
+        loss = model(tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        arguments = (
+            (model,) if given == "model" else (penstock.from_transformers(model), penstock.causal_lm_loss)
+        )
+        with Pipeline(*arguments, ranks=2, microbatches=4) as pipe:
+            result = pipe.step(tokens, labels, attention_mask=mask)
+            ours = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+            pipe.zero_grad()
+        torch.testing.assert_close(result.loss, loss.detach())
+        for name, grad in grads.items():
+            torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,402 @@
+"""Tensors that share memory are found exactly; a model that writes into one of them gets the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.overlap import groups_of
+from penstock.stage.values import pack, unpack
+
+WIDTH, MICROBATCHES = 6, 4
+
+
+def sharing(one: Tensor, other: Tensor, size: int) -> bool:
+    """Whether two views of a storage of some elements have one in common, by their values."""
+    numbers = torch.arange(size)
+    sets = [
+        set(numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist())
+        for t in (one, other)
+    ]
+    return bool(sets[0] & sets[1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_views_share_memory_if_an_element_is_in_both(data: st.DataObject):
+    storage = torch.zeros(60)
+    views = []
+    for _ in range(2):
+        shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        strides = data.draw(st.lists(st.integers(0, 6), min_size=len(shape), max_size=len(shape)))
+        offset = data.draw(st.integers(0, 20))
+        views.append(storage.as_strided(shape, strides, offset))
+    assert (groups_of(views, {}) == [1, 1]) == sharing(*views, 60)
+
+
+def test_groups_are_joined_by_common_tensors_and_links():
+    a, b = torch.zeros(8), torch.zeros(8)
+    assert groups_of([a, b], {}) == [0, 0]
+    assert groups_of([a[:4], a[4:]], {}) == [0, 0]
+    assert len({*groups_of([a[:4], b, a[3:6], a[5:]], {})}) == 2
+    linked = {a.data_ptr(): "key", b.data_ptr(): "key"}
+    assert groups_of([a, b, torch.zeros(2)], linked)[0] == groups_of([a, b, torch.zeros(2)], linked)[1] != 0
+    assert groups_of([a[:4], a[4:], b], {}, [a[5:]]) == [0, -1, 0]
+    assert groups_of([torch.zeros(0), torch.zeros(0)], {}) == [0, 0]
+
+
+def test_one_tensor_at_two_places_is_sent_once():
+    x = torch.ones(3, requires_grad=True) * 2
+    message, roots = pack({"a": x, "b": (x, 1), "c": torch.zeros(2)})
+    assert len(message.leaves) == 3
+    assert len(roots) == 1
+    value: Any = unpack(message)
+    assert value["a"] is value["b"][0]
+    assert value["b"][1] == 1
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+class Give(nn.Module):
+    """Returns one tensor, or views of it, at several places."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.inner(x) * 2
+        match self.way:
+            case "dict":
+                return {"a": x, "b": x}
+            case "tuple":
+                return x, x
+            case "named tuple":
+                return Pair(x, x)
+            case "detached":
+                return x.detach(), x.detach()[:]
+            case "view":
+                return x, x[:, :2]
+            case "overlap":
+                return x[:, :4], x[:, 2:]
+            case "chunks":
+                return x[:, :3], x[:, 3:]
+            case "transposed":
+                return x.T[:3], x.T[3:]
+        raise AssertionError(self.way)
+
+
+def leaves(value: Any) -> tuple[Tensor, Tensor]:
+    one, other = value.values() if isinstance(value, dict) else value
+    return one, other
+
+
+class Pass(nn.Module):
+    """Passes its value on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: Any) -> Any:
+        return value
+
+
+class Take(nn.Module):
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.weight, self.writes = nn.Parameter(torch.ones(WIDTH)), writes
+
+    def forward(self, value: Any) -> Tensor:
+        one, other = leaves(value)
+        if self.writes:
+            one.mul_(2).add_(1)
+        width = min(one.shape[-1], other.shape[-1])
+        return (one[..., :width] + other[..., :width] * 3) * self.weight[:width] + one.square().mean()
+
+
+def model(way: str, writes: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Give(way), Pass(), Pass(), Take(writes))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (
+        (output.mean(-1) - target[: len(output), 0].reshape(-1, *[1] * (output.dim() - 2)).mean())
+        .square()
+        .mean()
+    )
+
+
+def batch(steps: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(steps)
+    x, y = torch.randn(2, 8, WIDTH, generator=generator)
+    return x, y
+
+
+SAME = ["dict", "tuple", "named tuple"]
+APART = ["chunks", "transposed"]
+OVERLAPPING = ["view", "overlap", "detached"]
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"ranks": 1},
+    {"ranks": 4},
+    {"ranks": 4, "schedule": "zb-h1"},
+    {"ranks": 2, "recompute": "full"},
+    {"ranks": 1, "recompute": "full"},
+    {"ranks": 2, "schedule": "gpipe", "recompute": 2},
+    {"ranks": 2, "schedule": "dualpipe"},
+]
+
+
+def difference(rank: int, way: str, writes: bool, **options: Any) -> str:
+    """Train two steps beside the plain model; return what differs, or the error of a refusal."""
+    net = model(way, writes)
+    expected = copy.deepcopy(net)
+    try:
+        with penstock.Pipeline(net, loss_fn, microbatches=MICROBATCHES, **options) as pipe:
+            for step in range(2):
+                x, y = batch(step)
+                result = pipe.step(x, y)
+                losses = []
+                for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+                    loss = loss_fn(expected(a), b)
+                    if loss.requires_grad:
+                        (loss / MICROBATCHES).backward()
+                    losses.append(loss.detach())
+                if not torch.equal(result.losses, torch.stack(losses)):
+                    return f"losses of step {step}: {result.losses} for {losses}"
+                exact = options.get("schedule") != "dualpipe"
+                for name, p in pipe.named_parameters():
+                    gradient = expected.get_parameter(name).grad
+                    zero = p.grad is None or gradient is None
+                    if zero and p.grad is gradient:
+                        continue
+                    same = torch.equal if exact else partial(torch.allclose, rtol=1e-4, atol=1e-5)
+                    if zero or not same(p.grad, gradient):
+                        return f"gradient of {name}"
+            if not torch.equal(pipe.evaluate(x, y).losses, torch.stack(losses)):
+                return "evaluation"
+    except PenstockError as error:
+        return f"refused: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("way", [*SAME, *APART])
+def test_a_write_into_one_tensor_at_two_places_or_into_a_part_is_that_of_plain_pytorch(
+    way: str, layout: dict[str, Any]
+):
+    assert difference(0, way, True, **layout) == ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("way", OVERLAPPING)
+def test_views_may_be_read_and_a_write_into_one_is_refused_by_name(way: str, layout: dict[str, Any]):
+    assert difference(0, way, False, **layout) == ""
+    found = difference(0, way, True, **layout)
+    # Within one graph nothing is cut, and the write is that of plain PyTorch.
+    whole = layout == {"ranks": 1}
+    if not whole:
+        assert "refused" in found
+        assert "value[0], which shares memory with value[1]" in found
+        assert "clone()" in found
+    else:
+        assert found == ""
+
+
+def all_ways(rank: int, options: dict[str, Any]) -> list[str]:
+    ways = itertools.product([*SAME, *APART, *OVERLAPPING], (False, True))
+    return [f"{way} {writes}: {difference(rank, way, writes, **options)}" for way, writes in ways]
+
+
+def require_as_in_threads(found: list[str]) -> None:
+    for text in found:
+        overlapping = text.partition(" ")[0] in OVERLAPPING and "True" in text.partition(":")[0]
+        assert ("shares memory with" in text) == overlapping, text
+        assert overlapping or text.endswith(": "), text
+
+
+def test_processes_give_the_same(processes: LocalProcesses):
+    for found in processes.run(2, all_ways, {"schedule": "zb-h1"}):
+        require_as_in_threads(found)
+
+
+def over_gloo(rank: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_SHARED_MEMORY", "0")
+        return all_ways(rank, {"recompute": "full"})
+
+
+def test_the_process_group_carries_them_too(processes: LocalProcesses):
+    for found in processes.run(2, over_gloo):
+        require_as_in_threads(found)
+
+
+class TakesNamed(nn.Module):
+    def __init__(self, writes: Callable[[Tensor, Tensor], object] | None = None) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        if self.writes is not None:
+            self.writes(x, extra)
+        return self.inner(x) + extra
+
+
+class Gives(nn.Module):
+    gives = ("extra",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(x))
+        penstock.give("extra", x)
+        return x
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.add_(1))
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("behind", [0, 1], ids=["next stage", "skip"])
+def test_a_write_into_a_value_that_was_given_is_refused(behind: int):
+    middle = [nn.Identity()] * behind
+    net = [Gives(), *middle, Writes(), nn.Identity(), TakesNamed()]
+    x, y = batch(0)
+    with (
+        penstock.Pipeline(net, mean_square, ranks=len(net), microbatches=MICROBATCHES) as pipe,
+        pytest.raises(PenstockError, match=r"writes? in place|wrote in place"),
+    ):
+        pipe.step(x, y)
+
+
+def test_a_given_value_may_be_read():
+    torch.manual_seed(0)
+    net = [Gives(), nn.Linear(WIDTH, WIDTH), nn.Identity(), TakesNamed()]
+    x, y = batch(0)
+    losses = []
+    for ranks in (1, 4):
+        with penstock.Pipeline(net, mean_square, ranks=ranks, microbatches=MICROBATCHES) as pipe:
+            losses += [pipe.step(x, y).losses for _ in range(2)]
+    assert all(torch.equal(each, losses[0]) for each in losses)
+
+
+def write_first(x: Tensor, extra: Tensor) -> None:
+    x.add_(1)
+
+
+def write_second(x: Tensor, extra: Tensor) -> None:
+    extra.add_(1)
+
+
+@pytest.mark.parametrize("write", [write_first, write_second])
+def test_a_write_into_a_keyword_input_that_is_x_is_refused(write: Callable[[Tensor, Tensor], object]):
+    torch.manual_seed(0)
+    x, y = batch(0)
+    with penstock.Pipeline(
+        [TakesNamed(write), TakesNamed()], mean_square, ranks=2, microbatches=MICROBATCHES
+    ) as pipe:
+        with pytest.raises(PenstockError, match=r"named value|shares memory"):
+            pipe.step(x, y, extra=x)
+        with pytest.raises(PenstockError, match=r"named value|shares memory"):
+            pipe.step(x, y, extra=x[:, :1])
+
+
+def test_a_write_into_an_input_that_is_the_target_is_refused():
+    x, y = batch(0)
+    for ranks in (1, 2):
+        net = nn.Sequential(Writes(), Pass())
+        with penstock.Pipeline(net, mean_square, ranks=ranks, microbatches=MICROBATCHES) as pipe:
+            before = x.clone()
+            for target in (x, x.view(4, 2, WIDTH).flatten(0, 1)):
+                with pytest.raises(
+                    PenstockError, match=r"what it was given, which shares memory with the target"
+                ):
+                    pipe.step(x, target)
+            pipe.step(x, y)
+            assert torch.equal(x, before)
+
+
+def target_is_input(rank: int, writes: bool) -> str:
+    """Take a step whose input, which the first stages pass on, is the target; return the error, or what differs."""
+    x, _ = batch(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(Pass(), Pass(), Writes() if writes else nn.Linear(WIDTH, WIDTH), Pass())
+    plain = copy.deepcopy(net)
+    with penstock.Pipeline(net, mean_square, ranks=2, microbatches=MICROBATCHES) as pipe:
+        try:
+            seen = pipe.step(x, x).losses
+        except PenstockError as error:
+            return str(error)
+    expected = [mean_square(plain(part), part).detach() for part in x.chunk(MICROBATCHES)]
+    return "" if torch.equal(seen, torch.stack(expected)) else f"{seen} for {expected}"
+
+
+def test_an_input_that_is_the_target_may_be_read_and_is_not_written_behind_a_cut(processes: LocalProcesses):
+    for found in (target_is_input(0, True), *processes.run(2, target_is_input, True)):
+        assert "shares memory with the target" in found
+    assert [target_is_input(0, False), *processes.run(2, target_is_input, False)] == [""] * 3
+
+
+class TakesTwo(nn.Module):
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        if self.writes:
+            value["a"].add_(1)
+        return self.inner(value["a"]) + value["b"]
+
+
+@pytest.mark.parametrize("input_grads", [False, True])
+def test_one_tensor_at_two_places_of_the_batch(input_grads: bool):
+    x, y = batch(0)
+    for writes in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(TakesTwo(writes), Pass())
+        with penstock.Pipeline(net, mean_square, ranks=2, microbatches=MICROBATCHES) as pipe:
+            if writes and input_grads:
+                with pytest.raises(
+                    PenstockError, match=r"value\['a'\], which shares memory with value\['b'\]"
+                ):
+                    pipe.step({"a": x, "b": x}, y, input_grads=True)
+                continue
+            result = pipe.step({"a": x, "b": x}, y, input_grads=input_grads)
+            with pytest.raises(PenstockError) if writes else pytest.raises(ZeroDivisionError):
+                pipe.step({"a": x, "b": x[:, :1]}, y)
+                raise ZeroDivisionError
+        expected = []
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            one = part.clone()
+            expected.append(mean_square(net({"a": one, "b": one}), target).detach())
+        assert torch.equal(result.losses, torch.stack(expected))
+        if input_grads:
+            assert len(result.input_grads[0]) == 2

@@ -1,0 +1,188 @@
+"""Inputs by name, and default arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.forward import Parts, forward
+
+
+def one(name: str) -> Callable[[Tensor], dict[str, Tensor]]:
+    """One other input, made of the batch."""
+    return lambda x: {name: x.float().cos()}
+
+
+@forward(inputs=one("value"))
+class InputNamedValue(Parts):
+    """an input called value"""
+
+    def forward(self, h, value):
+        h = self.stem(h) + value
+        for part in self.parts:
+            h = part(h)
+        return self.head(h)
+
+
+@forward(inputs=one("value"))
+class InputNamedValueInTheLoop(Parts):
+    """an optional input called value, used in every block"""
+
+    def forward(self, h, value=None):
+        h = self.stem(h)
+        for part in self.parts:
+            h = part(h)
+            if value is not None:
+                h = h + 0.1 * value
+        return self.head(h)
+
+
+@forward(inputs=one("y"))
+class InputNamedY(Parts):
+    """an input called y"""
+
+    def forward(self, x, y):
+        x = self.stem(x)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x + y)
+
+
+@forward(inputs=one("x"))
+class InputNamedX(Parts):
+    """an input called x, which is not the first"""
+
+    def forward(self, h, x=None):
+        h = self.stem(h)
+        if x is not None:
+            h = h * x
+        for part in self.parts:
+            h = part(h)
+        return self.head(h)
+
+
+@forward(inputs=lambda x: {"x": x.float().sin(), "y": x.float().cos(), "t": torch.arange(len(x))})
+class InputsOfADiffusionModel(Parts):
+    """inputs called t, x and y, in an order of their own"""
+
+    def forward(self, noisy, t, x, y):
+        h = self.stem(noisy) + x / (1 + t[:, None])
+        for part in self.parts:
+            h = part(h) + 0.1 * y
+        return self.head(h)
+
+
+@forward(inputs=one("named"))
+class InputsOfOurOwnNames(Parts):
+    """inputs called named, module and owner"""
+
+    def forward(self, h, named=None, module=None, owner=0.5):
+        h = self.stem(h) * owner
+        for part in self.parts:
+            h = part(h)
+            if module is None and named is not None:
+                h = h + named
+        return self.head(h)
+
+
+@forward(inputs=one("scale"))
+class KeywordOnly(Parts):
+    """inputs by keyword alone"""
+
+    def forward(self, x, *, scale: Tensor, shift: float = 0.25):
+        x = self.stem(x) * scale
+        for part in self.parts:
+            x = part(x) + shift
+        return self.head(x)
+
+
+@forward(refused=r"seen")
+def default_list_written(parts: list[nn.Module]) -> nn.Module:
+    """a list as a default argument, which the forward appends to"""
+
+    class Writes(Parts):
+        def forward(self, x, seen=[]):  # noqa: B006
+            x = self.stem(x)
+            seen.append(1.0)
+            for part in self.parts:
+                x = part(x)
+            return self.head(x) * (1 + 0.01 * len(seen))
+
+    return Writes(parts)
+
+
+@forward(refused=r"seen")
+def default_list_written_in_the_loop(parts: list[nn.Module]) -> nn.Module:
+    """a list as a default argument, which every block appends to"""
+
+    class Writes(Parts):
+        def forward(self, x, seen=[]):  # noqa: B006
+            x = self.stem(x)
+            for part in self.parts:
+                seen.append(x.detach().mean())
+                x = part(x)
+            return self.head(x) + sum(seen)
+
+    return Writes(parts)
+
+
+@forward(refused=r"seen")
+def default_dictionary_written(parts: list[nn.Module]) -> nn.Module:
+    """a dictionary as a default argument, in which the forward counts"""
+
+    class Writes(Parts):
+        def forward(self, x, seen={"calls": 0}):  # noqa: B006
+            x = self.stem(x)
+            for part in self.parts:
+                x = part(x)
+            seen["calls"] += 1
+            return self.head(x) / seen["calls"]
+
+    return Writes(parts)
+
+
+@forward(refused=r"seen")
+def default_of_a_method_written(parts: list[nn.Module]) -> nn.Module:
+    """a list as a default argument of a method, which it appends to"""
+
+    class Writes(Parts):
+        def pre(self, x, seen=[]):  # noqa: B006
+            seen.append(0.01)
+            return self.stem(x) * (1 + sum(seen))
+
+        def forward(self, x):
+            x = self.pre(x)
+            for part in self.parts:
+                x = part(x)
+            return self.head(x)
+
+    return Writes(parts)
+
+
+@forward(refused=r"seen")
+def default_written_through_an_alias(parts: list[nn.Module]) -> nn.Module:
+    """a list as a default argument, which is written under another name"""
+
+    class Writes(Parts):
+        def forward(self, x, seen=[]):  # noqa: B006
+            notes = seen
+            x = self.stem(x)
+            for part in self.parts:
+                x = part(x)
+                notes += [0.01]
+            return self.head(x) * (1 + sum(seen))
+
+    return Writes(parts)
+
+
+@forward()
+class DefaultRead(Parts):
+    """a list and a dictionary as default arguments, which nobody writes"""
+
+    def forward(self, x, scales=[0.5, 1.5], shifts={"in": 0.25}):  # noqa: B006
+        x = self.stem(x) * scales[0] + shifts["in"]
+        for part in self.parts:
+            x = part(x)
+        return self.head(x) * scales[1]
