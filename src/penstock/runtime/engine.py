@@ -74,7 +74,6 @@ class Engine:
         self._executors: dict[bool, list[Executor]] = {}
         self._step = 0
         self._status: Literal["idle", "stepping", "failed"] = "idle"
-        self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
         if world is not None:
@@ -137,80 +136,72 @@ class Engine:
             )  # so that close does not wait again
             raise
 
-    @contextmanager
-    def step(self, trains: bool) -> Iterator[None]:
-        """Return a context for one step: split the batch in it, then call `run`. Errors before `run` go to all ranks.
+    def run_step(
+        self,
+        options: StepOptions,
+        split: Callable[[], LocalBatch],
+        check: Callable[[LocalBatch], None] | None = None,
+    ) -> list[Work]:
+        """Run one step on this process's ranks, and return their work with its results.
 
         Args:
-            trains: True for a training step, False for an evaluation.
+            options: options of the step.
+            split: function that returns this pipeline's share of the batch; an error in it goes to all ranks.
+            check: function of the share, called once all ranks have done the step (default None).
 
         Raises:
-            PenstockError: if a step is under way, or a rank added to gradients after a failed step (`LateRanks`).
+            PenstockError: if a step is under way, the step fails on any rank (see `Executor.run`), or a rank added to
+                gradients after a failed step (`LateRanks`).
             ReplicaError: if copies of a parameter or buffer differ; every rank raises it.
             StageError: if no loss has a graph although there is something to train.
         """
+        trains = options.trains
         if self._status == "stepping":
             raise PenstockError(
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
                 "a hook, the loss function or another thread; call it between two steps"
             )
         with self.calling("pipe.step()" if trains else "pipe.evaluate()"):
-            yield from self._stepping(trains)
-
-    def _stepping(self, trains: bool) -> Iterator[None]:
-        self._require_idle(trains)
-        self._copies.sync_parameters()
-        self._step += 1
-        self._status = "stepping"
-        self._works = None
-        executors = self._prepare(trains)
-        splitting = False
-        try:
-            with self._timeout_of_step(trains):
-                self._copies.before_step(trains, self.wait_for_parameters)
-                splitting = True
-                yield
-        except BaseException as error:
-            if splitting and self._works is None and self._world is not None and isinstance(error, Exception):
-                for executor in executors:
-                    executor.refuse(self._step, error)
-            if trains and self._rank_threads is not None:
-                self._late.note(executors, self._rank_threads.at_work)
-            self._copies.restore()
-            if self._world is None:
-                # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
-                self._executors.clear()
-            self._works = None
-            raise
-        finally:
-            self._status = "failed"  # a step that succeeded continues with the next line
-        self._status = "idle"
-        self._conclude(executors)
-
-    def run(self, batch: LocalBatch, options: StepOptions) -> list[Work]:
-        """Run the step whose context is open; raises what `Executor.run` raises.
-
-        Args:
-            batch: batch of this pipeline.
-            options: options of the step.
-
-        Returns:
-            The work of each rank of this process, with its results.
-
-        Raises:
-            PenstockError: if the step fails on any rank; see `Executor.run`.
-        """
-        executors = self._executors[options.trains]
-        self._works = works = [Work(batch, options) for _ in self.local_ranks]
-        self._run_step(executors, works)
-        self._copies.after_step(options.trains)
-        return works
-
-    def _conclude(self, executors: list[Executor]) -> None:
-        assert self._works is not None
-        works, self._works = self._works, None
-        require_graph(reduce(or_, (work.flags for work in works)), self._step)
-        self._traced = executors
+            # 1. May a step run, and are the copies of modules and parameters the same?
+            self._require_idle(trains)
+            self._copies.sync_parameters()
+            self._step += 1
+            self._status = "stepping"
+            executors = self._prepare(trains)
+            works: list[Work] = []
+            try:
+                with self._timeout_of_step(trains):
+                    self._copies.before_step(trains, self.wait_for_parameters)
+                    # 2. The batch, and each rank's share of the work.
+                    try:
+                        batch = split()
+                    except Exception as error:
+                        if self._world is not None:  # the others wait for this rank's messages
+                            for executor in executors:
+                                executor.refuse(self._step, error)
+                        raise
+                    works = [Work(batch, options) for _ in self.local_ranks]
+                    # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
+                    self._run_ranks(executors, works)
+                    # 4. What the step did to buffers reaches all copies.
+                    self._copies.after_step(trains)
+                    if check is not None:
+                        check(batch)
+            except BaseException:
+                if trains and self._rank_threads is not None:
+                    self._late.note(executors, self._rank_threads.at_work)
+                self._copies.restore()
+                if self._world is None:
+                    # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
+                    self._executors.clear()
+                raise
+            finally:
+                self._status = "failed"  # a step that succeeded continues with the next line
+            self._status = "idle"
+            # 5. Did anything train?
+            require_graph(reduce(or_, (work.flags for work in works)), self._step)
+            self._traced = executors
+            return works
 
     def _require_idle(self, trains: bool) -> None:
         if self._rank_threads is not None:
@@ -220,7 +211,7 @@ class Engine:
         if self._world is None and self._fixed is not None:
             self._fixed.check(trains)  # in processes the executors check, and send a failure to the others
 
-    def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
+    def _run_ranks(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
         if self._rank_threads is None:
             executors[0].run(self._step, works[0])
             return

@@ -26,7 +26,7 @@ from penstock.runtime.batch.splitter import (
     require_no_graph,
     require_reduction,
 )
-from penstock.runtime.batch.work import StepOptions
+from penstock.runtime.batch.work import LocalBatch, StepOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
@@ -432,17 +432,21 @@ class Pipeline(PipelineModel):
             self.reduce_gradients,
             scaler.scale if scaler is not None and trains else 1.0,
         )
-        with self._random.watching(), self._engine.step(trains):
+
+        def split() -> LocalBatch:
             self._container.require_unchanged()
-            x, y, named = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
+            inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
             if trains:
                 self._require_same_parameters()
-                require_no_graph([*([] if input_grads else [("x", x)]), ("y", y), *named.items()])
-            batch = self._splitter.split(x, y, named, options)
-            works = self._engine.run(batch, options)
-            if trains and self._first_step is not None:
-                self._first_step.run(batch)
-                self._first_step = None
+                given = [] if input_grads else [("x", inputs)]
+                require_no_graph([*given, ("y", target), *others.items()])
+            return self._splitter.split(inputs, target, others, options)
+
+        check = None if self._first_step is None or not trains else self._first_step.run
+        with self._random.watching():
+            works = self._engine.run_step(options, split, check)
+        if trains:
+            self._first_step = None
         self.steps += trains
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
