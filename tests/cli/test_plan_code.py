@@ -18,6 +18,7 @@ from penstock.cli.plan_code import pipeline_code
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
 from penstock.profile.model_profile import of_shape
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.planning import SMALL
 
 CLUSTER = """
@@ -113,16 +114,22 @@ def test_the_lines_have_every_choice_of_the_plan():
     assert pipe.microbatches == 4
 
 
-def test_replicas_are_a_mesh_and_zero_an_optimizer():
-    code = printed(planned("--layout", "pp=1,dp=2,microbatch=1,zero=true"))
-    assert "mesh=penstock.MeshShape(pp=1, dp=2),\n    microbatches=4," in code
-    assert "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)" in code
+def run_lines(rank: int, code: str) -> torch.Tensor | None:
+    torch.set_num_threads(1)
     names: dict[str, Any] = {"model": model(), "loss_fn": LOSS}
     exec(code, names)
     with names["pipe"] as pipe:
         loss = pipe.step(*batch()).loss
         names["optimizer"].step()
-    torch.testing.assert_close(loss, LOSS(model()(batch()[0]), batch()[1]).detach())
+    return loss
+
+
+def test_replicas_are_a_mesh_and_zero_an_optimizer(processes: LocalProcesses):
+    code = printed(planned("--layout", "pp=1,dp=2,microbatch=1,zero=true"))
+    assert "mesh=penstock.MeshShape(pp=1, dp=2),\n    microbatches=4," in code
+    assert "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)" in code
+    for loss in processes.run(2, run_lines, code):
+        torch.testing.assert_close(loss, LOSS(model()(batch()[0]), batch()[1]).detach())
 
 
 def test_the_lines_are_written_to_a_file_on_demand(folder: Path):

@@ -82,7 +82,8 @@ def test_what_fails_at_every_start_is_given_up(tmp_path: Path, config: Config):
         "sys.exit(1)",
     )
     assert supervise(config, restarts=3, command=command, say=said.append) == ExitCode.GAVE_UP
-    assert sorted(starts.read_text().split()) == ["00", "01", "10", "11", "20", "21", "30", "31"]
+    # A rank may be ended before it has written, since the other one has failed.
+    assert {start[0] for start in starts.read_text().split()} == {"0", "1", "2", "3"}
     assert [line for line in said if "failed first" not in line] == [
         *(f"restart {n} of 3 without a newer checkpoint; there is none yet" for n in (1, 2, 3)),
         f"gave up: 3 restart(s) in a row without a newer checkpoint in {tmp_path / 'runs' / 'tiny' / 'checkpoints'}",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import SplitError
-from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import changing_models, own_models
 from tests.support.changing_models import Changing, Criterion, Decided
@@ -22,7 +21,6 @@ LAYOUTS = {
     "three ranks": {"ranks": 3},
     "recompute": {"ranks": 2, "recompute": "full"},
     "stages on two ranks": {"ranks": 2, "schedule": "dualpipe"},
-    "replicas": {"mesh": MeshShape(2, 2)},
 }
 
 
@@ -37,8 +35,7 @@ def losses(net: nn.Module, x: Tensor, y: Tensor, count: int) -> Tensor:
 
 
 def pipeline(net: nn.Module, layout: dict[str, object], loss_fn: object = None) -> penstock.Pipeline:
-    mesh = layout.get("mesh")
-    return penstock.Pipeline(net, loss_fn, microbatches=4 // (1 if mesh is None else mesh.dp), **layout)
+    return penstock.Pipeline(net, loss_fn, microbatches=4, **layout)
 
 
 def compare(change: Callable[[nn.Module], None], layout: dict[str, object]) -> None:
