@@ -226,7 +226,7 @@ class Pipeline(PipelineModel):
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         ends = self.holds_first, self.holds_last
         alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
-        losses = self.reduction, ignore_index_of(loss_fn)
+        losses = self.reduction, ignore_index_of(loss_fn, self.reduction)
         common = (self.device, *losses, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
