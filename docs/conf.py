@@ -63,14 +63,14 @@ napoleon_attr_annotations = True
 
 # Names without an entry. Links to other projects would need their inventories, and with these the network.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|dist|nn|np|npt|numpy|os|pathlib|click|collections|typing|fractions)\..*"),
+    (r"py:.*", r"(torch|dist|nn|np|npt|numpy|os|pathlib|click|collections|contextlib|typing|fractions)\..*"),
     (r"py:.*", r"(Tensor|Optimizer|LRScheduler|DeviceMesh|Path|Callable|Sequence|Mapping|Any|Literal|tuple)"),
     (r"py:class", r"'[\w-]+'"),  # values of a Literal
     (
         r"py:class",
         r"penstock\..*\.(Shards|StageModule|T|Workload|StageCosts|Activity)",
     ),
-    (r"py:class", r"Visit|UnchangedModel"),  # internal, as those above
+    (r"py:class", r"Visit|UnchangedModel|(penstock\.stage\.layers\.)?BatchNames"),  # internal, as those above
 ]
 
 highlight_language = "text"

@@ -117,6 +117,25 @@ def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(f
         assert torch.equal(after, losses)
 
 
+def fail_in_an_evaluation(rank: int, stage: int) -> str:
+    torch.set_num_threads(1)
+    net, _ = failing(stage, 0)
+    # More microbatches than an edge has room for: the first rank waits for the others to take its messages.
+    with Pipeline(net, nn.functional.mse_loss, microbatches=32, ranks=4, timeout=120) as pipe:
+        try:
+            pipe.evaluate(*plain.batch(0, 32))
+        except PenstockError as error:
+            return caught(error)
+    raise AssertionError("the evaluation did not fail")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_raises_in_an_evaluation_frees_the_ranks_that_wait_to_send(processes, stage: int):
+    for rank, text in enumerate(processes.run(4, fail_in_an_evaluation, stage)):
+        assert f"rank {stage}, stage {stage}, microbatch 0, op {stage}F0" in text
+        assert text.startswith("StageError" if rank == stage else "PeerError"), text
+
+
 def each_rank_has_its_end_of_the_batch(rank: int) -> list[str]:
     texts = []
     with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:

@@ -230,7 +230,7 @@ class Pipeline(PipelineModel):
             self.replica,
             self.device,
             self.reduction,
-            ignore_index_of(loss_fn),
+            ignore_index_of(loss_fn, self.reduction),
             self._local.routes,
             *ends,
             self.in_processes and not alone,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -13,15 +13,24 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 
 class _Source:
-    """The other module; a deep copy of the one that reads it, for another thread, reads the same."""
+    """The other module; a deep copy of the one that reads it, for another thread, reads the same.
+
+    `read_instead` gives the memo of a deep copy other modules to read.
+    """
 
     __slots__ = ("module",)
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
+        instead: dict[int, nn.Module] = memo.get(id(_Source), {})
+        return _Source(instead[id(self.module)]) if id(self.module) in instead else self
+
+
+def read_instead(memo: dict[int, Any], modules: Mapping[int, nn.Module]) -> None:
+    """Let deep copies with a memo read other modules: `modules` has them by the id of the one that is read now."""
+    memo[id(_Source)] = modules
 
 
 class Live:
@@ -62,6 +71,14 @@ def source_of(module: Any) -> nn.Module:
     """Return the module whose mode and attributes a module has: itself, unless `live_copy` made it."""
     source = module.__dict__.get("_source")
     return source.module if isinstance(source, _Source) else module
+
+
+def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return (name, value) of a module's attributes that are not torch's; of those that it reads elsewhere, as well."""
+    if (source := source_of(module)) is module:
+        return [(name, value) for name, value in vars(module).items() if name not in INTERNAL]
+    names = [name for name, value in vars(type(module)).items() if isinstance(value, property)]
+    return [(name, getattr(source, name)) for name in names if hasattr(source, name)]
 
 
 def _new_class(

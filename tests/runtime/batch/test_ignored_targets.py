@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import BatchError, ConfigError, NonFiniteError, Pipeline
+from penstock.runtime.batch.splitter import ignore_index_of
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 
@@ -181,3 +183,56 @@ def test_a_language_model_of_transformers_weighs_by_valid_tokens(given: str):
         torch.testing.assert_close(result.loss, loss.detach())
         for name, grad in grads.items():
             torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+PAD = 0
+
+
+class Holding(nn.Module):
+    """A loss that holds its criterion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=PAD)
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.criterion(out.flatten(0, -2), y.flatten())
+
+
+CRITERION = nn.CrossEntropyLoss(ignore_index=PAD)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        Holding(),
+        partial(nn.functional.cross_entropy, ignore_index=PAD),
+        lambda out, y: CRITERION(out, y),
+        CRITERION,
+    ],
+    ids=["module within", "partial", "global", "criterion"],
+)
+def test_the_ignored_index_of_what_a_loss_calls_is_found(loss_fn):
+    assert ignore_index_of(loss_fn, "valid") == PAD
+
+
+def test_an_ignored_index_in_the_source_is_found_or_refused():
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y, ignore_index=PAD)
+
+    def unseen(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y, ignore_index=int(y[0]))
+
+    own = lambda out, y: F.cross_entropy(out, y, ignore_index=-1)  # noqa: E731 - as people write them
+    assert ignore_index_of(loss, "valid") == PAD
+    assert ignore_index_of(own, "mean") == -1
+    with pytest.raises(ConfigError, match="ignore_index"):
+        ignore_index_of(unseen, "valid")
+    with pytest.warns(RuntimeWarning, match="ignore_index"):
+        assert ignore_index_of(unseen, "mean") == -100
+    assert ignore_index_of(lambda out, y: F.cross_entropy(out, y), "valid") == -100
+
+
+def test_classes_that_weigh_differently_are_not_counted():
+    with pytest.raises(ConfigError, match="weighs classes"):
+        ignore_index_of(nn.CrossEntropyLoss(weight=torch.ones(3)), "valid")

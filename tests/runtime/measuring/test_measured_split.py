@@ -47,6 +47,7 @@ def test_processes_choose_the_same_split(processes: LocalProcesses):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:layer '0' has")
 def test_a_heavy_layer_gets_a_stage_of_its_own():
     wide = nn.Sequential(nn.Linear(4, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 4))
     model = nn.Sequential(wide, *[nn.Linear(4, 4) for _ in range(3)])

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError
 from penstock.runtime.batch.digests import batch_digest
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
+from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames
@@ -39,10 +40,53 @@ def require_reduction(reduction: object) -> Reduction:
     )
 
 
-def ignore_index_of(loss_fn: object) -> int:
-    """Return the target that a loss function ignores: its own ``ignore_index``, or -100 as in torch."""
-    index = getattr(loss_fn, "ignore_index", -100)
-    return index if isinstance(index, int) else -100
+def ignore_index_of(loss_fn: object, reduction: object) -> int:
+    """Return the target that a loss function ignores, or -100 as in torch.
+
+    It is the ``ignore_index`` of the function, of a partial's arguments, of a module that it calls, or a number that its
+    source passes on by that keyword.
+
+    Raises:
+        ConfigError: if targets that count are to be counted and the code passes on an ``ignore_index`` of its own, or
+            weighs classes.
+    """
+    found: set[int | None] = set()
+    for part in (*parts_of(loss_fn), *(inner for m in modules_called(loss_fn) for inner in m.modules())):
+        index = part.keywords.get("ignore_index") if isinstance(part, partial) else None
+        index = getattr(part, "ignore_index", None) if index is None else index
+        if isinstance(index, int):
+            found.add(index)
+        if (
+            reduction == "valid"
+            and isinstance(part, nn.CrossEntropyLoss | nn.NLLLoss)
+            and part.weight is not None
+        ):
+            raise ConfigError(
+                "reduction='valid' counts targets, and the loss function weighs classes; give reduction a function from a "
+                "microbatch's target to the sum of its targets' weights"
+            )
+    found = found or passed_numbers(loss_fn, "ignore_index") or {-100}
+    if len(found) == 1 and (only := next(iter(found))) is not None:
+        return only
+    problem = (
+        "the loss function passes an ignore_index on in its code, where its value is not seen"
+        if found == {None}
+        else f"the loss function has {len(found)} different values of ignore_index"
+    )
+    remedy = (
+        "give it an attribute ignore_index (loss_fn.ignore_index = ...), or reduction a function from a microbatch's target "
+        "to the number of its targets that count"
+    )
+    if reduction == "valid":
+        raise ConfigError(f"{problem}, so reduction='valid' cannot count the targets; {remedy}")
+    if reduction == "mean":
+        warnings.warn(
+            f"{problem}. Where microbatches have different numbers of targets that count, the mean of their losses is not "
+            f"the loss of the batch; {remedy}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return -100
 
 
 def _count_valid(ignore_index: int, target: object) -> int:

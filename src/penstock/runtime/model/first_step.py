@@ -14,6 +14,7 @@ from penstock.errors import PenstockError, SplitError, first_line
 from penstock.host import memory
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
+from penstock.runtime.model.loss_reach import modules_called, names_in
 from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
@@ -57,8 +58,10 @@ class FirstStepCheck:
     ) -> None:
         self._layers, self._stages, self._parameters, self._world = layers, stages, parameters, world
         self._own_loss = layers.loss_fn is not None
-        self._loss_fn = layers.loss_fn or loss_fn
         self._checker, self._autocast = checker, autocast
+        inside = {id(module) for module in layers.model.modules()}
+        reaches = not self._own_loss and any(id(module) in inside for module in modules_called(loss_fn))
+        self._loss_reads = names_in(loss_fn) if reaches else set()
 
     def run(self, batch: LocalBatch) -> None:
         """Check the layers, after a step whose gradients no optimizer has used yet; every process of the run calls it.
@@ -150,8 +153,9 @@ class FirstStepCheck:
             }
             value, named = (value.value, value.named) if isinstance(value, StageState) else (value, {})
             check_sample(
-                self._layers.model, self._layers, self._loss_fn, (value, target), named,
-                own_loss=self._own_loss, stages=self._stages, tensors=tensors, autocast=self._autocast,
+                self._layers.model, self._layers, self._layers.loss_fn, (value, target), named,
+                own_loss=self._own_loss, loss_reads=self._loss_reads, stages=self._stages, tensors=tensors,
+                autocast=self._autocast,
             )  # fmt: skip
         except SplitError as error:
             return f"in the first step {error}. No weight was changed", None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.runtime.model.elsewhere import give_values, put_on_meta
+from penstock.runtime.model.loss_reach import modules_called
 from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
-from penstock.stage.own_model.loss_piece import OwnLoss
 
 
 class PipelineModel:
@@ -202,31 +199,19 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
     """
     modes = [
         (inner, inner.training)
-        for module in dict.fromkeys((*modules, *_modules_called(loss_fn)))
+        for module in dict.fromkeys((*modules, *modules_called(loss_fn)))
         for inner in module.modules()
     ]
+    # A module may do more than keep the mode in a train of its own, such as merging weights.
+    own = [(inner, mode) for inner, mode in modes if type(inner).train is not nn.Module.train]
+    for inner, _ in own:
+        inner.train(False)
     for inner, _ in modes:
         inner.training = False
     try:
         yield
     finally:
+        for inner, mode in own:
+            inner.train(mode)
         for inner, mode in modes:
             inner.training = mode
-
-
-def _modules_called(function: object) -> Iterator[nn.Module]:
-    """Return the modules that a function calls, as far as it shows: itself, and its free and global variables."""
-    if isinstance(function, nn.Module):
-        yield function
-    elif isinstance(function, OwnLoss):
-        yield function.module
-    elif isinstance(function, partial):
-        for part in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules_called(part)
-    elif isinstance(function, MethodType):
-        yield from _modules_called(function.__self__)
-        yield from _modules_called(function.__func__)
-    elif isinstance(function, FunctionType):
-        variables = inspect.getclosurevars(function)
-        every = (*variables.nonlocals.values(), *variables.globals.values())
-        yield from (value for value in every if isinstance(value, nn.Module))

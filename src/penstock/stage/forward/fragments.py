@@ -123,7 +123,7 @@ def compiled(flow: Flow) -> Fragment:
         defaults=[],
     )
     definition = ast.FunctionDef(source.tree.name, arguments, [*body, end], [])
-    ast.copy_location(definition, step.statements[0])
+    ast.copy_location(definition, step.statements[0] if step.statements else source.tree)
     code = function_named(factory_of([ast.fix_missing_locations(definition)], source), source.tree.name)
     if lost := sorted(_global_names(code) & _names(step)):
         raise source.refusal(

@@ -416,6 +416,10 @@ class _Chains(ast.NodeTransformer):
             raise self._refuse(node, f"calls {node.func.id}()", "use variables by name")
         if (length := container_length(self.frame, node)) is not None and not self.verbatim:
             return ast.copy_location(ast.Constant(length), node)
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and node.args:
+            owner = self.walk(node.args[0])
+            if owner is not None and owner.kind == "module" and owner.value is not self.frame.module:
+                self.uses.members[owner.path] = node  # as self.NAME.ATTRIBUTE does
         if isinstance(node.func, ast.Attribute):
             receiver = self.walk(node.func.value)
             changes = receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING

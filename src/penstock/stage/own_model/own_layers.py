@@ -258,8 +258,10 @@ def _lines(of_piece: list[Flow]) -> str:
         numbers = [s.lineno for s in flow.step.statements] + [
             s.end_lineno or s.lineno for s in flow.step.statements
         ]
+        if not numbers:  # a round of a loop in which nothing runs
+            continue
         span = (
             f"line {min(numbers)}" if min(numbers) == max(numbers) else f"lines {min(numbers)}-{max(numbers)}"
         )
         spans.append(f"{flow.step.frame.source.owner} {span}")
-    return ", ".join(dict.fromkeys(spans))
+    return ", ".join(dict.fromkeys(spans)) or "nothing"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import SplitError
 from penstock.stage.layers import Layer, is_joint
+from penstock.stage.live import plain_attributes, read_instead
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, set_context
 from penstock.stage.own_model.loss_piece import loss_in
@@ -19,6 +21,7 @@ from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use
 from penstock.stage.values import Message, flatten, leaves_of, pack, unpack
 
 SEED = 0
+_NO_STATE = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 M = TypeVar("M")
 
 
@@ -30,6 +33,7 @@ def check_sample(
     named: Mapping[str, Any],
     *,
     own_loss: bool = True,
+    loss_reads: Collection[str] = (),
     stages: Sequence[int] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     autocast: torch.dtype | None = None,
@@ -43,10 +47,12 @@ def check_sample(
     Args:
         model: the model; it, its gradients and torch's random numbers stay as they are.
         layers: layers of the model.
-        loss_fn: loss of the last layer's output and the target; None to compare the output alone.
+        loss_fn: loss that the model computes, of the last layer's output and the target; None to compare the output, and
+            the gradients of random numbers at it. A loss function of the user's own is not called: it may count its calls.
         sample: the batch, and the target if there is a loss.
         named: keyword arguments.
         own_loss: whether the model takes the target, and returns the loss (default True).
+        loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
         stages: stage of each layer (default: each layer is one).
         tensors: values of parameters and buffers by their names in the model (default: its own).
         autocast: dtype of mixed precision (default None).
@@ -62,25 +68,34 @@ def check_sample(
     casting: AbstractContextManager[Any] = nullcontext()
     if autocast is not None:
         casting = torch.autocast(device.type, dtype=autocast)
-    reference = copies.of(model, "", {})
-    with _same_draws(), _constant(model):
+    memo: dict[int, Any] = {}
+    reference = copies.of(model, "", memo)
+    # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
+    twin = copies.of(model, "", {})
+    instead = {id(m): t for m, t in zip(model.modules(), twin.modules(), strict=True)}
+
+    def run(of: nn.Module = reference) -> Any:
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
         with casting:
-            expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
-            if loss_fn is not None:
-                expected = loss_in(expected) if own_loss else _own(loss_fn)(expected, inputs[1])
+            result = of(*(inputs if own_loss else inputs[:1]), **named_inputs)
+            return result if loss_fn is None else loss_in(result)
+
+    with _same_draws(), _constant(model):
+        expected = run()
         _backward(expected)
+    _require_unset(model, reference, loss_reads)
+    _require_no_shared_state(layers, memo, run)
     expected = _detached(expected)
     gradients = {name: _dense(p.grad) for name, p in reference.named_parameters()}
     names = {id(p): name for name, p in reference.named_parameters()}
     known = {name: names[id(p)] for name, p in reference.named_parameters(remove_duplicate=False)}
-    del reference, names
+    del reference, names, memo, run
     starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
     memos: dict[int, dict[int, Any]] = {}
+    for s in set(stages or range(len(layers))):
+        read_instead(memos.setdefault(s, {}), instead)
     alone = [
-        StageModule(
-            [Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos.setdefault(s, {})))]
-        )
+        StageModule([Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos[s]))])
         for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
     ]
     with _same_draws(), _constant(model):
@@ -88,7 +103,7 @@ def check_sample(
         with casting:
             result = _through(alone, inputs[0], named_inputs)
             if loss_fn is not None:
-                result = _own(loss_fn)(result, inputs[1])
+                result = loss_fn(result, inputs[1])
         _require_equal(type(model).__name__, expected, _detached(result), close)
         _backward(result)
     ours: dict[str, list[nn.Parameter]] = {}
@@ -178,9 +193,81 @@ def _constant(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-def _own(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a loss function whose buffers may change."""
-    return copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+def _require_unset(model: nn.Module, reference: nn.Module, names: Collection[str]) -> None:
+    """Check that a forward does not set attributes that the loss function reads.
+
+    Args:
+        model: the model.
+        reference: its copy, after a forward.
+        names: names of attributes that the loss function reads in the model.
+
+    Raises:
+        SplitError: if a module of the copy has another number or tensor under one of the names; names it.
+    """
+    for (path, module), copied in zip(model.named_modules(), reference.modules(), strict=True):
+        for name in vars(copied).keys() & set(names):
+            before, after = vars(module).get(name), vars(copied)[name]
+            if isinstance(after, int | float | Tensor) and (
+                before is None or _changed({name: before}, {name: after})
+            ):
+                raise SplitError(
+                    f"the loss function reads {name!r}, which the forward of {path or type(model).__name__} sets: in a "
+                    "pipeline it would be that of another microbatch, or be on another rank. Return it from the model's "
+                    "forward, or call penstock.add_loss(name, value) there for a term of the loss"
+                )
+
+
+def _require_no_shared_state(
+    layers: Sequence[Layer], memo: Mapping[int, Any], run: Callable[[], Any]
+) -> None:
+    """Check that the forward changes no object that modules of several layers hold, such as a context that counts.
+
+    Args:
+        layers: layers of the model.
+        memo: the model's objects and their copies, after the forward ran with the copies once.
+        run: function that runs the forward with the copies again. What only the first run changes is a cache.
+
+    Raises:
+        SplitError: if such an object changed; names it.
+    """
+    found: dict[int, tuple[str, Any, set[int]]] = {}
+    for number, layer in enumerate(layers):
+        for inner, module in () if layer.module is None else layer.module.named_modules():
+            for name, value in plain_attributes(module):
+                if hasattr(value, "__dict__") and not isinstance(value, _NO_STATE):
+                    where = ".".join(part for part in (layer.name, inner, name) if part)
+                    found.setdefault(id(value), (where, value, set()))[2].add(number)
+    shared = {
+        where: (value, memo[key])
+        for key, (where, value, numbers) in found.items()
+        if len(numbers) > 1 and key in memo and memo[key] is not value
+    }
+    changed = {w: name for w, (one, other) in shared.items() if (name := _changed(vars(one), vars(other)))}
+    if not changed:
+        return
+    before = {where: dict(vars(shared[where][1])) for where in changed}
+    with _same_draws(), torch.no_grad():
+        run()
+    for where in changed:
+        if name := _changed(before[where], vars(shared[where][1])):
+            raise SplitError(
+                f"{where} is one {type(shared[where][0]).__name__} that several layers have, and the forward changes its "
+                f"{name!r}; layers on other ranks would not see that. Pass the value on as an argument and a result, or "
+                "call penstock.add_loss(name, value) for a term of the loss"
+            )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the name of a number or tensor that has another value; empty if there is none."""
+    for name, value in before.items():
+        other = after.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
+            if value.is_meta or torch.equal(value.detach(), other.detach()):
+                continue
+        elif not isinstance(value, int | float | Tensor) or (type(value) is type(other) and value == other):
+            continue
+        return name
+    return ""
 
 
 def _cloned(value: Any) -> Any:
@@ -212,9 +299,15 @@ def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]
 
 
 def _backward(value: Any) -> None:
+    """Run the backward of a loss, or of outputs with the same random gradients each time: those of ones may cancel."""
     leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    generator = torch.Generator().manual_seed(SEED)
     if leaves:
-        torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+        random = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in leaves]
+        torch.autograd.backward(
+            leaves,
+            [g if leaf.dim() else torch.ones_like(leaf) for g, leaf in zip(random, leaves, strict=True)],
+        )
 
 
 class _Closeness:

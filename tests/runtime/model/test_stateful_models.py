@@ -1,0 +1,123 @@
+"""States in Python that a forward, a loss or a mode has: as in plain PyTorch, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import PenstockError, SplitError
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.stateful_models import (
+    WIDTH,
+    AddingBlock,
+    Counting,
+    CountingLoss,
+    Drawing,
+    Merging,
+    Peeking,
+    Remembering,
+    SharingBlock,
+    SkipsOne,
+    Tower,
+    tower,
+)
+
+M = 4
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    chance = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, WIDTH, generator=chance), torch.randn(8, WIDTH, generator=chance)) for _ in range(3)
+    ]
+
+
+def plainly(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    for x, y in batches():
+        losses = [loss_fn(model(a), b) for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]
+        for loss in losses:
+            (loss / M).backward()
+        found.append(torch.stack(losses).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def piped(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    found = []
+    with penstock.Pipeline(model, loss_fn, ranks=2, microbatches=M) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        for x, y in batches():
+            losses = pipe.step(x, y).losses
+            assert losses is not None
+            found.append(losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, SkipsOne])
+def test_the_first_steps_comparison_moves_no_state_of_the_forward(kind: type[Tower]):
+    for one, other in zip(plainly(tower(kind), F.mse_loss), piped(tower(kind), F.mse_loss), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loss_that_counts_its_calls_is_called_once_for_each_microbatch():
+    loss = CountingLoss()
+    for one, other in zip(plainly(tower(Tower), CountingLoss()), piped(tower(Tower), loss), strict=True):
+        assert torch.equal(one, other)
+    assert loss.calls == 3 * M
+
+
+def test_a_cache_that_blocks_share_is_allowed():
+    expected = plainly(tower(Tower, SharingBlock), F.mse_loss)
+    for one, other in zip(expected, piped(tower(Tower, SharingBlock), F.mse_loss), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_number_that_blocks_share_and_change_is_refused_by_name():
+    with pytest.raises(SplitError, match=r"shared is one Context.*'total'"):
+        piped(tower(Tower, AddingBlock), F.mse_loss)
+
+
+def in_a_process(rank: int) -> str:
+    torch.set_num_threads(1)
+    try:
+        piped(tower(Tower, AddingBlock), F.mse_loss)
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_every_process_refuses_it(processes: LocalProcesses):
+    for text in processes.run(2, in_a_process):
+        assert text.startswith("SplitError")
+        assert "'total'" in text
+
+
+def test_an_evaluation_calls_a_train_of_a_modules_own():
+    model = tower(Tower, Merging)
+    x, y = batches()[0]
+    with penstock.Pipeline(model, F.mse_loss, ranks=2, microbatches=1) as pipe:
+        evaluated = pipe.evaluate(x, y).loss
+        trained = pipe.step(x, y).loss
+    assert trained is not None
+    assert torch.equal(trained, F.mse_loss(model(x), y).detach())
+    assert torch.equal(evaluated, F.mse_loss(model.eval()(x), y).detach())
+
+
+def test_getattr_of_a_module_that_another_layer_calls_is_refused():
+    with pytest.raises(SplitError, match="getattr"):
+        piped(tower(Peeking), F.mse_loss)
+
+
+def test_a_loss_that_reads_what_blocks_keep_is_refused_by_name():
+    model = tower(Tower, Remembering)
+    with pytest.raises(SplitError, match=r"reads 'last'.*blocks\.0"):
+        piped(model, lambda out, y: F.mse_loss(out, y) + sum(block.last for block in model.blocks))
