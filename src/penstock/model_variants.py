@@ -84,8 +84,6 @@ def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int
 
     Args:
         kind: ``model_type``.
-        config: contents of a ``config.json``.
-        layers: number of blocks.
     """
     window = config.get("sliding_window", _WINDOW if kind in _WINDOWED else None)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -21,13 +21,7 @@ OutputKind = Callable[[bytes], str | None]
 
 
 class OutputFile(NamedTuple):
-    """A file that a command is asked to write.
-
-    Attributes:
-        option: option that gives its path, such as ``--html``.
-        path: its path.
-        kind: its kind.
-    """
+    """A file that a command is asked to write."""
 
     option: str
     path: Path
@@ -69,7 +63,6 @@ def signed_kind(command: str, first_line: str) -> OutputKind:
     """Return the kind of texts that a command wrote by `signed` and that have not been edited since.
 
     Args:
-        command: the command, for the message.
         first_line: beginning of each such text.
     """
 

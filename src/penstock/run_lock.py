@@ -29,7 +29,6 @@ def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> It
     """Lock a folder. A missing folder is created, and removed at the end if it is empty.
 
     Args:
-        folder: folder of a run, or of its checkpoints.
         wait: seconds to wait for another holder (default 0). After a restart, the previous process may take a while to die.
         say: function that receives a message when the wait begins, or when the file system has no locks.
 

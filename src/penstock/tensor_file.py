@@ -59,7 +59,6 @@ class StoredFile:
     """A file of tensors.
 
     Attributes:
-        bytes: size in bytes.
         sha256: SHA-256 digest in hexadecimal digits.
     """
 
@@ -87,7 +86,6 @@ def write_tensors(
     """Write a file of tensors and flush it to the disk.
 
     Args:
-        path: path of a new file.
         tensors: tensors by name; those on a GPU are copied one by one.
         metadata: texts for the header, as other programs expect them (default none).
 
@@ -130,7 +128,6 @@ class TensorEntry:
     """A tensor's entry in the header of its file.
 
     Attributes:
-        shape: shape of the tensor.
         dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
         start, stop: range of its bytes in the file.
     """
@@ -145,9 +142,6 @@ class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
     Only the header is read at first. As in `penstock.bounded_io`, all errors are of the operating system's kind.
-
-    Args:
-        path: path of the file.
 
     Attributes:
         entries: entries by name, in the order of their bytes.
@@ -169,7 +163,6 @@ class TensorFile:
         """Read a tensor, or a slice of it along one dimension.
 
         Args:
-            name: name of a tensor in `entries`.
             dim: dimension of the slice (default 0).
             run: start and stop of the slice; None for the whole tensor.
 

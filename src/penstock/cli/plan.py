@@ -228,11 +228,7 @@ def _show(
 def _run_lines(
     model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
 ) -> list[str]:
-    """Write the config of a plan's run; return the lines of text that say how to start it.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
+    """Write the config of a plan's run; return the lines of text that say how to start it."""
     from penstock.cli.plan_config import data_of_run, differences, run_config, run_tables
     from penstock.cli.plan_files import model_tables, start_of_run, write_signed
 
@@ -247,11 +243,7 @@ def _run_lines(
 def _code_lines(
     profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
 ) -> list[str]:
-    """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
+    """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
     from penstock.cli.plan_code import pipeline_code
     from penstock.cli.plan_files import start_of_script, write_signed
 

@@ -16,8 +16,6 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``.
 
     Args:
-        profile: profile of the model.
-        plan: the plan.
         batch: samples of a step, over all replicas.
     """
     from penstock.schedule.text import is_csv

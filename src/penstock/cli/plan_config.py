@@ -25,8 +25,6 @@ def run_tables(
 
     Args:
         tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
-        model: path of the model.
-        plan: the plan.
         sequence, batch: tokens of a sample and samples of a step.
     """
     layout, costs = plan.layout, plan.costs
@@ -67,12 +65,7 @@ def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
 
 
 def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
-    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours.
-
-    Args:
-        config: sections of the config.
-        vocabulary: number of tokens of the model.
-    """
+    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours."""
     source = config["model"].get("path") or config["model"].get("config")
     if config["data"].get("path") or config["data"].get("sources") or not source:
         return None

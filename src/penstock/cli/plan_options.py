@@ -23,7 +23,6 @@ def layout_values_of(
     """Return the values of a layout that ``--layout`` or ``--fix`` give.
 
     Args:
-        layout, fixes, schedules: values of the options.
         others: values of the other options of a search, which must be None beside ``--layout``.
 
     Raises:

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def compare_runs(first: RunView, second: RunView, step: int | None, html: Path | None, as_json: bool) -> None:
-    """Print a comparison of two runs as text or JSON, and write its page if `html` is given.
-
-    Raises:
-        ConfigError: if the steps cannot be compared, or the page cannot be written.
-    """
+    """Print a comparison of two runs as text or JSON, and write its page if `html` is given."""
     from penstock.show.comparison.run_pair import pair_of
 
     pair = pair_of(first, second, step)

@@ -36,13 +36,7 @@ class _TrainCommand(click.Command):
 
 
 def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
-    """Return how to write the key of the config that an unknown option may have meant; None if there is none.
-
-    Args:
-        option: the option.
-        arguments: arguments of the command.
-        similar: options with a similar name.
-    """
+    """Return how to write the key of the config that an unknown option may have meant; None if there is none."""
     from penstock.train.config.config import HINTS
     from penstock.train.config.help.hints import assignments
 

@@ -31,7 +31,6 @@ def measure_device(device: torch.device, ranks: int, budget: float) -> dict[str,
 
     Args:
         device: device to measure; the caller's other ranks measure theirs at the same time, as in a run.
-        ranks: number of ranks that share this machine's memory.
         budget: seconds that one kernel may take to become steady in a pass.
     """
     passes = [_pass(device, budget)]
@@ -77,11 +76,7 @@ def _pass(device: torch.device, budget: float) -> dict[str, Any]:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope, both at least 0, of the line with the least squared relative errors.
-
-    Args:
-        points: (x, y) pairs, with y above 0.
-    """
+    """Return intercept and slope, both at least 0, of the line with the least squared relative errors."""
     rows = [(1 / y, x / y) for x, y in points]
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)

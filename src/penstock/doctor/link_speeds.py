@@ -34,9 +34,6 @@ def measure_links(
     others through the transports of a run. Rounds are repeated until latency and bandwidth agree with the round before.
 
     Args:
-        world: joined world of at least two ranks.
-        machines: machine of every rank.
-        device: device of this rank.
         timeout: seconds that a message may take.
     """
     neighbours = dict.fromkeys((r for r in (world.rank - 1, world.rank + 1) if 0 <= r < world.size), (1, 1))

@@ -105,7 +105,6 @@ def unanswered(world: World, timeout: float, opening: float) -> float:
     """Wait for a message that is never sent, and return how long that took in seconds; every rank calls it.
 
     Args:
-        world: joined world of at least two ranks.
         timeout: seconds after which the wait has to end.
         opening: seconds in which all ranks have to come and connect.
 
@@ -133,7 +132,6 @@ class Edges:
     """Context manager of edges to and from some ranks, in a separate process group.
 
     Args:
-        world: joined world.
         peers: slots and capacity of the edges to and from each rank.
         timeout: seconds in which all ranks have to come and connect.
         wait: seconds that a wait for a message may last (default: `timeout`).

@@ -22,7 +22,6 @@ class Answer(NamedTuple):
 
     Attributes:
         value: result of the check, as JSON holds it; None if it failed.
-        trouble: reason for the failure; empty if there was none.
     """
 
     value: Any
@@ -34,8 +33,6 @@ class Rounds:
 
     Args:
         store: ``torch.distributed`` store that all ranks can reach.
-        rank: rank of this process.
-        size: number of ranks.
         timeout: seconds that a rank may take for one check.
     """
 

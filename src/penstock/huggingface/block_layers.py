@@ -20,7 +20,6 @@ def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
     """Return a module with the parameters, buffers, children, mode and attributes of another.
 
     Args:
-        module: module of the library or the user; it is not changed.
         kind: one of the classes below, whose forward calls the module's.
         extra: attributes of the twin; modules among them become its children.
     """

@@ -129,12 +129,7 @@ def read_config(path: Path) -> Any:
 
 
 def config_from(table: dict[str, Any], path: str | Path) -> Any:
-    """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`.
-
-    Args:
-        table: contents of the file.
-        path: path of the file, for error messages.
-    """
+    """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`."""
     from transformers import CONFIG_MAPPING
 
     kind = str(table.get("model_type"))

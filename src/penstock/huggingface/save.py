@@ -89,10 +89,6 @@ def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]
 def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:
     """Require that the architecture of a config would load all weights.
 
-    Args:
-        shapes: shapes of all weights by their names in files.
-        config: contents of ``config.json``.
-
     Raises:
         ConfigError: if names are missing, unknown, or of another shape; lists all.
     """

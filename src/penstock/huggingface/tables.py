@@ -27,7 +27,6 @@ class Tables:
     """Masks and rotary tables of one model, for the threads of several ranks.
 
     Args:
-        config: config of the model, which determines the form of a mask.
         rotary: module of the library that makes rotary tables; None if the model has none.
         rotary_by_kind: whether that module takes the block's kind of attention.
     """
@@ -51,7 +50,6 @@ class Tables:
         """Return mask, position ids and rotary tables of a block's attention.
 
         Args:
-            kind: kind of the block's attention.
             hidden: hidden state, (batch, sequence, width).
             attention_mask: (batch, sequence), 1 for a token and 0 for padding; or None.
             position_ids: (batch or 1, sequence); None counts from 0.

@@ -81,9 +81,6 @@ def supervise(
         options: more options of ``penstock train``.
         say: function that is called with each message about a failure or restart (default: print to stderr).
 
-    Returns:
-        How the run ended.
-
     Raises:
         ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, this
             machine has too little memory for so many processes, or its Python cannot supervise; nothing has been started.
@@ -122,7 +119,6 @@ class _RestartPolicy:
     """Decision after each failure whether to restart, and from which checkpoint.
 
     Args:
-        run: the run's folder.
         resume: the checkpoint, run or ``auto`` of the first start; empty for a new run.
         restarts: restarts in a row that may fail without a newer complete checkpoint.
     """
@@ -173,7 +169,6 @@ class End:
     """The end of one start.
 
     Attributes:
-        code: exit code for all processes together.
         reason: the rank that failed first, and why; empty if none did.
     """
 
@@ -185,9 +180,6 @@ class Start:
     """One start of all processes.
 
     Args:
-        command: command of each process.
-        ranks: number of processes.
-        attempt: number of starts before this one.
         scratch: folder for the file through which they meet and the files in which they report errors.
     """
 

@@ -38,7 +38,6 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     first one then chooses for all. The degrees of ``[parallel]`` stay as given.
 
     Args:
-        config: a checked config.
         report: function that prints a line; called on the first process alone.
 
     Raises:
@@ -121,8 +120,6 @@ def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config
     """Return a config with a plan's layout.
 
     Args:
-        config: config of the run.
-        layout: layout of the plan.
         counts: number of blocks of every stage, for a split that is not even.
     """
     split: Any = "even" if layout.split == "even" else list(counts)

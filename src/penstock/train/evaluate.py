@@ -38,7 +38,6 @@ class Evaluation:
     """Loss of a model on some data.
 
     Attributes:
-        data: name of the data.
         tokens: number of tokens that were predicted: for completions and chats, the trained ones alone.
         loss: mean loss in nats per token.
         perplexity: exponential of the loss; None if it is too large for a number.

@@ -59,8 +59,6 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        folder: folder of the run.
-        steps: number of optimizer steps done.
         loss: loss of the last step that was not skipped, in nats per token; None if there is none or it is unknown.
         held_out_bits: the model's mean bits per token (a byte, where tokens are bytes) on the held-out samples.
         bigram_bits: a bigram table's mean bits per byte on the same samples; None where tokens are not bytes.
@@ -327,9 +325,6 @@ def build_pipeline(
     """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
 
     Args:
-        config: the config.
-        model: the model.
-        device: device of the stages.
         data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. The first
             batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
 

@@ -64,15 +64,7 @@ class Result:
 
 
 class Trainer:
-    """Trainer for the remaining steps of a run; every process has one.
-
-    Args:
-        run: the components of the run.
-        progress: steps already done.
-
-    Attributes:
-        progress: steps done.
-    """
+    """Trainer for the remaining steps of a run; every process has one."""
 
     def __init__(self, run: TrainingRun, progress: RunProgress) -> None:
         self._run = run
@@ -298,8 +290,6 @@ def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> floa
     """Return the share of the ranks' time in the last step that they spent in neither a forward nor a backward.
 
     Args:
-        pipe: pipeline that has just done a step.
-        run_group: processes of the run; each of them calls this.
         seconds: duration of the step.
     """
     trace = pipe.trace()

@@ -23,8 +23,6 @@ def optim_defaults(
     """Fill in the keys that are not given and whose default depends on the optimizer or the model.
 
     Args:
-        config: the ``[optim]`` section with its general defaults.
-        given: keys that the user gave.
         fine_tunes: whether the run starts from trained weights (``model.path``).
         adapters: whether it trains adapters in place of them (``[lora]``).
 

@@ -25,12 +25,7 @@ def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
 
 
 def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
-    """Return the mean bits per token of y after x, by the counts with one added to each (Laplace).
-
-    Args:
-        counts: result of `bigram_counts`.
-        x, y: tokens and the tokens that follow them, of equal shape.
-    """
+    """Return the mean bits per token of y after x, by the counts with one added to each (Laplace)."""
     smoothed = counts + 1
     surprise = np.log(smoothed.sum(axis=1))[x] - np.log(smoothed)[x, y]
     return float(surprise.mean() / math.log(2))

@@ -73,7 +73,6 @@ class CorpusDigest:
     """A digest of the training files, or of the held-out files.
 
     Attributes:
-        files, tokens: number of files, and of tokens in all of them.
         names: digest of the files' names and sizes in tokens.
         pieces: concatenated digests of pieces of tokens.
         listed: name and number of tokens of each file; empty if there are more than 1,024.

@@ -33,8 +33,6 @@ class RunData:
     """Training and held-out data of a run.
 
     Attributes:
-        training: the training samples.
-        held_out: the held-out batches.
         masked: whether labels may be -100, so that losses are weighted by the others.
         digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
@@ -60,8 +58,6 @@ def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name,
     """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read.
 
     Args:
-        config: a checked config.
-        model: the model to train.
         watch: receiver of the progress of tokenizing (default none).
 
     Raises:
@@ -143,11 +139,6 @@ def mean_loss(pipe: Pipeline, result: StepResult) -> float:
 
 def steps_of(epochs: float, samples: int, data: RunData) -> int:
     """Return the number of steps that see every training sample `epochs` times, the last one maybe once more.
-
-    Args:
-        epochs: passes over the training samples.
-        samples: samples of a step.
-        data: the data of the run.
 
     Raises:
         ConfigError: if these are more steps than a run can have.

@@ -36,7 +36,6 @@ class OpenData:
     """Training and held-out samples of one source, or of several.
 
     Attributes:
-        training, held_out: the samples.
         tokens: training and held-out tokens, for a digest.
         corpus: the training corpus, of a single source of text or tokens; else None.
         text: a file that is one text, not records or tokens; None if there is none.
@@ -55,12 +54,6 @@ class OpenData:
 
 def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int) -> OpenData:
     """Open the data of a run.
-
-    Args:
-        config: the ``[data]`` section.
-        tokenizer: tokenizer of the model.
-        cache: cache of tokenized files.
-        seed: seed of the order of samples.
 
     Raises:
         DataError: if files cannot be read, are not understood, or hold too little.

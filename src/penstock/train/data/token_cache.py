@@ -33,9 +33,7 @@ class TokenCache:
 
     Args:
         folder: folder of the cache; None for a temporary one, which lives as long as this object.
-        tokenizer: tokenizer of the model.
         source: Hugging Face folder of the model, with the chat template; None for a model of Penstock's own.
-        watch: receiver of the progress.
     """
 
     def __init__(

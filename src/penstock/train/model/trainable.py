@@ -37,8 +37,6 @@ class TrainableModel:
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
         loss_fn: function of logits and target that returns the mean loss in nats.
-        vocabulary: number of tokens.
-        tokenizer: conversion between text and tokens.
         valid_tokens: function of a target that returns the number of its tokens that `masked_loss_fn` counts.
         masked_loss_fn: `loss_fn` where targets may be -100, which are not counted.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
@@ -64,7 +62,6 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     """Return the model of a config; its layers are built later.
 
     Args:
-        config: a checked config.
         run: folder of a finished run, whose weights are used if they are in Hugging Face's layout (default None).
 
     Raises:

@@ -31,8 +31,6 @@ class ConfigKey:
     """A key of the config.
 
     Attributes:
-        section: name of its section.
-        key: name in the section.
         default: default as TOML; empty if there is none.
         allowed: allowed values in words.
         meaning: meaning in words, in Markdown.
