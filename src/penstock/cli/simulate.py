@@ -12,9 +12,9 @@ import click
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
+from penstock.counts import describe_size
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, require_outputs
-from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

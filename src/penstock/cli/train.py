@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import outlive_readers
+from penstock.counts import plural
 from penstock.garbage import end_loading
 from penstock.launch.parent_death import follow_launcher
-from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config

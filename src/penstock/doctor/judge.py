@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.counts import plural
 from penstock.plan.cluster import UNSTEADY
-from penstock.plural import plural
 
 PROBLEM, WARNING = "problem", "warning"
 

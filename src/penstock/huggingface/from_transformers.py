@@ -23,10 +23,9 @@ from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
-from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tokens, twin
+from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tables, Tokens, twin
 from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
 from penstock.huggingface.family_of import family_of
-from penstock.huggingface.tables import Tables
 from penstock.model_variants import refused_architecture
 from penstock.stage.layers import BatchNames, Layer
 from penstock.stage.rng.initial import generator_for

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from penstock.counts import plural
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
 from penstock.plan.run_layout import Layout
-from penstock.plural import plural
 from penstock.profile.measured import Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.runtime.measuring.busy_ranks import measure_cluster

@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.errors import ConfigError
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
-from penstock.train.data.bigram import bigram_bits, bigram_counts
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import DataDigest
 from penstock.train.data.samples.batches import Batch, Row, Samples, batch_of, blank
@@ -26,6 +26,7 @@ from penstock.train.model.trainable import TrainableModel, require_readable
 
 CACHE = ".tokens"
 """Folder of tokenized files in ``train.folder``, unless ``data.cache`` names another."""
+_MAX_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,22 @@ def steps_of(epochs: float, samples: int, data: RunData) -> int:
             f"train.epochs {epochs:g} of {data.per_epoch:,} samples take {steps:,} steps; a run has less than {2**31:,}"
         )
     return steps
+
+
+def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
+    """Count the pairs of consecutive tokens, shape (vocabulary, vocabulary), over the first 2^30 tokens at most."""
+    counts = np.zeros(vocabulary * vocabulary, np.int64)
+    read = 0
+    for tokens in corpus.chunks():
+        counts += np.bincount(tokens[:-1] * vocabulary + tokens[1:], minlength=len(counts))
+        read += len(tokens) - 1
+        if read >= _MAX_TOKENS:
+            break
+    return counts.reshape(vocabulary, vocabulary)
+
+
+def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
+    """Return the mean bits per token of y after x, by the counts with one added to each (Laplace)."""
+    smoothed = counts + 1
+    surprise = np.log(smoothed.sum(axis=1))[x] - np.log(smoothed)[x, y]
+    return float(surprise.mean() / math.log(2))
