@@ -13,6 +13,7 @@ from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError
 
 _CHECKSUM = "# Checksum of the lines above: "
+# Of a file that may be replaced: it is read whole to see what it is.
 _MAX_BYTES = 256 * MEGABYTE
 
 

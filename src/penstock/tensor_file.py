@@ -92,6 +92,7 @@ def write_tensors(
     Raises:
         OSError: if the file exists or cannot be written.
     """
+    # Wide dtypes first: every tensor then begins at a multiple of its element's size, without gaps.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -105,6 +106,7 @@ def write_tensors(
         }
         end += size
     text = json.dumps(header).encode()
+    # The data begin at a multiple of 8 behind the 8 bytes of the header's length.
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0
     with open_synced(path) as file:

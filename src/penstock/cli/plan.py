@@ -304,6 +304,7 @@ def sizes(
         if value is not None and not 1 <= value <= 2**31:
             raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
     tables = model_tables(model)
+    # The default batch is the least power of two that has 4 samples for each device.
     of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
     return (
         sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
+# Tokens of a vocabulary of bytes.
 _BYTES = 256
 _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 """Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""

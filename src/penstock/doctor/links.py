@@ -24,6 +24,7 @@ BYTES = 4 << 20
 ALONE = 8
 """Up to so many ranks, one pair is measured at a time; with more, all pairs without a common rank at once."""
 
+# Round trips: small messages to warm up, then the small and the large ones that are measured.
 _WARM, _TRIPS, _LARGE = 5, 25, 3
 _PING, _PONG = 1, 2
 

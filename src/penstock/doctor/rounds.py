@@ -55,6 +55,7 @@ class Rounds:
             answers = self._collect(name)
             self._store.set(f"{name}/all", json.dumps(answers))
         else:
+            # Rank 0 may itself wait `timeout` for the slowest answer before it sends them.
             answers = self._read(f"{name}/all", 2 * self.timeout)
         if answers is None:
             raise PenstockError(
@@ -66,6 +67,7 @@ class Rounds:
         deadline = time.monotonic() + self.timeout
         answers: list[list[Any]] = []
         for rank in range(self.size):
+            # After the deadline, answers that have arrived still count.
             answer = self._read(f"{name}/{rank}", max(0.05, deadline - time.monotonic()))
             if answer is None:
                 answer = {"value": None, "trouble": f"did not answer within {self.timeout:g} s"}
@@ -84,4 +86,5 @@ class Rounds:
         self._store.set(f"left/{self.rank}", "true")
         if self.rank == 0:
             for rank in range(self.size):
+                # A rank that failed never says that it leaves: it may not keep rank 0 for a whole timeout.
                 self._read(f"left/{rank}", min(self.timeout, 5.0))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.huggingface.families import Attention
 from penstock.stage.live import INTERNAL, live_copy
 
+# Tables kept by shape; the least recently used one goes.
 _MAX_ENTRIES = 32
 
 RotaryTables = tuple[Tensor, Tensor] | None

@@ -32,6 +32,7 @@ from penstock.stage.rng.initial import generator_for
 
 _OWN_KERNELS = ("eager", "sdpa")
 """Implementations of attention that are part of transformers and torch."""
+# Far above any model; the library makes lists with an entry a layer from a number that may be damaged.
 _MOST_LAYERS = 10_000
 
 Make = Callable[[str], nn.Module]

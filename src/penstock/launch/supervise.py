@@ -49,6 +49,7 @@ If only stopped ones are left, they are killed at once."""
 STOPPING = 30.0
 """Seconds that the other processes have to end after one has stopped in good order."""
 
+# Seconds between two looks at the processes: far below `GRACE`, and no load.
 _POLL = 0.05
 _FINAL = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NOT_FINITE, ExitCode.STOPPED)
 """Ends of a run that a restart would not change."""
@@ -216,11 +217,13 @@ class Start:
             "WORLD_SIZE": str(self._ranks),
             "LOCAL_WORLD_SIZE": str(self._ranks),
             "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
+            # A new file for each start: an old one has the keys of processes that are gone.
             STORE: str(self._scratch / f"store-{self._attempt}"),
             LAUNCHER: str(os.getpid()),
         }
         ours = {number: signal.getsignal(number) for number in _TORCH_HANDLES}
         try:
+            # It installs torch's own handlers for these signals; ours come back behind it.
             return start_processes(
                 "penstock",
                 self._command[0],
@@ -235,6 +238,7 @@ class Start:
     def _wait(self, pids: dict[int, int], interrupts: Interrupts) -> None:
         passed_on, deadline = False, float("inf")
         while running := self._running(pids):
+            # Once only: a process ends without saving at a second signal.
             if interrupts.asked() and not passed_on:
                 passed_on = True
                 for rank in running:
@@ -243,6 +247,7 @@ class Start:
             now = time.monotonic()
             if failures:
                 deadline = min(deadline, now + (STOPPING if failures == {ExitCode.STOPPED} else GRACE))
+            # A process that is stopped can neither end nor say why, so there is nothing to wait for.
             if now > deadline or (failures and all(is_stopped(pids[rank]) for rank in running)):
                 self._killed.update(running)
                 _kill(pids[rank] for rank in running)
@@ -277,6 +282,7 @@ def _exit_code(pid: int) -> int | None:
     """Return the exit code of a process that has ended, negative for a signal; the process remains to be waited for."""
     if sys.platform == "darwin" and sys.version_info < (3, 13):
         raise AssertionError  # `supervise` has refused
+    # With WNOWAIT the process keeps its id, which `_kill` could otherwise give to a stranger.
     state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if state is None:
         return None

@@ -30,6 +30,7 @@ from penstock.train.loop import build_pipeline
 from penstock.train.model.trainable import TrainableModel, build_model, require_readable
 from penstock.train.report.device import choose_device, sharing_cores
 
+# Tokens of a sample for a Hugging Face folder, whose config has no data.sequence.
 _SEQUENCE = 1024
 
 

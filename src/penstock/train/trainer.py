@@ -91,8 +91,10 @@ class Trainer:
         while self.progress.done < train.steps:
             self._stop_if_asked()
             self.train_step(self.progress.done)
+        # Begun with the last step. It is a collective, so every process has to wait for its end.
         if self._vote is not None:
             self._vote()
+        # No step was left to do, and the last one would have evaluated.
         if math.isnan(self._bits):
             self._evaluate()
         loss = self.progress.loss

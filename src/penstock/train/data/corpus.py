@@ -35,6 +35,7 @@ class StoredTokens(Protocol):
 
 TokensOf = Callable[[Path], StoredTokens]
 
+# Tokens of a chunk, which is all of a corpus that a count over it holds in memory.
 _CHUNK = 1 << 20
 
 

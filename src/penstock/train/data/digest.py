@@ -25,6 +25,7 @@ from penstock.errors import DataError
 PIECES, PIECE = 512, 16_384
 _LISTED = 1024
 _SHOWN = 5
+# Tokens that are read and hashed at once: 8 MiB as int64.
 _AT_ONCE = 1 << 20
 _HEX = 16  # digits of a piece's digest
 

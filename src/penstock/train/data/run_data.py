@@ -144,6 +144,7 @@ def steps_of(epochs: float, samples: int, data: RunData) -> int:
     Raises:
         ConfigError: if these are more steps than a run can have.
     """
+    # Rounded first: 1.1 * 10 is a little more than 11, so that 11 samples a step would make 2 steps.
     steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
     if steps >= 2**31:
         raise ConfigError(
@@ -166,6 +167,7 @@ def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
 
 def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
     """Return the mean bits per token of y after x, by the counts with one added to each (Laplace)."""
+    # Laplace: a pair that was never seen would cost infinitely many bits.
     smoothed = counts + 1
     surprise = np.log(smoothed.sum(axis=1))[x] - np.log(smoothed)[x, y]
     return float(surprise.mean() / math.log(2))

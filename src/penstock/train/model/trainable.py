@@ -166,6 +166,7 @@ def new_adapters(lora: LoraSection) -> Any:
     require_peft()
     from peft import LoraConfig
 
+    # LoRA scales its update by alpha / rank, which is then 2 at every rank.
     alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
     return LoraConfig(
         task_type="CAUSAL_LM",
