@@ -56,7 +56,7 @@ def SCHEDULE(content: bytes) -> str | None:  # noqa: N802 - a kind, like PAGE
 
 
 def signed(text: str) -> str:
-    """Return a text whose last line is a comment with the checksum of the others, by which an edit is noticed."""
+    """Return a text whose last line is a comment with the checksum of the lines above, by which an edit is noticed."""
     return f"{text}{_CHECKSUM}{_checksum(text.encode())}\n"
 
 

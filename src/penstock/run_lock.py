@@ -60,7 +60,7 @@ def may_be_restart() -> bool:
 def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
     path, deadline, announced = folder / LOCK, time.monotonic() + wait, False
     while True:
-        # Each time anew: a holder that ends removes the folder if it is empty.
+        # In every round: a holder that ends removes the folder if it is empty.
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:

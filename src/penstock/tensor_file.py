@@ -121,7 +121,7 @@ def write_tensors(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes: its own memory if it is contiguous and on the CPU, else that of a copy."""
+    """Return a tensor's bytes: its own memory if it is contiguous and on the CPU, else a copy's."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -267,10 +267,10 @@ def layout_values_of(
     """Return the values of a layout that ``--layout`` or ``--fix`` give.
 
     Args:
-        others: values of the other options of a search, which must be None beside ``--layout``.
+        others: values of the other options of a search, which must be None if ``--layout`` is given.
 
     Raises:
-        UsageError: if ``--layout`` is empty, or beside options of a search.
+        UsageError: if ``--layout`` is empty, or given with options of a search.
         ConfigError: if a key or a value is not one of a layout.
     """
     from penstock.plan.run_layout import layout_values

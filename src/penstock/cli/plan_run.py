@@ -1,4 +1,4 @@
-"""A plan beside a run: where its prediction is wrong, and the cluster that corrects it."""
+"""A plan compared with a run: where its prediction is wrong, and the cluster that corrects it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The prediction of a run's step beside what was measured."""
+    """The prediction of a run's step, and what was measured."""
 
     run: Path
     step: int

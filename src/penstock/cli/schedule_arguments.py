@@ -22,7 +22,7 @@ VIRTUAL_STAGES = click.option(
 
 
 def schedule_options(function: Command) -> Command:
-    """Add the options that, beside a name, say which schedule is meant."""
+    """Add the options that say, together with a name, which schedule is meant."""
     for decorate in reversed((
         click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks. A CSV file sets its own."),
         click.option(

@@ -202,7 +202,7 @@ def _schedule(
     name: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
     values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
-    """Return the schedule; a family that adapts to costs, latency and memory gets those of the simulation."""
+    """Return the schedule; a family that adapts to costs, latency and memory gets the simulation's."""
     from penstock.schedule.families import FAMILIES
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.ops import Kind

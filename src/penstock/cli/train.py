@@ -245,7 +245,7 @@ def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> i
 
 
 def _config_file(files: list[str], resume: str | None) -> Path | None:
-    """Return the config on the command line, or that of the run to resume."""
+    """Return the config on the command line, or the config of the run to resume."""
     if resume is not None and resume.endswith(".toml"):
         raise click.UsageError(
             f"--resume must be a run's folder, got {resume}; write  penstock train {resume} --resume"

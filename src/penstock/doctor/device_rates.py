@@ -156,7 +156,7 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
             )
             taken = steady_seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device, budget)  # type: ignore[misc]
             inverse = (1 / rows + 1 / inner + 1 / columns) / 3
-            if not points or launch < _SMALL * taken:  # of the others, the launch is what was measured
+            if not points or launch < _SMALL * taken:  # a smaller product would measure the launch
                 # A multiplication and an addition for each of rows x inner x columns.
                 points.append((inverse, max(taken - launch, _SMALL * taken) / (2 * rows * inner * columns)))
         if not rates:
@@ -216,7 +216,7 @@ def _optimizer_bandwidth(device: torch.device, budget: float) -> float:
 
 
 def _memory(device: torch.device, ranks: int) -> int:
-    """Return a rank's bytes of memory: those of its GPU, or its share of the machine's."""
+    """Return a rank's bytes of memory: its GPU's, or its share of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     memory = host.memory()

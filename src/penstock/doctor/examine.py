@@ -253,7 +253,7 @@ _CHECKS: Mapping[str, tuple[str, str]] = {
 
 
 def _sound(report: Report, check: str, answers: list[Answer]) -> dict[int, Any]:
-    """Return the sound answers by rank; the others become findings."""
+    """Return the sound answers by rank; a failed answer becomes a finding."""
     why, do = _CHECKS[check]
     for rank, answer in enumerate(answers):
         if answer.trouble:

@@ -1,6 +1,6 @@
 """Table of model families of Hugging Face transformers: the names of their modules, one row a family.
 
-The names are those of the library's own ``modeling_*.py``. A family whose forward is that of a row here needs no row:
+The names come from the library's own ``modeling_*.py``. A family with the same forward as a row here needs no row:
 `penstock.huggingface.family_of` finds its modules by the library's pipeline plan.
 """
 

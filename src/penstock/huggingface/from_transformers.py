@@ -239,7 +239,7 @@ def _require_blocks(folder: Path, config: Any, stored: Iterable[str]) -> None:
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Return the name of the head's weight with that of the embedding's, if they are one parameter; else nothing."""
+    """Return the names of the head's and the embedding's weight, if they are one parameter; else nothing."""
     family = family_of(model.config)
     head, embedding = f"{HEAD}.weight", f"{family.embedding}.weight"
     return {head: embedding} if model.get_parameter(head) is model.get_parameter(embedding) else {}

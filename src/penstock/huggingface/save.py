@@ -37,7 +37,7 @@ COPIED_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""Files of the original folder that are copied beside config and weights."""
+"""Files of the original folder that are copied in addition to config and weights."""
 
 
 def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
@@ -128,7 +128,7 @@ def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor],
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Copy those of `COPIED_FILES` that a folder has to another."""
+    """Copy the `COPIED_FILES` that a folder has to another folder."""
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)

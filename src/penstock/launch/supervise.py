@@ -71,7 +71,7 @@ def supervise(
     """Train in one process per rank, and restart all of them from the newest complete checkpoint when one fails.
 
     Call it in the main thread. A signal that asks to stop (see `signals`) is passed on to the processes as SIGTERM; they
-    save and end. A later one ends everything at once. If this process is killed, the others are killed too (on Linux).
+    save and end. A later one ends everything at once. If this process is killed, its processes are killed too (on Linux).
 
     Args:
         config: the run's config; ``[parallel]`` gives the number of processes.
@@ -254,7 +254,7 @@ class Start:
             time.sleep(_POLL)
 
     def _running(self, pids: dict[int, int]) -> list[int]:
-        """Note the exit codes of processes that have ended, and return the ranks of the others."""
+        """Note the exit codes of processes that have ended, and return the ranks that still run."""
         for rank, pid in pids.items():
             if rank not in self._codes and (code := _exit_code(pid)) is not None:
                 self._codes[rank] = code

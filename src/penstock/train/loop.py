@@ -106,7 +106,7 @@ def train(
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
-        callbacks: callbacks beside those that the config names (default none); only the leading process calls them.
+        callbacks: more callbacks than the config names (default none); only the leading process calls them.
 
     Returns:
         The outcome on the leading process, None on the others.
@@ -207,7 +207,7 @@ def train(
 
 
 class _Prepared(NamedTuple):
-    """Parts of a run that a process has before its pipeline; `level` is that of its log."""
+    """Parts of a run that a process has before its pipeline; `level` is the level of its log."""
 
     config: Config
     path: Path
@@ -251,7 +251,7 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
 def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
     """Lock the folder if `lock` is given, and create it; for the leader alone."""
     if lock is not None:
-        # A process that has lost the others notices it only when a wait between ranks times out, and then has to end.
+        # A process that has lost its peers notices it only when a wait between ranks times out, and then has to end.
         wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
         lock.enter_context(locked(path, wait=wait, say=to_stderr))
     return run_folder.create(path, config)
@@ -331,7 +331,7 @@ def build_pipeline(
     """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
 
     Args:
-        data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. The first
+        data: data of the run; where targets may be -100, the loss is the mean over all other targets of the batch. The first
             batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
 
     Raises:

@@ -151,7 +151,7 @@ class RunCheckpointer:
         return progress
 
     def _has_weights(self) -> bool:
-        """Return whether the run's folder has its weights; raise if they are not those of this config."""
+        """Return whether the run's folder has its weights; raise if they belong to another config."""
         if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS)):
             return False
         kept = asdict(config_file.load(self._run / "config.toml"))

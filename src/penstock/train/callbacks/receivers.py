@@ -132,7 +132,7 @@ def require_loggers(config: Config) -> None:
 
 
 def find_callbacks(config: Config) -> list[Callback]:
-    """Return new callbacks, those of ``train.loggers`` first; call `require_loggers` before.
+    """Return new callbacks, first the services of ``train.loggers``; call `require_loggers` before.
 
     Raises:
         ConfigError: if a name in ``train.callbacks`` leads to no callback.

@@ -18,7 +18,7 @@ from penstock.train.config.sections.optim_section import OptimConfig
 def decays(name: str, parameter: torch.Tensor) -> bool:
     """Return whether weight decay applies: to matrices, but not to vectors (norms, biases) or embeddings.
 
-    Embeddings are recognized by their names in Penstock's own model and in those of Hugging Face.
+    Embeddings are recognized by their names in Penstock's own model and in Hugging Face models.
     """
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 

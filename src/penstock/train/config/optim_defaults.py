@@ -1,4 +1,4 @@
-"""Defaults of ``[optim]`` that depend on other keys: those of fine-tuning, and those of torch's optimizers."""
+"""Defaults of ``[optim]`` that depend on other keys: for fine-tuning, and for each of torch's optimizers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Files as one long sequence of tokens, read from disk on demand.
 
-The tokens of a text file are its bytes and a 0 that marks its end; those of a ``.npy`` file are its integers. With a
+The tokens of a text file are its bytes and a 0 that marks its end; the tokens of a ``.npy`` file are its integers. With a
 tokenizer, text is encoded once, and its tokens are in a cache on disk.
 """
 
@@ -135,7 +135,7 @@ def open_corpus(files: DataFiles, tokenizer: Tokenizer, cache: TokenCache) -> Co
     """Return files as one corpus.
 
     Args:
-        tokenizer: tokenizer of text files; those of another kind than `HFTokenizer` have their bytes as tokens.
+        tokenizer: tokenizer of text files; without an `HFTokenizer`, their bytes are the tokens.
 
     Raises:
         DataError: if a file cannot be read, is not a list of tokens, or all are empty.

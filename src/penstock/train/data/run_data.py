@@ -34,7 +34,7 @@ class RunData:
     """Training and held-out data of a run.
 
     Attributes:
-        masked: whether labels may be -100, so that losses are weighted by the others.
+        masked: whether labels may be -100, so that losses are weighted by the number of other labels.
         digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
         summary: sizes, for the first line of a run.
@@ -144,7 +144,7 @@ def steps_of(epochs: float, samples: int, data: RunData) -> int:
     Raises:
         ConfigError: if these are more steps than a run can have.
     """
-    # Rounded first: 1.1 * 10 is a little more than 11, so that 11 samples a step would make 2 steps.
+    # Rounded first: 1.1 * 50 is a little more than 55, and would be 56 steps of one sample.
     steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
     if steps >= 2**31:
         raise ConfigError(

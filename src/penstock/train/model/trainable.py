@@ -132,7 +132,7 @@ def _plain_tokenizer(vocabulary: int, end: int | None = None) -> Tokenizer:
 def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -> None:
     """Raise DataError if there are text files but no tokenizer for them.
 
-    A Hugging Face config without tokenizer trains on the bytes of the default text, but not on those of a text of yours.
+    A Hugging Face config without tokenizer trains on the bytes of the default text, but not on the bytes of your own text.
     """
     texts = [path for path in paths if path.suffix != ".npy"]
     if not texts or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):

@@ -1,7 +1,7 @@
 """The log of each process of a run: ``RUN/logs/rank-N.log``.
 
 The library logs to the logger ``penstock`` and prints nothing by itself: programs decide where its lines go. In a run they
-go to a file per process, with those of `warnings`, such as torch's.
+go to a file per process, with the warnings of `warnings`, such as torch's.
 """
 
 from __future__ import annotations
