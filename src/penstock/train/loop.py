@@ -141,7 +141,7 @@ def train(
             with RunCheckpointer(
                 path, config, data.digest, pipe, optimizer, run_group, reporter, calls
             ) as checkpointer:
-                first_lines = [_opening(config, model, path, pipe, device, data)]
+                first_lines = [_opening(config, path, pipe, device, data)]
                 adapters = None if model.adapters is None else str(model.adapters)
                 notes = (
                     adapters,
@@ -386,9 +386,7 @@ def build_pipeline(
     )
 
 
-def _opening(
-    config: Config, model: TrainableModel, path: Path, pipe: Pipeline, device: torch.device, data: RunData
-) -> str:
+def _opening(config: Config, path: Path, pipe: Pipeline, device: torch.device, data: RunData) -> str:
     ranks = describe(shape_of(config.parallel))
     threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} per rank"
     return (
