@@ -14,7 +14,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
-    {"errors", "plural", "garbage", "host", "bounded_io", "atomic", "current_folder"},
+    {"errors", "garbage", "host", "bounded_io", "atomic", "current_folder"},
     {"counts", "encoding", "scratch", "run_lock", "output_files", "model_variants"},
     {"tensor_file"},
     {"schedule", "stage", "parallel", "trace"},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.counts import is_count, require_count
+from penstock.counts import describe_size, is_count, plural, require_count
 from penstock.errors import ConfigError
 
 
@@ -21,3 +21,22 @@ def test_bounds_are_inclusive():
     require_count("batch", 1_000_000, most=1_000_000)
     with pytest.raises(ConfigError, match="batch must be a whole number from 1 to 1,000,000, got 1000001"):
         require_count("batch", 1_000_001, most=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "rank", "0 ranks"),
+        (1, "rank", "1 rank"),
+        (2, "stage", "2 stages"),
+        (1, "process", "1 process"),
+        (3, "process", "3 processes"),
+    ],
+)
+def test_a_noun_follows_its_count(count, noun, text):
+    assert plural(count, noun) == text
+
+
+def test_the_size_of_a_schedule():
+    assert describe_size(1, 2, 1) == "1 rank, 2 stages, 1 microbatch"
+    assert describe_size(2, 1, 8) == "2 ranks, 1 stage, 8 microbatches"

@@ -156,10 +156,10 @@ def test_the_source_distribution_is_the_repository(built: Built, tmp_path: Path)
         "-p",
         "no:cacheprovider",
         "tests/test_atomic.py",
-        "tests/cli/test_first_steps.py",
+        "tests/cli/test_main.py::test_it_names_commands_that_exist",
     ]
     printed = run([*words, "-rA"], source, PYTHONPATH=f"{source / 'src'}{os.pathsep}{source}")
-    assert "PASSED tests/cli/test_first_steps.py" in printed
+    assert "PASSED tests/cli/test_main.py" in printed
 
 
 def test_the_wheel_requires_little(built: Built):

@@ -16,7 +16,7 @@ UNFINISHED = ".unfinished"
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Give errors of writing, which name no file, that of the file."""
+    """Name the file in errors of writing, which name none."""
     try:
         yield
     except OSError as error:
@@ -27,7 +27,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` for a new file, which takes the place of `path` when the block ends.
+    """Yield a path in the folder of `path` for a new file, which takes the place of `path` when the block ends.
 
     If the block raises, the new file is deleted and `path` is unchanged. Only one process at a time may replace a file.
 

@@ -119,7 +119,6 @@ def read_bytes(path: str | Path, max_bytes: int, *, pipes: bool = False) -> byte
     """Read a file.
 
     Args:
-        path: path of the file.
         max_bytes: largest size in bytes; a larger file is refused.
         pipes: whether the file may be a pipe, for example the output of another command.
 

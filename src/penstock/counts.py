@@ -1,4 +1,4 @@
-"""Checks of counts that users give."""
+"""Counts that users give, checked; and counts with their nouns."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def require_count(name: str, value: object, least: int = 1, most: int | None = N
     if not is_count(value, least, most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise ConfigError(f"{name} must be a whole number {bounds}, got {value!r}")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 rank" or "2 ranks"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{count} {noun}{ending}"
+
+
+def describe_size(ranks: int, stages: int, microbatches: int) -> str:
+    """Return the size of a schedule, such as "2 ranks, 4 stages, 8 microbatches"."""
+    return f"{plural(ranks, 'rank')}, {plural(stages, 'stage')}, {plural(microbatches, 'microbatch')}"

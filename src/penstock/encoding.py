@@ -54,6 +54,7 @@ def encode(value: object) -> bytes:
     """
     bodies = _Bodies()
     text = json.dumps(_tagged(value, bodies), separators=(",", ":")).encode()
+    # JSON may end with blanks: they fill it up to where the first tensor begins.
     start = -(_LENGTH.size + len(text)) % _ALIGN
     return b"".join((_LENGTH.pack(len(text) + start), text, b" " * start, *bodies.chunks))
 

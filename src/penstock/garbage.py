@@ -22,5 +22,6 @@ def end_loading() -> None:
 
     What is left out is freed as usual once nothing refers to it, unless it is in a reference cycle.
     """
+    # Moves all objects to a generation that no collection searches.
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -58,6 +58,7 @@ def core_share(limits: CoreLimits, processes: Sequence[CoreLimits]) -> int:
     share = sum(1 / sum(cpu in other.cpus for other in here) for cpu in limits.cpus)
     for group, quota in limits.quotas:
         share = min(share, quota / sum(any(group == one for one, _ in other.quotas) for other in here))
+    # Thirds that add up to a whole core may fall short of it by rounding.
     return max(1, math.floor(share + 1e-9))
 
 
@@ -110,8 +111,10 @@ def memory(root: Path = ROOT) -> Memory | None:
 
 def process_memory() -> tuple[int, int]:
     """Return this process's memory in RAM, and the most that it has had, in bytes."""
+    # macOS counts bytes, Linux KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
+        # Its second number is the pages in RAM.
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return peak, peak

@@ -16,7 +16,7 @@ _REASONS = {
 VARIANT_KEYS = (*_REASONS, "is_causal", "rope_parameters", "rope_scaling")
 """Keys that `refused_variant` reads."""
 _WINDOWED = {"gemma2": 2, "gemma3_text": 6}
-"""Families in which every n-th block attends to all tokens and the others to a window, unless the config says otherwise."""
+"""Families in which every n-th block attends to all tokens and the rest to a window, unless the config says otherwise."""
 _WINDOW = 4096
 
 
@@ -84,8 +84,6 @@ def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int
 
     Args:
         kind: ``model_type``.
-        config: contents of a ``config.json``.
-        layers: number of blocks.
     """
     window = config.get("sliding_window", _WINDOW if kind in _WINDOWED else None)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -13,6 +13,7 @@ from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError
 
 _CHECKSUM = "# Checksum of the lines above: "
+# Of a file that may be replaced: it is read whole to see what it is.
 _MAX_BYTES = 256 * MEGABYTE
 
 
@@ -21,13 +22,7 @@ OutputKind = Callable[[bytes], str | None]
 
 
 class OutputFile(NamedTuple):
-    """A file that a command is asked to write.
-
-    Attributes:
-        option: option that gives its path, such as ``--html``.
-        path: its path.
-        kind: its kind.
-    """
+    """A file that a command is asked to write."""
 
     option: str
     path: Path
@@ -61,7 +56,7 @@ def SCHEDULE(content: bytes) -> str | None:  # noqa: N802 - a kind, like PAGE
 
 
 def signed(text: str) -> str:
-    """Return a text whose last line is a comment with the checksum of the others, by which an edit is noticed."""
+    """Return a text whose last line is a comment with the checksum of the lines above, by which an edit is noticed."""
     return f"{text}{_CHECKSUM}{_checksum(text.encode())}\n"
 
 
@@ -69,7 +64,6 @@ def signed_kind(command: str, first_line: str) -> OutputKind:
     """Return the kind of texts that a command wrote by `signed` and that have not been edited since.
 
     Args:
-        command: the command, for the message.
         first_line: beginning of each such text.
     """
 

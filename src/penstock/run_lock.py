@@ -29,7 +29,6 @@ def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> It
     """Lock a folder. A missing folder is created, and removed at the end if it is empty.
 
     Args:
-        folder: folder of a run, or of its checkpoints.
         wait: seconds to wait for another holder (default 0). After a restart, the previous process may take a while to die.
         say: function that receives a message when the wait begins, or when the file system has no locks.
 
@@ -46,6 +45,7 @@ def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> It
         yield
     finally:
         with suppress(OSError):
+            # Before the lock is released: afterwards the file could be the next holder's.
             (folder / LOCK).unlink()
         os.close(file)
         _remove_empty(created)
@@ -60,6 +60,7 @@ def may_be_restart() -> bool:
 def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
     path, deadline, announced = folder / LOCK, time.monotonic() + wait, False
     while True:
+        # In every round: a holder that ends removes the folder if it is empty.
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:

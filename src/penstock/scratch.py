@@ -25,9 +25,6 @@ class Scratch:
     """A new temporary folder for this user alone, in ``TMPDIR`` or ``/tmp``; a context manager.
 
     Creating one also deletes the folders that killed processes of this user have left.
-
-    Attributes:
-        path: path of the folder.
     """
 
     def __init__(self) -> None:

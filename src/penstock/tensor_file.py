@@ -59,7 +59,6 @@ class StoredFile:
     """A file of tensors.
 
     Attributes:
-        bytes: size in bytes.
         sha256: SHA-256 digest in hexadecimal digits.
     """
 
@@ -87,13 +86,13 @@ def write_tensors(
     """Write a file of tensors and flush it to the disk.
 
     Args:
-        path: path of a new file.
         tensors: tensors by name; those on a GPU are copied one by one.
         metadata: texts for the header, as other programs expect them (default none).
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
+    # Wide dtypes first: every tensor then begins at a multiple of its element's size, without gaps.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -107,6 +106,7 @@ def write_tensors(
         }
         end += size
     text = json.dumps(header).encode()
+    # The data begin at a multiple of 8 behind the 8 bytes of the header's length.
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0
     with open_synced(path) as file:
@@ -121,7 +121,7 @@ def write_tensors(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes: its own memory if it is contiguous and on the CPU, else that of a copy."""
+    """Return a tensor's bytes: its own memory if it is contiguous and on the CPU, else a copy's."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -130,7 +130,6 @@ class TensorEntry:
     """A tensor's entry in the header of its file.
 
     Attributes:
-        shape: shape of the tensor.
         dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
         start, stop: range of its bytes in the file.
     """
@@ -145,9 +144,6 @@ class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
     Only the header is read at first. As in `penstock.bounded_io`, all errors are of the operating system's kind.
-
-    Args:
-        path: path of the file.
 
     Attributes:
         entries: entries by name, in the order of their bytes.
@@ -169,7 +165,6 @@ class TensorFile:
         """Read a tensor, or a slice of it along one dimension.
 
         Args:
-            name: name of a tensor in `entries`.
             dim: dimension of the slice (default 0).
             run: start and stop of the slice; None for the whole tensor.
 

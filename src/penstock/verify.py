@@ -143,6 +143,7 @@ def _rows(
     transports: Sequence[str],
     steps: int,
 ) -> Iterator[Difference]:
+    # The number of threads changes the order of sums, and so the last bits.
     torch.set_num_threads(1)
     plain = {m: _plain(load_target(target), m, steps) for m in microbatches}
     in_float64 = cache(lambda m: _plain(load_target(target), m, steps, torch.float64))

@@ -22,9 +22,9 @@ from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
 from penstock.checkpoint.torch_optimizer import TorchOptimizer
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
+from penstock.counts import plural
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.data.exchange import run_each
-from penstock.plural import plural
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.optim.state import StatefulOptimizer, common
 from penstock.runtime.pipeline import Pipeline

@@ -19,9 +19,9 @@ from penstock.checkpoint.frozen_weights import require_all_weights
 from penstock.checkpoint.read import Reader
 from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
+from penstock.counts import plural
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
-from penstock.plural import plural
 from penstock.stage.layers import prefixes
 from penstock.tensor_file import write_tensors
 

@@ -10,8 +10,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.format.json_values import encode
+from penstock.counts import plural
 from penstock.errors import ConfigError
-from penstock.plural import plural
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named

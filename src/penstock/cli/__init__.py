@@ -14,7 +14,6 @@ from typing import NoReturn
 import click
 
 from penstock import __version__
-from penstock.cli.first_steps import FIRST_STEPS
 from penstock.cli.output import UNWRITTEN, drop_output
 from penstock.errors import (
     ConfigError,
@@ -28,6 +27,26 @@ from penstock.errors import (
 from penstock.garbage import begin_loading
 from penstock.launch.exit_codes import ExitCode, of_signal
 from penstock.launch.parent_death import record_failure
+
+FIRST_STEPS = f"""\
+Penstock {__version__}: train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does.
+
+Train something now: a small decoder on the source of Python, on two ranks, in about 90 s on two cores
+    penstock train train.name=first
+
+See where the time of that run went; runs/first/report.html shows more
+    penstock trace runs/first
+
+Prove that pipelined training equals plain PyTorch
+    penstock verify --ranks 2
+
+Plan a run: the layout of a model on machines, with its time and memory
+    penstock plan runs/first/config.toml --cluster 'h100*8'
+
+All commands: penstock --help; one of them: penstock COMMAND --help. In Python: help("penstock.Pipeline").
+Documentation: README.md and docs/ in Penstock's repository and source distribution.
+"""
+
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",

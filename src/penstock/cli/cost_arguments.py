@@ -28,11 +28,7 @@ _UNITS = {
 
 
 def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
-    """Return the costs that the options give the stages of a placement.
-
-    Raises:
-        ConfigError: if they are no numbers and no file, or the file does not fit.
-    """
+    """Return the costs that the options give the stages of a placement."""
     from penstock.simulate.cost_file import read_costs
     from penstock.simulate.costs import Communication, Costs, Link
 
@@ -50,11 +46,7 @@ def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
 
 
 def parse_bytes(option: str, text: str) -> float:
-    """Return a number of bytes given with or without a unit.
-
-    Raises:
-        ConfigError: if it is none, or not above 0.
-    """
+    """Return a number of bytes given with or without a unit."""
     lower = text.strip().lower()
     unit = next((name for name in _UNITS if lower.endswith(name)), None)
     try:
@@ -69,11 +61,7 @@ def parse_bytes(option: str, text: str) -> float:
 
 
 def stage_bytes(option: str, text: str) -> int | list[int]:
-    """Return bytes with or without a unit, as one number or one per stage.
-
-    Raises:
-        ConfigError: if a number is none.
-    """
+    """Return bytes with or without a unit, as one number or one per stage."""
     try:
         numbers = [
             int(word) if word.strip().isdecimal() else _whole_bytes(option, word) for word in text.split(",")

@@ -85,7 +85,7 @@ def command(
 
 
 def _show(report: Report, *, started: bool) -> None:
-    from penstock.plural import plural
+    from penstock.counts import plural
 
     machines = report.machines
     hosts = len({one["machine"] for one in machines.values()})

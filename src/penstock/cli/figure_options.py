@@ -74,11 +74,7 @@ def require_figure(
 
 
 def write_figure(trace: Trace, figure: FigureFile) -> None:
-    """Write a figure.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
+    """Write a figure."""
     from penstock.show.chrome import write_chrome
     from penstock.show.picture import draw_picture
 

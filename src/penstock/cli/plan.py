@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,6 @@ def command(
     """
     from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable
-    from penstock.cli.plan_options import layout_values_of, sizes, why_untrained
     from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
     from penstock.plan.run_layout import Layout
@@ -228,11 +228,7 @@ def _show(
 def _run_lines(
     model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
 ) -> list[str]:
-    """Write the config of a plan's run; return the lines of text that say how to start it.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
+    """Write the config of a plan's run; return the lines of text that say how to start it."""
     from penstock.cli.plan_config import data_of_run, differences, run_config, run_tables
     from penstock.cli.plan_files import model_tables, start_of_run, write_signed
 
@@ -247,12 +243,8 @@ def _run_lines(
 def _code_lines(
     profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
 ) -> list[str]:
-    """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
-    from penstock.cli.plan_code import pipeline_code
+    """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
+    from penstock.cli.plan_config import pipeline_code
     from penstock.cli.plan_files import start_of_script, write_signed
 
     code = pipeline_code(profile, plan, batch)
@@ -267,3 +259,63 @@ def _code_lines(
 def _indented(name: str, lines: list[str]) -> list[str]:
     """Return lines that begin in the same column, the first one behind a name."""
     return [(name if n == 0 else " " * len(name)) + line for n, line in enumerate(lines)]
+
+
+def layout_values_of(
+    layout: str | None, fixes: tuple[str, ...], schedules: str | None, *others: float | None
+) -> dict[str, Any]:
+    """Return the values of a layout that ``--layout`` or ``--fix`` give.
+
+    Args:
+        others: values of the other options of a search, which must be None if ``--layout`` is given.
+
+    Raises:
+        UsageError: if ``--layout`` is empty, or given with options of a search.
+        ConfigError: if a key or a value is not one of a layout.
+    """
+    from penstock.plan.run_layout import layout_values
+
+    if layout is None:
+        return layout_values(",".join(fixes))
+    if fixes or schedules or any(value is not None for value in others):
+        raise click.UsageError(
+            "--layout predicts one layout; --fix, --schedule, --devices and --search-orders belong to a search"
+        )
+    values = layout_values(layout)
+    if not values:
+        raise click.UsageError(
+            "--layout must have at least one value, as in pp=2,dp=4; leave it out to search"
+        )
+    return values
+
+
+def sizes(
+    model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
+) -> tuple[int, int]:
+    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults.
+
+    Raises:
+        ConfigError: if a given value is out of range.
+    """
+    from penstock.cli.plan_files import model_tables
+    from penstock.plan.prediction import default_sequence
+
+    for name, value in (("--sequence", sequence), ("--batch", batch)):
+        if value is not None and not 1 <= value <= 2**31:
+            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
+    tables = model_tables(model)
+    # The default batch is the least power of two that has 4 samples for each device.
+    of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
+    return (
+        sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),
+        batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
+    )
+
+
+def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
+    """Return why no run can multiply in the dtype that a layout's values and the cluster choose; None if one can."""
+    from penstock.cli.plan_config import why_not_trained
+    from penstock.plan.run_layout import Layout
+    from penstock.plan.stage_costs import dtype_of
+
+    return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))))

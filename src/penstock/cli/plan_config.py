@@ -1,7 +1,8 @@
-"""Config of the run that starts a plan."""
+"""Config of the run that starts a plan; for a model of one's own, Python of its pipeline."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,12 @@ from penstock.show.units import size_text, time_text
 if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction
     from penstock.plan.run_layout import Layout
+    from penstock.profile.model_profile import Profile
+
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
+# Tokens of a vocabulary of bytes.
 _BYTES = 256
 _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 """Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""
@@ -25,8 +29,6 @@ def run_tables(
 
     Args:
         tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
-        model: path of the model.
-        plan: the plan.
         sequence, batch: tokens of a sample and samples of a step.
     """
     layout, costs = plan.layout, plan.costs
@@ -67,12 +69,7 @@ def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
 
 
 def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
-    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours.
-
-    Args:
-        config: sections of the config.
-        vocabulary: number of tokens of the model.
-    """
+    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours."""
     source = config["model"].get("path") or config["model"].get("config")
     if config["data"].get("path") or config["data"].get("sources") or not source:
         return None
@@ -122,3 +119,40 @@ def header(plan: Prediction) -> str:
         f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
         f"# Layout: {plan.layout}\n"
     )
+
+
+def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
+    """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``.
+
+    Args:
+        batch: samples of a step, over all replicas.
+    """
+    from penstock.schedule.text import is_csv
+
+    layout, costs = plan.layout, plan.costs
+    arguments = {
+        "microbatches": str(batch // (layout.dp * layout.microbatch)),
+        "schedule": json.dumps(layout.schedule),
+    }
+    if layout.dp * layout.tp > 1:
+        degrees = f"pp={layout.pp}, dp={layout.dp}" + (f", tp={layout.tp}" if layout.tp > 1 else "")
+        arguments = {"mesh": f"penstock.MeshShape({degrees})", **arguments}
+    else:
+        arguments = {"ranks": str(layout.pp), **arguments}
+    if layout.v is not None and layout.v > 1 and not is_csv(layout.schedule):
+        arguments["virtual_stages"] = str(layout.v)
+    if costs is not None and layout.split != "even":
+        arguments["split"] = str(list(costs.counts))
+    if layout.recompute == "full" or isinstance(layout.recompute, int):
+        arguments["recompute"] = json.dumps(layout.recompute)
+    half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(plan.dtype)
+    if half is not None and (profile.autocast or profile.shape is not None):
+        arguments["autocast"] = half
+    if layout.sequence_parallel:
+        arguments["parallel"] = "penstock.ParallelOptions(sequence_parallel=True)"
+    lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
+    text = f"pipe = penstock.Pipeline(\n    model,\n    loss_fn,\n{lines})\n"
+    if layout.zero and layout.dp > 1:
+        text += "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)\n"
+    imports = "import torch\n\nimport penstock\n" if "torch." in text else "import penstock\n"
+    return f"{header(plan)}{imports}\n{text}"

@@ -18,9 +18,6 @@ def require_writable(out: Path | None, page: Path | None, order: Path | None, in
     """Check the paths of the files before a plan is made.
 
     Args:
-        out: path of the config or the Python; None for none.
-        page: path of the page; None for none.
-        order: path of the searched order; None for none.
         inputs: paths that the command reads, a model's folder among them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A plan beside a run: where its prediction is wrong, and the cluster that corrects it."""
+"""A plan compared with a run: where its prediction is wrong, and the cluster that corrects it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The prediction of a run's step beside what was measured.
-
-    Attributes:
-        run: folder of the run.
-        step: number of the traced step.
-        prediction: prediction of the run's layout.
-        rows: terms of a step.
-        cluster: cluster that the run corrects.
-        sequence, batch: tokens of a sample and samples of a step of the run.
-    """
+    """The prediction of a run's step, and what was measured."""
 
     run: Path
     step: int
@@ -87,9 +78,6 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     """Compare the prediction of a run's step with its metrics and its trace of usual length.
 
     Args:
-        profile: profile of the model that is planned.
-        cluster: cluster to correct.
-        run: folder of the run.
         sequence: tokens of a sample that are planned; None if the run's are.
 
     Raises:

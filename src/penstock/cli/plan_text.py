@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction
     from penstock.profile.model_profile import Profile
 
+# Ranks in the table of memory; of more, the first and the last 8.
 _MAX_ROWS = 16
+# Columns of a console so wide that a table has its natural width, to be compared with the terminal's.
 _WIDEST = 1000
 _OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "ZeRO", "MFU", "recompute", "micro", "v")
 """Columns of the table of plans that a narrow terminal leaves out, the first ones first."""

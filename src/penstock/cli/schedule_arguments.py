@@ -22,7 +22,7 @@ VIRTUAL_STAGES = click.option(
 
 
 def schedule_options(function: Command) -> Command:
-    """Add the options that, beside a name, say which schedule is meant."""
+    """Add the options that say, together with a name, which schedule is meant."""
     for decorate in reversed((
         click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks. A CSV file sets its own."),
         click.option(
@@ -40,11 +40,7 @@ def schedule_options(function: Command) -> Command:
 
 
 def need_counts(name: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
-    """Return the counts that every family needs.
-
-    Raises:
-        ConfigError: if one is missing.
-    """
+    """Return the counts that every family needs."""
     if ranks is None or microbatches is None:
         missing = "--ranks" if ranks is None else "--microbatches"
         raise ConfigError(f"{name} is a family and needs {missing}")
@@ -90,11 +86,7 @@ def find_schedule(
 
 
 def named_values(options: Iterable[str]) -> dict[str, object]:
-    """Parse NAME=VALUE pairs; a value is a number, a list of numbers as in [1,2,3], or a word.
-
-    Raises:
-        ConfigError: if one is not NAME=VALUE.
-    """
+    """Parse NAME=VALUE pairs; a value is a number, a list of numbers as in [1,2,3], or a word."""
     values: dict[str, object] = {}
     for option in options:
         name, equals, text = option.partition("=")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
+from penstock.counts import describe_size
 from penstock.errors import ConfigError
 from penstock.launch.exit_codes import of_signal
-from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget

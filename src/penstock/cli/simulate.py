@@ -12,9 +12,9 @@ import click
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
+from penstock.counts import describe_size
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, require_outputs
-from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -202,7 +202,7 @@ def _schedule(
     name: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
     values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
-    """Return the schedule; a family that adapts to costs, latency and memory gets those of the simulation."""
+    """Return the schedule; a family that adapts to costs, latency and memory gets the simulation's."""
     from penstock.schedule.families import FAMILIES
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.ops import Kind

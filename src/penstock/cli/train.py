@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import outlive_readers
+from penstock.counts import plural
 from penstock.garbage import end_loading
 from penstock.launch.parent_death import follow_launcher
-from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -36,13 +36,7 @@ class _TrainCommand(click.Command):
 
 
 def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
-    """Return how to write the key of the config that an unknown option may have meant; None if there is none.
-
-    Args:
-        option: the option.
-        arguments: arguments of the command.
-        similar: options with a similar name.
-    """
+    """Return how to write the key of the config that an unknown option may have meant; None if there is none."""
     from penstock.train.config.config import HINTS
     from penstock.train.config.help.hints import assignments
 
@@ -251,7 +245,7 @@ def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> i
 
 
 def _config_file(files: list[str], resume: str | None) -> Path | None:
-    """Return the config on the command line, or that of the run to resume."""
+    """Return the config on the command line, or the config of the run to resume."""
     if resume is not None and resume.endswith(".toml"):
         raise click.UsageError(
             f"--resume must be a run's folder, got {resume}; write  penstock train {resume} --resume"

@@ -31,7 +31,6 @@ def measure_device(device: torch.device, ranks: int, budget: float) -> dict[str,
 
     Args:
         device: device to measure; the caller's other ranks measure theirs at the same time, as in a run.
-        ranks: number of ranks that share this machine's memory.
         budget: seconds that one kernel may take to become steady in a pass.
     """
     passes = [_pass(device, budget)]
@@ -77,15 +76,12 @@ def _pass(device: torch.device, budget: float) -> dict[str, Any]:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope, both at least 0, of the line with the least squared relative errors.
-
-    Args:
-        points: (x, y) pairs, with y above 0.
-    """
+    """Return intercept and slope, both at least 0, of the line with the least squared relative errors."""
     rows = [(1 / y, x / y) for x, y in points]
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
     determinant = aa * bb - ab * ab
+    # Below, all points have the same x up to rounding, and the line has no slope to fit.
     if determinant > 1e-12 * aa * bb:
         intercept, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
         if intercept >= 0 and slope >= 0:
@@ -97,10 +93,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def steady_seconds(job: Callable[[], object], device: torch.device, budget: float) -> float:
     """Return the seconds of one call, as the median of blocks of calls that are repeated until two halves of them agree."""
+    # The first calls allocate memory and choose kernels.
     for _ in range(3):
         job()
     calls = 1
     while (took := _block(job, device, calls)) < _BLOCK and calls < 1 << 16:
+        # A fifth more than needed, so that the next block is long enough; no more than four times as many, since the
+        # first blocks tell little.
         calls = min(4 * calls, max(calls + 1, round(1.2 * calls * _BLOCK / max(took, 1e-9))))
     began, blocks = time.perf_counter(), [took]
     while time.perf_counter() - began < budget or len(blocks) < 3:
@@ -157,7 +156,8 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
             )
             taken = steady_seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device, budget)  # type: ignore[misc]
             inverse = (1 / rows + 1 / inner + 1 / columns) / 3
-            if not points or launch < _SMALL * taken:  # of the others, the launch is what was measured
+            if not points or launch < _SMALL * taken:  # a smaller product would measure the launch
+                # A multiplication and an addition for each of rows x inner x columns.
                 points.append((inverse, max(taken - launch, _SMALL * taken) / (2 * rows * inner * columns)))
         if not rates:
             # The largest product is near the limit, beyond which a fit would only follow noise.
@@ -182,6 +182,8 @@ def _attention(device: torch.device, dtype: str, launch: float, budget: float) -
     query = torch.ones(1, heads, sequence, size, dtype=TORCH_DTYPES[dtype], device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
     taken = steady_seconds(lambda: attend(query, query, query, is_causal=True), device, budget)
+    # Two products (scores, weighted values) of 2 FLOPs a term. The launch is measured, too: its noise must not make the
+    # difference vanish.
     return 4 * heads * sequence * sequence * size / max(taken - launch, 0.1 * taken)
 
 
@@ -192,6 +194,7 @@ def _memory_bandwidth(device: torch.device, launch: float, budget: float) -> flo
     for count in sizes:
         left, right, out = (torch.zeros(count, device=device) for _ in range(3))
         taken = steady_seconds(lambda a=left, b=right, c=out: torch.add(a, b, out=c), device, budget)  # type: ignore[misc]
+        # Two tensors are read, and one is written.
         points.append((3 * DTYPE_BYTES["fp32"] * count, max(taken - launch, 0.1 * taken)))
     return statistics.median(size / taken for size, taken in points)
 
@@ -208,11 +211,12 @@ def _optimizer_bandwidth(device: torch.device, budget: float) -> float:
         torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
 
+    # 4 parameters of `count` elements.
     return UPDATE_BYTES * 4 * count / steady_seconds(update, device, budget)
 
 
 def _memory(device: torch.device, ranks: int) -> int:
-    """Return a rank's bytes of memory: those of its GPU, or its share of the machine's."""
+    """Return a rank's bytes of memory: its GPU's, or its share of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     memory = host.memory()

@@ -38,7 +38,6 @@ class Report:
     """Results of all checks, equal on every rank.
 
     Attributes:
-        ranks: number of ranks.
         machines: results of `machine.machine_facts` by rank.
         links: results of `links.measure` by rank: its links to all others.
         clocks: ``offset`` and ``error`` of each rank's wall clock against rank 0's, in seconds.
@@ -71,8 +70,6 @@ def examine_here(ranks: int, folder: Path | None, timeout: float, cluster: Path 
     """Check this machine with processes that are started for it and talk over the loopback interface.
 
     Args:
-        ranks: number of processes, at least 1.
-        folder: folder that will hold runs; None checks no folder.
         timeout: seconds that one check may take.
         cluster: path of a cluster's file to measure and write; None (default) measures none.
 
@@ -105,7 +102,6 @@ def examine_together(
 
     Args:
         world: world that is not joined yet; the environment says where to meet, as launchers set it.
-        folder: folder that will hold runs; None checks no folder.
         timeout: seconds that one check may take.
         cluster: path of a cluster's file to measure, which rank 0 writes; None (default) measures none.
 
@@ -138,7 +134,6 @@ def examine(rounds: Rounds, folder: Path | None, cluster: Path | None = None) ->
 
     Args:
         rounds: rounds of all ranks; if ``torch.distributed`` is not initialised, the environment says how to do that.
-        folder: folder that will hold runs; None checks no folder.
         cluster: path of a cluster's file, measured if there is no problem; None (default) measures none.
 
     Raises:
@@ -258,7 +253,7 @@ _CHECKS: Mapping[str, tuple[str, str]] = {
 
 
 def _sound(report: Report, check: str, answers: list[Answer]) -> dict[int, Any]:
-    """Return the sound answers by rank; the others become findings."""
+    """Return the sound answers by rank; a failed answer becomes a finding."""
     why, do = _CHECKS[check]
     for rank, answer in enumerate(answers):
         if answer.trouble:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.counts import plural
 from penstock.plan.cluster import UNSTEADY
-from penstock.plural import plural
 
 PROBLEM, WARNING = "problem", "warning"
 
@@ -29,9 +29,6 @@ class Finding:
     Attributes:
         level: `PROBLEM` or `WARNING`.
         subject: ``versions``, ``devices``, ``memory``, ``links``, ...
-        what: description, with the ranks.
-        why: reason why it matters.
-        do: way to fix it.
     """
 
     level: str
@@ -46,11 +43,7 @@ Facts = Mapping[int, Mapping[str, Any]]
 
 
 def judge_rates(error: float) -> Iterator[Finding]:
-    """Return a warning if measured rates differed too much from pass to pass to plan by.
-
-    Args:
-        error: ``error`` of the measured cluster.
-    """
+    """Return a warning if measured rates differed too much from pass to pass to plan by."""
     if error > UNSTEADY:
         yield Finding(
             WARNING, "rates", f"the measured rates differ by {error:.0%} from pass to pass",

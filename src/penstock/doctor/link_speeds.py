@@ -18,6 +18,7 @@ from penstock.runtime.workers.world import World
 SIZES = (4, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the messages."""
 
+# Most rounds, and the relative difference of two rounds at which no other one follows.
 _ROUNDS, _AGREE = 6, 0.05
 _TRIP_BYTES = 1 << 24  # bytes that the trips of one size send together, in at most 20 trips
 _REDUCED = 1 << 24  # bytes of the tensor that all ranks reduce
@@ -34,9 +35,6 @@ def measure_links(
     others through the transports of a run. Rounds are repeated until latency and bandwidth agree with the round before.
 
     Args:
-        world: joined world of at least two ranks.
-        machines: machine of every rank.
-        device: device of this rank.
         timeout: seconds that a message may take.
     """
     neighbours = dict.fromkeys((r for r in (world.rank - 1, world.rank + 1) if 0 <= r < world.size), (1, 1))
@@ -66,6 +64,7 @@ def _round(
 ) -> dict[Pair, dict[int, float]]:
     """Measure this rank's link to the next rank and to the previous one, and return those it measured."""
     measured: dict[Pair, dict[int, float]] = {}
+    # Pairs that begin at an even rank, then those that begin at an odd one: no rank is in two at once.
     for parity in (0, 1):
         first = world.rank % 2 == parity
         peer = world.rank + 1 if first else world.rank - 1
@@ -137,5 +136,6 @@ def _reduction(world: World, device: torch.device, latency: float) -> float:
         wait_for(device)
         times.append(time.perf_counter() - began)
     took: float = max(world.all_gather(statistics.median(times[1:])))
+    # A ring reduces in size - 1 steps and hands the sums around in as many; each moves 1/size of the tensor.
     steps = 2 * (world.size - 1)
     return steps * _REDUCED / world.size / max(took - steps * latency / 2, 0.1 * took)

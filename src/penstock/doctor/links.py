@@ -24,6 +24,7 @@ BYTES = 4 << 20
 ALONE = 8
 """Up to so many ranks, one pair is measured at a time; with more, all pairs without a common rank at once."""
 
+# Round trips: small messages to warm up, then the small and the large ones that are measured.
 _WARM, _TRIPS, _LARGE = 5, 25, 3
 _PING, _PONG = 1, 2
 
@@ -105,7 +106,6 @@ def unanswered(world: World, timeout: float, opening: float) -> float:
     """Wait for a message that is never sent, and return how long that took in seconds; every rank calls it.
 
     Args:
-        world: joined world of at least two ranks.
         timeout: seconds after which the wait has to end.
         opening: seconds in which all ranks have to come and connect.
 
@@ -133,7 +133,6 @@ class Edges:
     """Context manager of edges to and from some ranks, in a separate process group.
 
     Args:
-        world: joined world.
         peers: slots and capacity of the edges to and from each rank.
         timeout: seconds in which all ranks have to come and connect.
         wait: seconds that a wait for a message may last (default: `timeout`).

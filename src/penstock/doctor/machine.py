@@ -112,6 +112,7 @@ def cuda_devices() -> tuple[list[dict[str, Any]], str]:
         if count:
             own = torch.device("cuda", own_device(count) % count)
             ones = torch.ones(64, 64, device=own)
+            # 64 x 64 entries, each the sum of 64 ones.
             if float((ones @ ones).sum()) != 64.0**3:
                 return devices, f"{own} computes wrong results"
     except RuntimeError as error:

@@ -35,7 +35,6 @@ class Measurement:
 
     Attributes:
         table: contents of the file; empty if something failed.
-        trouble: (rank, reason) of every failure.
     """
 
     table: Mapping[str, Any]
@@ -59,14 +58,7 @@ def require_writable(path: Path) -> None:
 
 
 def measure_cluster(rounds: Rounds, world: World | None, machines: Sequence[str], path: Path) -> Measurement:
-    """Measure devices and links, and let rank 0 write the file; every rank calls it.
-
-    Args:
-        rounds: rounds of all ranks.
-        world: joined world; None for one rank.
-        machines: machine of every rank.
-        path: path of the file.
-    """
+    """Measure devices and links, and let rank 0 write the file; every rank calls it."""
     nodes = dict.fromkeys(machines)
     sizes = {machines.count(node) for node in nodes}
     if len(sizes) > 1:

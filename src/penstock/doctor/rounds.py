@@ -22,7 +22,6 @@ class Answer(NamedTuple):
 
     Attributes:
         value: result of the check, as JSON holds it; None if it failed.
-        trouble: reason for the failure; empty if there was none.
     """
 
     value: Any
@@ -34,8 +33,6 @@ class Rounds:
 
     Args:
         store: ``torch.distributed`` store that all ranks can reach.
-        rank: rank of this process.
-        size: number of ranks.
         timeout: seconds that a rank may take for one check.
     """
 
@@ -58,6 +55,7 @@ class Rounds:
             answers = self._collect(name)
             self._store.set(f"{name}/all", json.dumps(answers))
         else:
+            # Rank 0 may itself wait `timeout` for the slowest answer before it sends them.
             answers = self._read(f"{name}/all", 2 * self.timeout)
         if answers is None:
             raise PenstockError(
@@ -69,6 +67,7 @@ class Rounds:
         deadline = time.monotonic() + self.timeout
         answers: list[list[Any]] = []
         for rank in range(self.size):
+            # After the deadline, answers that have arrived still count.
             answer = self._read(f"{name}/{rank}", max(0.05, deadline - time.monotonic()))
             if answer is None:
                 answer = {"value": None, "trouble": f"did not answer within {self.timeout:g} s"}
@@ -87,4 +86,5 @@ class Rounds:
         self._store.set(f"left/{self.rank}", "true")
         if self.rank == 0:
             for rank in range(self.size):
+                # A rank that failed never says that it leaves: it may not keep rank 0 for a whole timeout.
                 self._read(f"left/{rank}", min(self.timeout, 5.0))

@@ -1,6 +1,6 @@
 """Table of model families of Hugging Face transformers: the names of their modules, one row a family.
 
-The names are those of the library's own ``modeling_*.py``. A family whose forward is that of a row here needs no row:
+The names come from the library's own ``modeling_*.py``. A family with the same forward as a row here needs no row:
 `penstock.huggingface.family_of` finds its modules by the library's pipeline plan.
 """
 
@@ -19,15 +19,12 @@ class ModelFamily:
     """Names of the modules of a causal language model, and what its forward does between them.
 
     Attributes:
-        embedding: token table.
-        blocks: list of blocks.
         norm: norm before the head, which is ``lm_head`` in all families.
         rotary: module that makes the rotary tables; None if positions are a table.
         positions: table of positions; None if they are rotary.
         dropout: dropout between embedding and first block; None if there is none.
         windows: blocks with sliding-window attention: none, all if the config has a ``sliding_window``, or those that
             the config's ``layer_types`` name.
-        rotary_by_kind: whether blocks with and without a window have different rotary tables.
         capped: whether the config's ``final_logit_softcapping`` bounds the logits.
         stored_head: name of the head in files, if it differs from that in the model.
     """

@@ -23,16 +23,16 @@ from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
-from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tokens, twin
+from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tables, Tokens, twin
 from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
 from penstock.huggingface.family_of import family_of
-from penstock.huggingface.tables import Tables
 from penstock.model_variants import refused_architecture
 from penstock.stage.layers import BatchNames, Layer
 from penstock.stage.rng.initial import generator_for
 
 _OWN_KERNELS = ("eager", "sdpa")
 """Implementations of attention that are part of transformers and torch."""
+# Far above any model; the library makes lists with an entry a layer from a number that may be damaged.
 _MOST_LAYERS = 10_000
 
 Make = Callable[[str], nn.Module]
@@ -129,12 +129,7 @@ def read_config(path: Path) -> Any:
 
 
 def config_from(table: dict[str, Any], path: str | Path) -> Any:
-    """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`.
-
-    Args:
-        table: contents of the file.
-        path: path of the file, for error messages.
-    """
+    """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`."""
     from transformers import CONFIG_MAPPING
 
     kind = str(table.get("model_type"))
@@ -244,7 +239,7 @@ def _require_blocks(folder: Path, config: Any, stored: Iterable[str]) -> None:
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Return the name of the head's weight with that of the embedding's, if they are one parameter; else nothing."""
+    """Return the names of the head's and the embedding's weight, if they are one parameter; else nothing."""
     family = family_of(model.config)
     head, embedding = f"{HEAD}.weight", f"{family.embedding}.weight"
     return {head: embedding} if model.get_parameter(head) is model.get_parameter(embedding) else {}

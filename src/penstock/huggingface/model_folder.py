@@ -32,9 +32,6 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        path: path of the file.
-        name: name of the tensor in the file.
-        shape: shape of the tensor.
         dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
     """
 
@@ -128,9 +125,6 @@ def matched(
     """Return the stored tensor for every name of the model.
 
     Args:
-        folder: folder of the files, for error messages.
-        stored: tensors in the folder, from `stored_tensors`.
-        wanted: shapes of the model's tensors by name.
         tied: pairs of names of one tensor; either name may be missing.
         ignored: regular expressions of names in old files that the model no longer has.
         base: prefix of the inner model's names, which files saved without a head omit.

@@ -37,7 +37,7 @@ COPIED_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""Files of the original folder that are copied beside config and weights."""
+"""Files of the original folder that are copied in addition to config and weights."""
 
 
 def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
@@ -89,10 +89,6 @@ def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]
 def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:
     """Require that the architecture of a config would load all weights.
 
-    Args:
-        shapes: shapes of all weights by their names in files.
-        config: contents of ``config.json``.
-
     Raises:
         ConfigError: if names are missing, unknown, or of another shape; lists all.
     """
@@ -132,7 +128,7 @@ def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor],
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Copy those of `COPIED_FILES` that a folder has to another."""
+    """Copy the `COPIED_FILES` that a folder has to another folder."""
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)

@@ -35,10 +35,7 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
     """Write one process's weights under a temporary name, then rename the file.
 
     Args:
-        folder: folder of the weights.
-        state: weights by name in the whole model.
         part: index of this part, from 0 to parts - 1.
-        parts: number of processes that write.
 
     Raises:
         PenstockError: if the file cannot be written; an earlier file is unchanged.

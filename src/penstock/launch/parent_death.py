@@ -19,6 +19,7 @@ LAUNCHER = "PENSTOCK_LAUNCHER"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch's launchers: the file in which a process reports its failure. torchrun prints it."""
 
+# Of Linux's <sys/prctl.h>; Python has no name for it.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,6 +31,7 @@ def follow_launcher() -> bool:
     Returns:
         True if there is a launcher.
     """
+    # Taken out, so that processes which this one starts do not follow the launcher themselves.
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

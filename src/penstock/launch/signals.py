@@ -52,6 +52,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
+        # `set_wakeup_fd` refuses a descriptor that blocks.
         os.set_blocking(self._writer, False)
         self._thread = Thread(target=self._watch, name="penstock-signals", daemon=True)
         self._thread.start()
@@ -69,6 +70,7 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
+        # The thread reads the end of the pipe and returns; only then may the other end be closed.
         os.close(self._writer)
         self._thread.join()
         os.close(self._reader)

@@ -49,6 +49,7 @@ If only stopped ones are left, they are killed at once."""
 STOPPING = 30.0
 """Seconds that the other processes have to end after one has stopped in good order."""
 
+# Seconds between two looks at the processes: far below `GRACE`, and no load.
 _POLL = 0.05
 _FINAL = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NOT_FINITE, ExitCode.STOPPED)
 """Ends of a run that a restart would not change."""
@@ -70,7 +71,7 @@ def supervise(
     """Train in one process per rank, and restart all of them from the newest complete checkpoint when one fails.
 
     Call it in the main thread. A signal that asks to stop (see `signals`) is passed on to the processes as SIGTERM; they
-    save and end. A later one ends everything at once. If this process is killed, the others are killed too (on Linux).
+    save and end. A later one ends everything at once. If this process is killed, its processes are killed too (on Linux).
 
     Args:
         config: the run's config; ``[parallel]`` gives the number of processes.
@@ -80,9 +81,6 @@ def supervise(
             RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT (0 at the first start).
         options: more options of ``penstock train``.
         say: function that is called with each message about a failure or restart (default: print to stderr).
-
-    Returns:
-        How the run ended.
 
     Raises:
         ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, this
@@ -122,7 +120,6 @@ class _RestartPolicy:
     """Decision after each failure whether to restart, and from which checkpoint.
 
     Args:
-        run: the run's folder.
         resume: the checkpoint, run or ``auto`` of the first start; empty for a new run.
         restarts: restarts in a row that may fail without a newer complete checkpoint.
     """
@@ -173,7 +170,6 @@ class End:
     """The end of one start.
 
     Attributes:
-        code: exit code for all processes together.
         reason: the rank that failed first, and why; empty if none did.
     """
 
@@ -185,9 +181,6 @@ class Start:
     """One start of all processes.
 
     Args:
-        command: command of each process.
-        ranks: number of processes.
-        attempt: number of starts before this one.
         scratch: folder for the file through which they meet and the files in which they report errors.
     """
 
@@ -224,11 +217,13 @@ class Start:
             "WORLD_SIZE": str(self._ranks),
             "LOCAL_WORLD_SIZE": str(self._ranks),
             "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
+            # A new file for each start: an old one has the keys of processes that are gone.
             STORE: str(self._scratch / f"store-{self._attempt}"),
             LAUNCHER: str(os.getpid()),
         }
         ours = {number: signal.getsignal(number) for number in _TORCH_HANDLES}
         try:
+            # It installs torch's own handlers for these signals; ours come back behind it.
             return start_processes(
                 "penstock",
                 self._command[0],
@@ -243,6 +238,7 @@ class Start:
     def _wait(self, pids: dict[int, int], interrupts: Interrupts) -> None:
         passed_on, deadline = False, float("inf")
         while running := self._running(pids):
+            # Once only: a process ends without saving at a second signal.
             if interrupts.asked() and not passed_on:
                 passed_on = True
                 for rank in running:
@@ -251,13 +247,14 @@ class Start:
             now = time.monotonic()
             if failures:
                 deadline = min(deadline, now + (STOPPING if failures == {ExitCode.STOPPED} else GRACE))
+            # A process that is stopped can neither end nor say why, so there is nothing to wait for.
             if now > deadline or (failures and all(is_stopped(pids[rank]) for rank in running)):
                 self._killed.update(running)
                 _kill(pids[rank] for rank in running)
             time.sleep(_POLL)
 
     def _running(self, pids: dict[int, int]) -> list[int]:
-        """Note the exit codes of processes that have ended, and return the ranks of the others."""
+        """Note the exit codes of processes that have ended, and return the ranks that still run."""
         for rank, pid in pids.items():
             if rank not in self._codes and (code := _exit_code(pid)) is not None:
                 self._codes[rank] = code
@@ -285,6 +282,7 @@ def _exit_code(pid: int) -> int | None:
     """Return the exit code of a process that has ended, negative for a signal; the process remains to be waited for."""
     if sys.platform == "darwin" and sys.version_info < (3, 13):
         raise AssertionError  # `supervise` has refused
+    # With WNOWAIT the process keeps its id, which `_kill` could otherwise give to a stranger.
     state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if state is None:
         return None

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from penstock.counts import is_count
+from penstock.counts import is_count, plural
 from penstock.errors import ConfigError, nearest
-from penstock.plural import plural
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.counts import require_count
+from penstock.counts import plural, require_count
 from penstock.errors import ConfigError
 from penstock.plan.assumptions import assumptions
 from penstock.plan.cluster import Cluster, LinkSpeed
@@ -30,7 +30,6 @@ from penstock.plan.stage_costs import (
     stage_costs,
 )
 from penstock.plan.timing import collective_seconds
-from penstock.plural import plural
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from penstock.counts import plural
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
 from penstock.plan.run_layout import Layout
-from penstock.plural import plural
 from penstock.profile.measured import Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.runtime.measuring.busy_ranks import measure_cluster
@@ -27,7 +27,9 @@ from penstock.train.model.precision import autocast_of
 from penstock.train.model.trainable import TrainableModel, build_model
 from penstock.train.report.device import choose_device, sharing_cores
 
+# Most samples of the microbatches that are measured.
 _MAX_ROWS = 8
+# For the measurement, and for the search after it.
 _SECONDS = 20.0
 
 
@@ -38,7 +40,6 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     first one then chooses for all. The degrees of ``[parallel]`` stay as given.
 
     Args:
-        config: a checked config.
         report: function that prints a line; called on the first process alone.
 
     Raises:
@@ -121,8 +122,6 @@ def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config
     """Return a config with a plan's layout.
 
     Args:
-        config: config of the run.
-        layout: layout of the plan.
         counts: number of blocks of every stage, for a split that is not even.
     """
     split: Any = "even" if layout.split == "even" else list(counts)

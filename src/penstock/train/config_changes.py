@@ -1,4 +1,4 @@
-"""Differences between a checkpoint's config and that of the run that resumes from it."""
+"""Differences between the configs of a checkpoint and of the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATHS = ("path", "held_out_path")
 
 
 def config_changes(before: dict[str, Any], config: Config, *, knows_data: bool) -> list[str]:
-    """Return the keys that change a run's numbers and differ from those of a checkpoint, a phrase each.
+    """Return the keys that change a run's numbers and differ from a checkpoint's config, a phrase each.
 
     Args:
         before: config that the checkpoint was saved with, section by section.

@@ -30,6 +30,7 @@ from penstock.train.loop import build_pipeline
 from penstock.train.model.trainable import TrainableModel, build_model, require_readable
 from penstock.train.report.device import choose_device, sharing_cores
 
+# Tokens of a sample for a Hugging Face folder, whose config has no data.sequence.
 _SEQUENCE = 1024
 
 
@@ -38,7 +39,6 @@ class Evaluation:
     """Loss of a model on some data.
 
     Attributes:
-        data: name of the data.
         tokens: number of tokens that were predicted: for completions and chats, the trained ones alone.
         loss: mean loss in nats per token.
         perplexity: exponential of the loss; None if it is too large for a number.

@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from penstock.atomic import write_text
+from penstock.counts import plural
 from penstock.errors import ConfigError, StoppedError
 from penstock.host import to_stderr
 from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
-from penstock.plural import plural
 from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
@@ -29,10 +29,11 @@ from penstock.trace.folder import drop_after
 from penstock.train import run_folder
 from penstock.train.callbacks.callback import Callback, EndEvent, StartEvent, values_of
 from penstock.train.callbacks.callback_list import CallbackList
-from penstock.train.callbacks.find_callbacks import find_callbacks, require_loggers
+from penstock.train.callbacks.receivers import find_callbacks, require_loggers
 from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
+from penstock.train.config.optim_defaults import fine_tuning_note
 from penstock.train.config.resolve import resolve
 from penstock.train.data.run_data import RunData, bigram_baseline, open_data, steps_of, training_batch
 from penstock.train.model.precision import autocast_of
@@ -47,11 +48,16 @@ from penstock.train.report.start_record import keep_start
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces
-from penstock.train.report.update_notes import update_notes
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
 MakeReporter = Callable[[int, bool], Reporter]
+
+_PRECISION = {
+    "bf16": "fp32 weights, bf16 autocast",
+    "bf16-weights": "bf16 weights; fp32 gradients and main weights",
+    "fp16": "fp32 weights, fp16 autocast and a scaled loss",
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,6 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        folder: folder of the run.
-        steps: number of optimizer steps done.
         loss: loss of the last step that was not skipped, in nats per token; None if there is none or it is unknown.
         held_out_bits: the model's mean bits per token (a byte, where tokens are bytes) on the held-out samples.
         bigram_bits: a bigram table's mean bits per byte on the same samples; None where tokens are not bytes.
@@ -102,7 +106,7 @@ def train(
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
-        callbacks: callbacks beside those that the config names (default none); only the leading process calls them.
+        callbacks: more callbacks than the config names (default none); only the leading process calls them.
 
     Returns:
         The outcome on the leading process, None on the others.
@@ -137,11 +141,11 @@ def train(
             with RunCheckpointer(
                 path, config, data.digest, pipe, optimizer, run_group, reporter, calls
             ) as checkpointer:
-                first_lines = [_opening(config, model, path, pipe, device, data)]
+                first_lines = [_opening(config, path, pipe, device, data)]
                 adapters = None if model.adapters is None else str(model.adapters)
                 notes = (
                     adapters,
-                    *update_notes(config, data),
+                    *_update_notes(config, data),
                     default_text_note(config, model),
                     *data.notes,
                     host_advice(),
@@ -203,7 +207,7 @@ def train(
 
 
 class _Prepared(NamedTuple):
-    """Parts of a run that a process has before its pipeline; `level` is that of its log."""
+    """Parts of a run that a process has before its pipeline; `level` is the level of its log."""
 
     config: Config
     path: Path
@@ -247,7 +251,7 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
 def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
     """Lock the folder if `lock` is given, and create it; for the leader alone."""
     if lock is not None:
-        # A process that has lost the others notices it only when a wait between ranks times out, and then has to end.
+        # A process that has lost its peers notices it only when a wait between ranks times out, and then has to end.
         wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
         lock.enter_context(locked(path, wait=wait, say=to_stderr))
     return run_folder.create(path, config)
@@ -327,10 +331,7 @@ def build_pipeline(
     """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
 
     Args:
-        config: the config.
-        model: the model.
-        device: device of the stages.
-        data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. The first
+        data: data of the run; where targets may be -100, the loss is the mean over all other targets of the batch. The first
             batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
 
     Raises:
@@ -385,9 +386,7 @@ def build_pipeline(
     )
 
 
-def _opening(
-    config: Config, model: TrainableModel, path: Path, pipe: Pipeline, device: torch.device, data: RunData
-) -> str:
+def _opening(config: Config, path: Path, pipe: Pipeline, device: torch.device, data: RunData) -> str:
     ranks = describe(shape_of(config.parallel))
     threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} per rank"
     return (
@@ -395,3 +394,25 @@ def _opening(
         f"{plural(config.schedule.microbatches, 'microbatch')}; {data.summary}; "
         f"learning rate up to {config.optim.lr:g}"
     )
+
+
+def _update_notes(config: Config, data: RunData) -> list[str]:
+    """Return sentences about the precision, the samples of a step and the optimizer; none for the defaults."""
+    train, runtime, optim = config.train, config.runtime, config.optim
+    notes = []
+    samples = train.batch * train.accumulate
+    if train.accumulate > 1:
+        notes.append(f"{train.accumulate} batches of {train.batch} samples per step, {samples} in all")
+    if train.epochs:
+        notes.append(f"{train.epochs:g} epochs of {data.per_epoch:,} samples are {train.steps:,} steps")
+    if runtime.precision in _PRECISION:
+        notes.append(f"precision {runtime.precision} ({_PRECISION[runtime.precision]})")
+    if runtime.recompute != "none":
+        notes.append(f"recompute {runtime.recompute}")
+    if runtime.compile != "none":
+        notes.append(f"each {runtime.compile} compiled")
+    if not config.model.path and optim.name != "AdamW":
+        arguments = "".join(f", {key} {value}" for key, value in optim.arguments.items())
+        notes.append(f"{optim.name} with weight decay {optim.weight_decay:g}{arguments}")
+    lines = ["; ".join(notes)] if notes else []
+    return [*lines, fine_tuning_note(optim)] if config.model.path else lines

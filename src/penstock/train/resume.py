@@ -62,15 +62,6 @@ class RunCheckpointer:
     """Checkpointer that saves a run and resumes it; a context manager around the steps.
 
     Every process has one.
-
-    Args:
-        run: folder of the run.
-        config: the resolved config.
-        data: digest of the run's data.
-        pipe, optimizer: pipeline and optimizer to save and load.
-        run_group: processes of the run.
-        reporter: reporter of failed saves and rejected checkpoints.
-        callbacks: callbacks that receive every checkpoint of this process's run, once it is complete.
     """
 
     def __init__(
@@ -160,7 +151,7 @@ class RunCheckpointer:
         return progress
 
     def _has_weights(self) -> bool:
-        """Return whether the run's folder has its weights; raise if they are not those of this config."""
+        """Return whether the run's folder has its weights; raise if they belong to another config."""
         if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS)):
             return False
         kept = asdict(config_file.load(self._run / "config.toml"))

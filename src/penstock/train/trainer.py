@@ -64,15 +64,7 @@ class Result:
 
 
 class Trainer:
-    """Trainer for the remaining steps of a run; every process has one.
-
-    Args:
-        run: the components of the run.
-        progress: steps already done.
-
-    Attributes:
-        progress: steps done.
-    """
+    """Trainer for the remaining steps of a run; every process has one."""
 
     def __init__(self, run: TrainingRun, progress: RunProgress) -> None:
         self._run = run
@@ -99,8 +91,10 @@ class Trainer:
         while self.progress.done < train.steps:
             self._stop_if_asked()
             self.train_step(self.progress.done)
+        # Begun with the last step. It is a collective, so every process has to wait for its end.
         if self._vote is not None:
             self._vote()
+        # No step was left to do, and the last one would have evaluated.
         if math.isnan(self._bits):
             self._evaluate()
         loss = self.progress.loss
@@ -298,8 +292,6 @@ def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> floa
     """Return the share of the ranks' time in the last step that they spent in neither a forward nor a backward.
 
     Args:
-        pipe: pipeline that has just done a step.
-        run_group: processes of the run; each of them calls this.
         seconds: duration of the step.
     """
     trace = pipe.trace()

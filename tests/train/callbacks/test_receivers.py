@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.run import read_run
-from penstock.train.callbacks import find_callbacks
+from penstock.train.callbacks import receivers
 from penstock.train.config.config import from_mapping
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
@@ -77,9 +77,7 @@ def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        find_callbacks, "find_spec", lambda name: None if name == "wandb" else find_spec(name)
-    )
+    monkeypatch.setattr(receivers, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
     with pytest.raises(
         ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock\[wandb\]'"

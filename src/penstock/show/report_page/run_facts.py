@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.counts import plural
 from penstock.errors import PenstockError
 from penstock.plan.cluster import PRESETS, read_cluster
-from penstock.plural import plural
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import read_shape

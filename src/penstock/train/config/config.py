@@ -152,7 +152,7 @@ def _as_in(name: str, value: object) -> str:
 
 
 def _check_model(table: dict[str, Any]) -> None:
-    """Raise if sizes are given beside a Hugging Face model, which brings its own."""
+    """Raise if sizes are given together with a Hugging Face model, which brings its own."""
     sources = [key for key in ("path", "config") if table.get(key)]
     if not sources:
         return

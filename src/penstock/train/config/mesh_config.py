@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.counts import plural
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape, require_fit, require_threads
-from penstock.plural import plural
 from penstock.train.config.fields import axes_of
 from penstock.train.config.sections.layout_section import ParallelConfig
 

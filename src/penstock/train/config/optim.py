@@ -18,7 +18,7 @@ from penstock.train.config.sections.optim_section import OptimConfig
 def decays(name: str, parameter: torch.Tensor) -> bool:
     """Return whether weight decay applies: to matrices, but not to vectors (norms, biases) or embeddings.
 
-    Embeddings are recognized by their names in Penstock's own model and in those of Hugging Face.
+    Embeddings are recognized by their names in Penstock's own model and in Hugging Face models.
     """
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
@@ -29,7 +29,6 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
     With ``parallel.zero``, parameters must then be read through `pipe`.
 
     Args:
-        pipe: pipeline whose parameters to train.
         config: a resolved config, with the number of steps.
     """
     optim, train, precision = config.optim, config.train, config.runtime.precision
@@ -58,8 +57,6 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
 
     Args:
         step: number of the step, from 0 to steps - 1.
-        steps: number of steps of the run.
-        config: ``[optim]`` section, with the warm-up and the last rate.
     """
     warmup = round(config.warmup * steps)
     if step < warmup:

@@ -1,4 +1,4 @@
-"""Defaults of ``[optim]`` that depend on other keys: those of fine-tuning, and those of torch's optimizers."""
+"""Defaults of ``[optim]`` that depend on other keys: for fine-tuning, and for each of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ def optim_defaults(
     """Fill in the keys that are not given and whose default depends on the optimizer or the model.
 
     Args:
-        config: the ``[optim]`` section with its general defaults.
-        given: keys that the user gave.
         fine_tunes: whether the run starts from trained weights (``model.path``).
         adapters: whether it trains adapters in place of them (``[lora]``).
 

@@ -81,11 +81,6 @@ def has_weight_decay(name: str) -> bool:
 def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
     """Check an optimizer and its arguments, by making one for a single number.
 
-    Args:
-        config: the ``[optim]`` section.
-        zero: whether replicas divide the optimizer's state.
-        tp: degree of tensor parallelism.
-
     Raises:
         ConfigError: if the optimizer is unknown or cannot train this layout, or an argument is unknown or out of range.
     """

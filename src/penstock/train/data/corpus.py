@@ -1,6 +1,6 @@
 """Files as one long sequence of tokens, read from disk on demand.
 
-The tokens of a text file are its bytes and a 0 that marks its end; those of a ``.npy`` file are its integers. With a
+The tokens of a text file are its bytes and a 0 that marks its end; the tokens of a ``.npy`` file are its integers. With a
 tokenizer, text is encoded once, and its tokens are in a cache on disk.
 """
 
@@ -35,6 +35,7 @@ class StoredTokens(Protocol):
 
 TokensOf = Callable[[Path], StoredTokens]
 
+# Tokens of a chunk, which is all of a corpus that a count over it holds in memory.
 _CHUNK = 1 << 20
 
 
@@ -43,7 +44,6 @@ class Document:
     """A file, or one end of it.
 
     Attributes:
-        path: path of the file.
         start, stop: range of the file's tokens, without the end mark.
         end_mark: 1 if an end token follows the last one, else 0.
     """
@@ -61,9 +61,7 @@ class Corpus:
     """Documents one after the other, addressed by the position of a token.
 
     Args:
-        documents: the documents, in order.
         tokens_of: function from a path to the file's tokens, one dimension of integers (default: a `TokenFile`).
-        end: end token (default 0).
         files: the files, which say how a document is called (default: by the name alone).
 
     Attributes:
@@ -137,9 +135,7 @@ def open_corpus(files: DataFiles, tokenizer: Tokenizer, cache: TokenCache) -> Co
     """Return files as one corpus.
 
     Args:
-        files: files of text and of tokens.
-        tokenizer: tokenizer of text files; those of another kind than `HFTokenizer` have their bytes as tokens.
-        cache: cache of tokenized files.
+        tokenizer: tokenizer of text files; without an `HFTokenizer`, their bytes are the tokens.
 
     Raises:
         DataError: if a file cannot be read, is not a list of tokens, or all are empty.
@@ -165,8 +161,6 @@ def divide(corpus: Corpus, files: DataFiles, held_out: float) -> tuple[Corpus, C
     depends on nothing else. Of a single file, the end is held out.
 
     Args:
-        corpus: corpus of all files.
-        files: the files.
         held_out: share of the files that is held out, or of the tokens of a single one.
     """
     documents = corpus.documents

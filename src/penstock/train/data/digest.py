@@ -25,6 +25,7 @@ from penstock.errors import DataError
 PIECES, PIECE = 512, 16_384
 _LISTED = 1024
 _SHOWN = 5
+# Tokens that are read and hashed at once: 8 MiB as int64.
 _AT_ONCE = 1 << 20
 _HEX = 16  # digits of a piece's digest
 
@@ -73,7 +74,6 @@ class CorpusDigest:
     """A digest of the training files, or of the held-out files.
 
     Attributes:
-        files, tokens: number of files, and of tokens in all of them.
         names: digest of the files' names and sizes in tokens.
         pieces: concatenated digests of pieces of tokens.
         listed: name and number of tokens of each file; empty if there are more than 1,024.

@@ -23,7 +23,7 @@ _BY_SUFFIX = {
     ".pq": "parquet",
 }
 RECORDS = ("jsonl", "parquet", "datasets")
-"""Formats of records; the others are one sequence of tokens."""
+"""Formats of records; the other formats are one sequence of tokens."""
 
 _PACKED = "zip tar tgz gz bz2 xz zst 7z rar lz4 lzma"
 _TABLES = "csv tsv xls xlsx ods orc avro feather tfrecord db sqlite"

@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.errors import ConfigError
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
-from penstock.train.data.bigram import bigram_bits, bigram_counts
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import DataDigest
 from penstock.train.data.samples.batches import Batch, Row, Samples, batch_of, blank
@@ -26,6 +26,7 @@ from penstock.train.model.trainable import TrainableModel, require_readable
 
 CACHE = ".tokens"
 """Folder of tokenized files in ``train.folder``, unless ``data.cache`` names another."""
+_MAX_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,7 @@ class RunData:
     """Training and held-out data of a run.
 
     Attributes:
-        training: the training samples.
-        held_out: the held-out batches.
-        masked: whether labels may be -100, so that losses are weighted by the others.
+        masked: whether labels may be -100, so that losses are weighted by the number of other labels.
         digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
         summary: sizes, for the first line of a run.
@@ -60,8 +59,6 @@ def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name,
     """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read.
 
     Args:
-        config: a checked config.
-        model: the model to train.
         watch: receiver of the progress of tokenizing (default none).
 
     Raises:
@@ -144,17 +141,33 @@ def mean_loss(pipe: Pipeline, result: StepResult) -> float:
 def steps_of(epochs: float, samples: int, data: RunData) -> int:
     """Return the number of steps that see every training sample `epochs` times, the last one maybe once more.
 
-    Args:
-        epochs: passes over the training samples.
-        samples: samples of a step.
-        data: the data of the run.
-
     Raises:
         ConfigError: if these are more steps than a run can have.
     """
+    # Rounded first: 1.1 * 50 is a little more than 55, and would be 56 steps of one sample.
     steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
     if steps >= 2**31:
         raise ConfigError(
             f"train.epochs {epochs:g} of {data.per_epoch:,} samples take {steps:,} steps; a run has less than {2**31:,}"
         )
     return steps
+
+
+def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
+    """Count the pairs of consecutive tokens, shape (vocabulary, vocabulary), over the first 2^30 tokens at most."""
+    counts = np.zeros(vocabulary * vocabulary, np.int64)
+    read = 0
+    for tokens in corpus.chunks():
+        counts += np.bincount(tokens[:-1] * vocabulary + tokens[1:], minlength=len(counts))
+        read += len(tokens) - 1
+        if read >= _MAX_TOKENS:
+            break
+    return counts.reshape(vocabulary, vocabulary)
+
+
+def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
+    """Return the mean bits per token of y after x, by the counts with one added to each (Laplace)."""
+    # Laplace: a pair that was never seen would cost infinitely many bits.
+    smoothed = counts + 1
+    surprise = np.log(smoothed.sum(axis=1))[x] - np.log(smoothed)[x, y]
+    return float(surprise.mean() / math.log(2))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from penstock.counts import plural
 from penstock.errors import ConfigError, DataError
-from penstock.plural import plural
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.digest import Digestible, Joined
@@ -25,6 +25,7 @@ from penstock.train.data.token_cache import TokenCache
 from penstock.train.data.tokenizer import Tokenizer
 
 _KINDS = {"text": "texts", "completion": "completions", "chat": "chats"}
+# Between the seeds of two sources: so far apart that runs with seeds such as 0, 1, 2 share no order.
 _SEEDS_APART = 1_000_003
 _WASTEFUL = 0.8
 
@@ -36,7 +37,6 @@ class OpenData:
     """Training and held-out samples of one source, or of several.
 
     Attributes:
-        training, held_out: the samples.
         tokens: training and held-out tokens, for a digest.
         corpus: the training corpus, of a single source of text or tokens; else None.
         text: a file that is one text, not records or tokens; None if there is none.
@@ -55,12 +55,6 @@ class OpenData:
 
 def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int) -> OpenData:
     """Open the data of a run.
-
-    Args:
-        config: the ``[data]`` section.
-        tokenizer: tokenizer of the model.
-        cache: cache of tokenized files.
-        seed: seed of the order of samples.
 
     Raises:
         DataError: if files cannot be read, are not understood, or hold too little.

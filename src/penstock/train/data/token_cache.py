@@ -22,7 +22,9 @@ from penstock.train.data.tokenizer import HFTokenizer, Tokenizer
 Watch = Callable[[str, float], None]
 """Function that receives the name of a file that is being tokenized, and the share of all files that is done."""
 
+# Files or records that are encoded together, by several threads.
 _BATCH = 64
+# A file is recognized by at most 64 pieces of 64 KiB, spread evenly, with its size and time of change.
 _PIECES, _PIECE = 64, 1 << 16
 _TEXT = 1 << 24
 """Bytes of a text that are encoded at once; a longer one is divided between lines."""
@@ -33,9 +35,7 @@ class TokenCache:
 
     Args:
         folder: folder of the cache; None for a temporary one, which lives as long as this object.
-        tokenizer: tokenizer of the model.
         source: Hugging Face folder of the model, with the chat template; None for a model of Penstock's own.
-        watch: receiver of the progress.
     """
 
     def __init__(

@@ -29,9 +29,6 @@ _HEADER = 1 << 16  # bytes; numpy refuses headers of more than 10,000 characters
 class TokenFile:
     """The tokens of one file: the integers of a ``.npy`` file, or the bytes of any other; `len` counts them.
 
-    Args:
-        path: path of the file.
-
     Raises:
         DataError: if it cannot be read, or is not a one-dimensional array of integers.
     """

@@ -93,8 +93,6 @@ class HFTokenizer:
     """A tokenizer of Hugging Face's ``tokenizers``, without the special tokens it would add by itself.
 
     Attributes:
-        tokenizer: a ``tokenizers.Tokenizer``.
-        vocabulary: number of tokens of the model.
         end: end-of-text token, which also follows every training file; None where the model has none.
         start: the token of an empty prompt.
         prefix: tokens that the tokenizer puts before every text by itself, such as a start token.
@@ -157,7 +155,6 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
     """Read a ``tokenizer.json``.
 
     Args:
-        path: path of the file.
         vocabulary: number of tokens of the model, larger than every token.
         end: the model's end-of-text token, or None.
         start: the model's first token of a text, or None.

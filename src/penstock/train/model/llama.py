@@ -26,7 +26,6 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
     The input is tokens, int64 of shape (batch, sequence); the output logits, float32 of shape (batch, sequence, vocabulary).
 
     Args:
-        config: ``[model]`` section, with the sizes.
         seed: seed of the initial weights, which depend on it and on the parameter's name only.
     """
 

@@ -1,4 +1,4 @@
-"""Precision of a run: the dtype of the weights, and that of autocast."""
+"""Precision of a run: the dtype of the weights, and autocast's dtype."""
 
 from __future__ import annotations
 

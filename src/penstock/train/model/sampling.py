@@ -24,12 +24,8 @@ def sample_run(folder: Path, sample: SampleConfig | None = None, seed: int | Non
     """Generate text with the weights of a finished run.
 
     Args:
-        folder: the run's folder.
         sample: prompt, length, temperature and top k (default: those of the run's config).
         seed: seed of the draws (default: ``train.seed`` of the run's config).
-
-    Returns:
-        The prompt and the generated text.
 
     Raises:
         ConfigError: if there is no such run, or the prompt is invalid.
@@ -101,7 +97,6 @@ def generate(
 
     Args:
         model: module from tokens (1, n) to logits (1, n, vocabulary).
-        prompt: tokens to start from, at least one.
         length: largest number of tokens to add.
         context: number of last tokens that the model gets.
         temperature: divisor of the logits; 0 takes the likeliest token.

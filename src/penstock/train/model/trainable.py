@@ -12,11 +12,14 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_of
+from penstock.huggingface.adapters.supported import require_peft
 from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
 from penstock.model_variants import require_positions
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
+from penstock.train.config.fields import names_in
+from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
@@ -26,8 +29,9 @@ from penstock.train.data.tokenizer import (
     read_tokenizer,
 )
 from penstock.train.model import llama
-from penstock.train.model.lora import new_adapters
 from penstock.train.model.precision import weights_dtype, with_weights
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,6 @@ class TrainableModel:
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
         loss_fn: function of logits and target that returns the mean loss in nats.
-        vocabulary: number of tokens.
-        tokenizer: conversion between text and tokens.
         valid_tokens: function of a target that returns the number of its tokens that `masked_loss_fn` counts.
         masked_loss_fn: `loss_fn` where targets may be -100, which are not counted.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
@@ -64,7 +66,6 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     """Return the model of a config; its layers are built later.
 
     Args:
-        config: a checked config.
         run: folder of a finished run, whose weights are used if they are in Hugging Face's layout (default None).
 
     Raises:
@@ -131,7 +132,7 @@ def _plain_tokenizer(vocabulary: int, end: int | None = None) -> Tokenizer:
 def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -> None:
     """Raise DataError if there are text files but no tokenizer for them.
 
-    A Hugging Face config without tokenizer trains on the bytes of the default text, but not on those of a text of yours.
+    A Hugging Face config without tokenizer trains on the bytes of the default text, but not on the bytes of your own text.
     """
     texts = [path for path in paths if path.suffix != ".npy"]
     if not texts or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
@@ -151,4 +152,30 @@ def default_text_note(config: Config, model: TrainableModel) -> str | None:
     return (
         f"there is no {TOKENIZER_FILE} beside {model.source}, so the tokens are the bytes of the source of Python's "
         "standard library; set data.path to train on your own"
+    )
+
+
+def new_adapters(lora: LoraSection) -> Any:
+    """Return the argument ``adapters`` of `from_transformers`: a folder, or peft's config of new adapters.
+
+    Raises:
+        ConfigError: if peft is not installed.
+    """
+    if lora.path:
+        return lora.path
+    require_peft()
+    from peft import LoraConfig
+
+    # LoRA scales its update by alpha / rank, which is then 2 at every rank.
+    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if lora.target_modules == ALL_LINEAR else names_in(lora.target_modules),
+        modules_to_save=names_in(lora.modules_to_save) or None,
+        bias=lora.bias,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
     )

@@ -50,10 +50,8 @@ def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = hos
     share of the machine's cores (`penstock.runtime.start.cpu_threads.share_cores`).
 
     Args:
-        ranks: number of ranks of the pipeline.
         each: threads per rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its
             cgroup's quota (a container's) allow, divided among ranks that are threads.
-        in_processes: True if each rank is a process.
         root: root of the file system, for tests; see `penstock.host`.
     """
     before = torch.get_num_threads()

@@ -21,7 +21,6 @@ def go_back(run: Path, step: int, evaluates: bool = False) -> None:
     """Create the metrics of a run, or remove later steps, the last line of a finished run, and malformed lines.
 
     Args:
-        run: folder of the run.
         step: last step that stays.
         evaluates: also remove the evaluation after that step, which will be repeated (default False).
 
@@ -53,10 +52,6 @@ class MetricsWriter:
 
     Args:
         path: folder of the run; None writes nothing, as on every rank but the first.
-        say: function that reports failed writes.
-
-    Attributes:
-        writes: True if this process writes metrics.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None] = lambda text: None) -> None:

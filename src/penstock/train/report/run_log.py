@@ -1,7 +1,7 @@
 """The log of each process of a run: ``RUN/logs/rank-N.log``.
 
 The library logs to the logger ``penstock`` and prints nothing by itself: programs decide where its lines go. In a run they
-go to a file per process, with those of `warnings`, such as torch's.
+go to a file per process, with the warnings of `warnings`, such as torch's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(threadName)s %(name)s: %(m
 def level_of(configured: str) -> int:
     """Return the level of the logs, as `logging` counts.
 
-    Args:
-        configured: value of ``train.log_level``.
-
     Raises:
         ConfigError: if PENSTOCK_LOG is not a level.
     """
@@ -51,10 +48,6 @@ def run_log(
     Warnings are still shown as before. A log that cannot be written is reported once, and training continues.
 
     Args:
-        run: folder of the run.
-        rank: rank of this process.
-        level: lowest level to write.
-        say: function that reports a log that cannot be written.
         first_lines: lines about the run to begin with (default none).
     """
     path = run / "logs" / f"rank-{rank}.log"
@@ -128,11 +121,7 @@ class _LogFile(logging.Handler):
 
 
 class LoggedReporter(Reporter):
-    """A reporter whose lines also go to the log.
-
-    Args:
-        reporter: the reporter that shows them to people.
-    """
+    """A reporter whose lines also go to the log."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter

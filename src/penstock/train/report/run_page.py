@@ -36,8 +36,6 @@ class RunPage:
 
     Args:
         run: folder of the run; None writes nothing, as on every rank but the first, or without ``train.report``.
-        steps: number of the last step.
-        say: function that reports a page that cannot be written.
     """
 
     def __init__(self, run: Path | None, steps: int, say: Callable[[str], None]) -> None:
@@ -51,11 +49,7 @@ class RunPage:
         self._reported = False
 
     def after_step(self, done: int) -> None:
-        """Begin to draw the page if it is due, `EVERY` seconds after the first step or the end of the drawing before.
-
-        Args:
-            done: steps done.
-        """
+        """Begin to draw the page if it is due, `EVERY` seconds after the first step or the end of the drawing before."""
         self._stepped = True
         if not self._draws or self._still_drawing():
             return
@@ -146,7 +140,6 @@ def draw_live(run: Path, note: str, parent: int) -> None:
     """Draw the page of a run that is under way, at a low priority.
 
     Args:
-        run: folder of the run.
         note: sentence about its state.
         parent: process of the run; if it has ended, the page is not its any more.
     """

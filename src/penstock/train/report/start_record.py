@@ -35,14 +35,8 @@ def keep_start(
     """Add a start to a run's folder; a failed write is reported, and training continues.
 
     Args:
-        run: folder of the run.
-        say: function that reports a failed write.
         step: number of steps already done.
-        layout: schedule and ranks.
-        device: device of the ranks.
-        processes: number of processes.
         threads: CPU threads of a rank.
-        dtype: dtype of the matrix products.
     """
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -23,8 +23,6 @@ class StepProfiler:
 
     Args:
         run: folder of the run; None profiles nothing.
-        steps: number of the last step.
-        rank: rank of this process.
     """
 
     def __init__(self, run: Path | None, steps: int, rank: int) -> None:

@@ -15,12 +15,8 @@ class Traces:
     """Writer of the traces of a run's first step, its last, and every N-th; other steps cost nothing.
 
     Args:
-        run: folder of the run.
-        steps: number of the last step.
         every: steps between two traces, N; 0 for the first and the last step alone.
         writes: whether this process saves traces.
-        callbacks: callbacks that receive the traces, too.
-        say: function that reports failed writes.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class Traces:
 
         Args:
             step: number of the step, counted from 1.
-            pipe: pipeline that has just done the step.
         """
         first, self._began = not self._began, True
         due = first or step == self.steps or (self.every and step % self.every == 0)

@@ -16,7 +16,7 @@ from penstock.train.config.config import HINTS, Config
 
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 _LIMIT = 2**31 - 1
-"""Bounds at or above this are those of the file format, and go without saying."""
+"""Bounds at or above this come from the file format, and go without saying."""
 _HEAD = """# Keys of the config
 
 `penstock config --markdown` prints this page; `penstock config optim.lr` prints one key, and `penstock config optim` one
@@ -31,8 +31,6 @@ class ConfigKey:
     """A key of the config.
 
     Attributes:
-        section: name of its section.
-        key: name in the section.
         default: default as TOML; empty if there is none.
         allowed: allowed values in words.
         meaning: meaning in words, in Markdown.

@@ -59,11 +59,7 @@ _NAMES = {
 
 
 class KeyHints:
-    """Hints for names that are no key of the config.
-
-    Args:
-        sections: dataclass of each section, by name.
-    """
+    """Hints for names that are no key of the config."""
 
     def __init__(self, sections: Mapping[str, type]) -> None:
         self._keys = [
@@ -83,11 +79,7 @@ class KeyHints:
         return keys or [known for known, others in _NAMES.items() if key in others.split()]
 
     def nearest(self, name: str) -> list[str]:
-        """Return the keys that a name may have meant, as ``section.key``, the likeliest first, at most three.
-
-        Args:
-            name: name as in `exact`.
-        """
+        """Return the keys that a name may have meant, as ``section.key``, the likeliest first, at most three."""
         if exact := self.exact(name):
             return exact[:3]
         section, key = _parts(name)

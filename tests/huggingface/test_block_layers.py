@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from penstock.huggingface.tables import Tables
+from penstock.huggingface.block_layers import Tables
 from tests.support import hf_models
 
 

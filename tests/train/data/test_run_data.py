@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.train.data import bigram, corpus
-from penstock.train.data.bigram import bigram_bits, bigram_counts
+from penstock.train.data import corpus, run_data
 from penstock.train.data.corpus import Corpus, Document
+from penstock.train.data.run_data import bigram_bits, bigram_counts
 
 
 def as_corpus(path: Path, tokens: list[int]) -> Corpus:
@@ -38,7 +38,7 @@ def test_nothing_is_lost_or_counted_twice_where_chunks_meet(tmp_path: Path, monk
 
 def test_counting_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus, "_CHUNK", 11)
-    monkeypatch.setattr(bigram, "_MAX_TOKENS", 20)
+    monkeypatch.setattr(run_data, "_MAX_TOKENS", 20)
     assert bigram_counts(as_corpus(tmp_path / "a.npy", [0] * 101), 1).sum() == 20
 
 
