@@ -82,7 +82,6 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     the stage have come to it; see `program`.
 
     Args:
-        schedule: the schedule to check.
         forward_only: whether the schedule is an evaluation and must have forwards alone (default False).
         budget: limit on the memory of every rank (default: none).
 

@@ -54,7 +54,6 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
 
     Args:
         ranks: cells of every rank, none of them empty.
-        backward: meaning of B.
 
     Raises:
         ScheduleError: if a cell is not an op; names line and column.

@@ -85,8 +85,6 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
     """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops.
 
     Args:
-        name: name of the schedule.
-        ranks: ops of every rank, in order.
         microbatches: number of microbatches (default: those that have ops).
 
     Raises:

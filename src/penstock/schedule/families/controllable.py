@@ -84,8 +84,6 @@ def _from_pattern(
 
     Args:
         slots: slot of each pass on each rank; the passes are F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0.
-        max_held: largest number of activations a rank may hold.
-        fill_ahead: whether a rank whose next op is not ready runs a later one.
     """
     p, m = ranks, microbatches
     each = INTERVAL * np.arange(m)
@@ -114,7 +112,6 @@ def fill(
 
     Args:
         orders: passes in order, shape (ranks, 4·microbatches), as 2·kind + chunk with kind 0 for F, 1 for I.
-        microbatches: number of microbatches in a step.
         max_held: largest number of activations a rank may hold at once, freed at W.
         fill_ahead: whether a rank whose next pass is not ready runs the first later one that is, provided that all
             passes before it still fit in `max_held`.
@@ -167,7 +164,6 @@ class _Tables(NamedTuple):
         chunks: chunk of every weight half, in the order in which the input gradients ran.
         count: passes run so far by number, shape (ranks, 6).
         head: place of the first pass of the order that has not run.
-        filled: the result.
     """
 
     orders: Any

@@ -28,7 +28,6 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     F&B the time of a pair; every rank holds at most p+1 activations.
 
     Args:
-        ranks: number of ranks p, even.
         microbatches: number of microbatches m. The rule is made for an even m of at least 2p; from a shorter step the
             ops of the missing microbatches are left out.
 
@@ -64,7 +63,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     a chunk's f, b, w half a rank's; every rank holds at most 2p+1 activations of half a stage's size.
 
     Args:
-        ranks: number of ranks p.
         microbatches: number of microbatches m. The rule is made for at least 2p; from a shorter step the ops of the
             missing microbatches are left out.
 

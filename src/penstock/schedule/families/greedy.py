@@ -34,7 +34,6 @@ class Problem:
     """Counts, costs and memory limit of the lists to build.
 
     Attributes:
-        microbatches: microbatches per step.
         forward, input_gradient, weight_gradient: float64, seconds on each stage, shape (ranks,).
         latency: seconds a message takes between neighbouring ranks.
         limit: activations a rank may hold.
@@ -138,11 +137,9 @@ def improve(problem: Problem, lists: Lists, first: int, bound: float, moves: int
     """Return a copy of the lists with single ops moved a few places, where that does no harm.
 
     Args:
-        problem: counts, costs and memory limit.
         lists: complete lists that fit the memory limit.
         first: index in `Score` of the measure to minimise.
         bound: largest value allowed for the other measure.
-        moves: number of moves to try.
     """
     lists = lists.copy()
     kernel = choose(_improve, (moves + 1) * lists.size)
@@ -222,7 +219,6 @@ def _prefer(
 
     Args:
         now, forward, gradient: the time, and those at which the two can start, in seconds.
-        gradient_first: whether the gradient is preferred.
         may_start: whether memory allows the forward, maybe after a W.
         wait: seconds to wait for the preferred kind while the other is ready; infinite to take no other.
 

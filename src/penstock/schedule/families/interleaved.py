@@ -19,9 +19,6 @@ def interleaved_1f1b(
     2(p-1-r) + (v-1)N of them. The bubble is (p-1)(F+B)/v.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N (default: the smallest allowed). N must be at least p, and m mod N 0 or at
             least p, because a shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group
             is m.

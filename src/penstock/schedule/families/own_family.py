@@ -164,11 +164,6 @@ def _fits(schedule: Schedule) -> bool:
 def load_function(module: str, path: str, name: str) -> ScheduleFunction:
     """Import a module and return a function of it.
 
-    Args:
-        module: dotted name of the module.
-        path: dotted path of the function in the module.
-        name: name of the schedule, for errors.
-
     Raises:
         ScheduleCodeError: if the module cannot be imported, or has no such function.
     """

@@ -20,7 +20,6 @@ class PatternOp(NamedTuple):
     """One op of a pattern.
 
     Attributes:
-        kind: kind of the op.
         chunk: chunk of the rank, 0 or 1; ignored for a ``W`` in a list that takes weights in turn.
         paired: whether the op and the next one are a fused pair.
     """
@@ -59,7 +58,6 @@ def phased(
     schedule is valid, and a rule that needs many microbatches also serves few.
 
     Args:
-        phases: number of repetitions and pattern of each phase.
         stages: stages of chunk 0 and chunk 1.
         microbatches: number of microbatches that each chunk sees.
         first: number of the first microbatch that each chunk sees (default 0 for both).

@@ -21,7 +21,6 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     multiple of p and F = B+W the bubble is (p-2)F; rank r holds at most p/2+1+min(r, p-1-r) activations.
 
     Args:
-        ranks: number of ranks p, even.
         microbatches: number of microbatches m; the last block may be short.
 
     Raises:
@@ -56,7 +55,6 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     activations of their microbatches on the rank where the waves turn, and p-1-r fewer on rank r.
 
     Args:
-        ranks: number of ranks p.
         microbatches: number of microbatches m; the last block may be short.
         virtual_stages: stages per rank v, twice the number of waves (default 2).
 

@@ -51,8 +51,6 @@ def zb_auto(
     One stage per rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
         costs: seconds of F, I and W, each one number or one per stage (default 1 each).
         latency: seconds a message takes from rank to rank (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default 2p).
@@ -115,7 +113,6 @@ class _Target:
     Attributes:
         first: index in `Score` of the measure to minimise.
         bound: largest value allowed for the other measure.
-        lower_bound: score that no order can beat.
     """
 
     first: int

@@ -61,9 +61,6 @@ def interleaved_zb(
     (v-1)N + p activations until their W. With one virtual stage it is ZB-H1.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N, as in `interleaved_1f1b` (default: the smallest allowed).
 
     ::

@@ -21,12 +21,10 @@ class Heat(NamedTuple):
     """Parameters of one run.
 
     Attributes:
-        moves: moves to try.
         start, end: temperatures, in seconds.
         price: seconds that a rank's op costs for each unit of memory that is too much: 0.4 of it at the start,
             twice of it at the end.
         distance: largest number of places that an op moves.
-        seed: seed of the random numbers.
         target: makespan at which the run ends.
     """
 
@@ -73,10 +71,8 @@ def anneal(tables: CodeTables, codes: Ints, microbatches: int, heat: Heat) -> tu
     """Return the best order that fits the memory, with its makespan; infinite if none of the run's orders does.
 
     Args:
-        tables: facts about the codes.
         codes: a complete order to begin with.
         microbatches: largest number of microbatches of a pipe.
-        heat: parameters of the run.
     """
     state = _state(tables, codes, microbatches, heat.seed)
     best = codes.copy()

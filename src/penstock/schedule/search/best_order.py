@@ -49,10 +49,8 @@ class FoundOrder:
     """Result of a search.
 
     Attributes:
-        codes: the order.
         makespan: its makespan, in seconds.
         start: family or rule of the first order.
-        rounds: number of rounds annealed.
         ended: reason for the end: the lower bound is reached ("proved"), rounds brought nothing ("converged"), the time was
             over ("time"), or Ctrl-C ("interrupted").
     """
@@ -87,10 +85,7 @@ class OrderSearch:
     """State of one search.
 
     Args:
-        problem: ops to order.
-        starting: schedules to begin with.
         bound: makespan that no order can beat (default: `OrderProblem.least`).
-        seed: seed of the random numbers (default 0).
         progress: function of the rounds so far and the best makespan, called after every round.
     """
 
@@ -119,12 +114,7 @@ class OrderSearch:
         return FoundOrder(self._best.codes, self._best.makespan, self._best.name, self._rounds, "time")
 
     def run(self, seconds: float, rounds: int | None = None) -> FoundOrder:
-        """Search until its own end; Ctrl-C ends it with the best order so far.
-
-        Args:
-            seconds: seconds after which the search ends.
-            rounds: rounds after which the search ends (default: no limit).
-        """
+        """Search until its own end; Ctrl-C ends it with the best order so far."""
         began = perf_counter()
         ended: Ended = "interrupted"
         try:

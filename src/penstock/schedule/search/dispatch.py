@@ -23,7 +23,6 @@ class _Ranks(NamedTuple):
         nodes: int64, nodes of each rank along the pipes, -1 for none, shape (ranks, most nodes).
         pipe, runs: int64, pipe and number of microbatches of every node, shape (nodes,).
         alone: int64, most memory that one microbatch takes on each rank, shape (ranks,).
-        split: whether backwards are split.
     """
 
     nodes: Ints
@@ -68,7 +67,6 @@ class Dispatcher:
     """Builds orders of a problem.
 
     Args:
-        problem: ops to order.
         orders: number of orders that will be built: compiling pays off for many.
     """
 

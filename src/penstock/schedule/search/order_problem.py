@@ -78,12 +78,10 @@ class OrderProblem:
 
     Attributes:
         placement: placement of the stages; at most two pipes in opposite directions (`Placement.two_way`).
-        microbatches: number of microbatches in a step.
         backward: "full" (B) or "split" (I and W).
         seconds: seconds of every op, shape (stages, kinds of op).
         travel: seconds of a message over each boundary between stages of each pipe, shape (pipes, stages - 1); 0 where both
             stages are on one rank.
-        budget: limit on the memory of every rank; None for no limit.
         sender_blocks, receiver_blocks: whether a message takes the time of its sender or receiver (default False).
         mixed: whether a split backward may be joined to a B where that is quicker (default False).
         in_first: number of microbatches of the first of two pipes; the other has the rest (default: half, rounded up).

@@ -44,11 +44,7 @@ class Pattern:
 
 
 class PatternMaker:
-    """Turns patterns of one problem into rules.
-
-    Args:
-        problem: ops to order.
-    """
+    """Turns patterns of one problem into rules."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem

@@ -32,9 +32,7 @@ def repeating_orders(problem: OrderProblem, seconds: float, seed: int) -> Iterat
     """Yield orders of the whole step with their makespans, of the best pattern first.
 
     Args:
-        problem: ops to order.
         seconds: seconds after which patterns are not varied any more.
-        seed: seed of the random numbers.
     """
     began = perf_counter()
     random = np.random.default_rng(seed)
