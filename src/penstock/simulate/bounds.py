@@ -58,8 +58,6 @@ def lower_bound(
     """Bound the makespan of every schedule from below.
 
     Args:
-        placement: placement of the stages on ranks.
-        microbatches: number of microbatches in a step.
         costs: seconds of ops and messages; time for which messages block a rank is not counted.
         backward: kind of backward. "full" (default): not split. "split": each may be split. "none": forwards only.
 

@@ -35,16 +35,12 @@ class CertifiedSchedule:
     """Result of a search.
 
     Attributes:
-        schedule: the best schedule; it has been checked.
-        trace: its simulation.
         makespan: its makespan, in the costs' unit.
         lower_bound: makespan that no schedule with this placement, these costs and this memory can beat.
         work: time that the busiest rank computes.
         peak: int64, most activations, or bytes if the budget has sizes, that each rank holds, shape (ranks,).
         start: family of the catalogue or rule from which the schedule was improved.
-        rounds: rounds of the search.
         ended: reason for the end of the search, see `FoundOrder`.
-        seconds: time that the search took.
     """
 
     schedule: Schedule
@@ -102,12 +98,7 @@ def search_schedule(
 
     Args:
         placement: placement of the stages; copies only for two opposite pipes.
-        microbatches: number of microbatches in a step.
-        costs: seconds of ops and messages.
         backward: "full" (default), or "split": every backward may run as two halves.
-        budget: limit on the memory of every rank (default: none).
-        seconds: seconds after which the search ends (default 10).
-        seed: seed of the random numbers (default 0).
         progress: function of the rounds so far and the best makespan, called after every round.
 
     Raises:

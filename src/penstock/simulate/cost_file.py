@@ -47,8 +47,6 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
     """Read the costs of a placement's stages from a file.
 
     Args:
-        path: path of the TOML or JSON file.
-        placement: placement of the stages on ranks.
         latency: seconds that replace all latencies of the file (default: those of the file).
 
     Raises:

@@ -36,11 +36,7 @@ def bound_in_memory(
     """Return a makespan that no schedule with a placement, costs and memory can beat.
 
     Args:
-        placement: placement of the stages on ranks.
-        microbatches: number of microbatches in a step.
         costs: seconds of ops and messages; time for which messages block a rank is not counted.
-        backward: kind of backward, "full" or "split" (default "full").
-        budget: limit on the memory of every rank (default: none).
 
     Raises:
         ConfigError: if the costs do not cover the stages.

@@ -39,8 +39,6 @@ def reduce_gradients(
     """Add the reductions to a simulated step.
 
     Args:
-        program: program of the step.
-        trace: trace of the step from `simulate`.
         seconds: time to reduce the gradients of each stage.
         buckets: number of equal buckets of a stage's gradients: one number (default 1), or a mapping by stage (1 for
             stages it lacks).

@@ -28,7 +28,6 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
     The halves of a pair whose outputs leave early are events of their own, each as long as its op.
 
     Args:
-        program: the program to simulate.
         costs: seconds of ops and messages. If all are whole numbers, the times are int64 and exact; float64 otherwise.
         memory: bytes that the rank of every op holds after it, shape (ops,), as from `schedule.memory.held`, for the
             trace (default: chunks, freed at W).
