@@ -146,12 +146,7 @@ class Trace:
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:
-    """Return the file, rewound, after checking that it does not unpack to far more than its size.
-
-    Raises:
-        ValueError: if it does.
-        zipfile.BadZipFile: if it is not an archive.
-    """
+    """Return the file, rewound, after checking that it does not unpack to far more than its size."""
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
