@@ -45,8 +45,6 @@ def figures(
 
     Args:
         ranks: largest number of ranks of any step.
-        unit: unit of the time axes.
-        planned: whether to add a timeline of the plan below the measured one.
         memory: name of the memory axis; empty for no memory chart.
         labels: names of the rank axes of both timelines (default: measured and planned).
 
@@ -239,7 +237,6 @@ def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> 
     """Return a figure of curves over steps.
 
     Args:
-        name: name of the figure.
         title: heading, no text from users.
         lines: points of every curve, (step, number), at most `LINES`.
     """

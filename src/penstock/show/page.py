@@ -51,16 +51,7 @@ def render(
     """Return the whole page as HTML.
 
     Args:
-        title: heading of the page.
-        steps: the steps to choose from, at least one.
-        unit: unit of the times shown.
-        settings: the resolved config, as text.
-        problems: sentences about what could not be read.
-        facts: facts about the run.
-        data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
-        library: Bokeh's scripts.
-        note: sentence for the top of the page; may be empty.
         reload_seconds: seconds after which the page reloads itself; 0 for never.
     """
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
@@ -98,10 +89,7 @@ def fill_template(
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no others.
 
     Args:
-        template: name of the template.
-        data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
-        library: Bokeh's scripts.
         values: further values of the template, which escapes them.
     """
     early, *own = (_source(name) for name in ("nonce.js", "memory.js", "page.js", "live.js"))

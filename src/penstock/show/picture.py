@@ -70,7 +70,6 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     Args:
         trace: the trace to draw; its messages are left out.
         path: file to write; its ending, one of `FORMATS`, sets the format.
-        style: title, width and font size.
 
     Raises:
         ConfigError: if matplotlib is not installed, the ending is not allowed, or the file cannot be written.

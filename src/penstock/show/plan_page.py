@@ -45,11 +45,6 @@ def write_plan(
 
     Args:
         path: file to write; its folder must exist.
-        profile: costs of the model's layers.
-        cluster: devices and links.
-        result: the prediction, or the result of the search.
-        sequence: tokens of a sample.
-        batch: samples of a step.
 
     Raises:
         ConfigError: if no layout of the search fits, Bokeh is not installed, or the file cannot be written.

@@ -29,7 +29,6 @@ class PlannedStep(NamedTuple):
     """A simulated step.
 
     Attributes:
-        program: ops of the step.
         costs: costs of ops and messages; for a plan, the medians by stage and kind.
         trace: `program` simulated with `costs`; for a plan, memory changes by the median of each op.
     """

@@ -16,7 +16,6 @@ def policy(scripts: Iterable[str], nonce: str) -> str:
     """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
     Args:
-        scripts: texts of the page's script elements.
         nonce: random text that the page's style elements carry.
     """
     digests = " ".join(dict.fromkeys(f"'sha256-{_digest(script)}'" for script in scripts))

@@ -23,8 +23,6 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
     out: steps that are not numbered are counted.
 
     Args:
-        steps: the steps.
-        unit: unit of the time axis.
         names: names of the bars, no text from users (default: the steps' numbers).
     """
     from bokeh.embed import json_item

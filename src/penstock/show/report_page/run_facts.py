@@ -66,9 +66,6 @@ def read_facts(
     """Read the facts about a run.
 
     Args:
-        run: folder of the run.
-        settings: text of its config; empty if there is none.
-        metrics: lines of its ``metrics.jsonl``.
         problems: list that gets a sentence about a file that cannot be read.
     """
     starts = _starts(run / "run.json", problems)

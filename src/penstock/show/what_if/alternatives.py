@@ -37,12 +37,7 @@ _TRIED = tuple(
 
 
 class Alternatives:
-    """Changes of one step.
-
-    Args:
-        trace: the step.
-        plan: the same step as planned.
-    """
+    """Changes of one step."""
 
     def __init__(self, trace: Trace, plan: PlannedStep) -> None:
         self._schedule, self._program, self._costs = plan.program.schedule, plan.program, plan.costs

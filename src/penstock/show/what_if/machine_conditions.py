@@ -25,7 +25,6 @@ class Conditions:
     """Conditions of the machine, the same for every simulated change.
 
     Attributes:
-        contention: slowdown of ops by ranks that compute beside them.
         overhead: time between two ops of a rank.
         measured: True if the step ran.
     """
