@@ -196,7 +196,6 @@ def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return a cluster on whose devices a plan may use less memory than there is.
 
     Args:
-        cluster: the cluster.
         memory: bytes of a device that a plan may use.
 
     Raises:

@@ -42,10 +42,6 @@ def op_costs(
     """Return the simulator's costs of a layout's stages, as long as each rank runs alone and no backward is split.
 
     Args:
-        costs: costs of the stages.
-        cluster: devices and links.
-        layout: the layout.
-        runtime: seconds that the runtime adds (default: none).
         overhead: seconds of each op besides these and the cluster's overhead (default 0).
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
@@ -116,10 +112,7 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
     one slowdown for all ops of a stage and kind.
 
     Args:
-        program: the program.
-        costs: costs of ops that run alone.
         shares: share of each op in which it competes with other ranks, shape (stages, kinds).
-        replicas: replicas on the same machine (default 1).
     """
     costs = replace(costs, seconds=costs.seconds * (1.0 + (replicas - 1) * shares**2))
     trace = simulate(program, costs)

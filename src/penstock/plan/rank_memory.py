@@ -90,14 +90,7 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> npt.NDArray[np.in
 
 
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
-    """Return the peak memory of every pipeline rank.
-
-    Args:
-        schedule: order of the ops, which gives the microbatches in flight.
-        costs: bytes of the stages.
-        layout: layout of the run.
-        dtype: dtype of the matrix products, which gives the bytes of a parameter.
-    """
+    """Return the peak memory of every pipeline rank."""
     weight, gradient, state = PARAMETER_BYTES[dtype]
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     column = held_activations(schedule, costs)

@@ -28,7 +28,6 @@ class LayerTimes:
     """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute.
 
     Attributes:
-        table: layers and their costs.
         forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of the
             part of the forward that the backward repeats, shape (layers,); `again` is for a layer that is recomputed.
         repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).

@@ -12,11 +12,7 @@ def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: i
     """Return the seconds of operations that follow each other.
 
     Args:
-        works: operations of one rank.
-        device: device of the rank.
-        dtype: dtype of the matrix products.
         group: number of tensor-parallel ranks, among which collectives run.
-        link: link between these ranks.
 
     Raises:
         ConfigError: if the device has no rate for the dtype.
@@ -44,7 +40,6 @@ def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> f
     Args:
         unit: "all_reduce", "all_gather" or "reduce_scatter".
         size: bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather).
-        group: number of ranks.
         link: slowest link of the ring.
     """
     if group <= 1:

@@ -116,12 +116,7 @@ class _Candidate:
     """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate.
 
     Attributes:
-        bound: seconds that the layout needs at least.
-        estimate: seconds that it will probably need.
-        number: number of the candidate, which breaks ties.
-        point: layout but for its schedule.
         orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
-        costs: costs of its stages, once its placement is chosen.
         rest: seconds that it needs at least after the pipeline, once its placement is chosen.
         bounded: True if the bound is of the schedule's simulation.
     """
@@ -137,12 +132,7 @@ class _Candidate:
 
 
 class _Search:
-    """State of one search.
-
-    Args:
-        space: layouts to search.
-        top: number of plans to return.
-    """
+    """State of one search."""
 
     def __init__(self, space: Space, top: int) -> None:
         self.space = space

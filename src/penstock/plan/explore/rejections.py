@@ -45,11 +45,7 @@ class Smallest(NamedTuple):
 
 @dataclass
 class Rejections:
-    """Outcome of every layout of a search, by dimension and value.
-
-    Attributes:
-        smallest: layout that needs the least memory of those that do not fit; None if all fit.
-    """
+    """Outcome of every layout of a search, by dimension and value."""
 
     smallest: Smallest | None = None
     _bounds: list[tuple[float, int, Layout]] = field(default_factory=list)

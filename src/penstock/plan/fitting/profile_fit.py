@@ -50,10 +50,8 @@ class MeasuredLayout:
     """Steps of a layout.
 
     Attributes:
-        layout: the layout.
         sequence: tokens of a sample.
         seconds: seconds of each step on the slowest rank.
-        traces: traces of the steps, of all ranks.
     """
 
     layout: Layout
@@ -71,7 +69,6 @@ class _Cell(NamedTuple):
     """Mean op of one stage and kind.
 
     Attributes:
-        seconds: measured seconds.
         work: seconds of `_TERMS` in it, shape (terms,).
         added: how often it has each field of `RuntimeCosts` that is an addition, shape (6,).
         kind: index of `_KINDS`.
@@ -92,7 +89,6 @@ def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayou
 
     Args:
         profile: profile whose costs are seconds.
-        cluster: cluster of the runs.
         runs: measured layouts; kinds of op that none of them has keep their costs.
     """
     cells = [cell for run in runs for cell in _cells(profile, cluster, run)]
