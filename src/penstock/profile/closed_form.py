@@ -42,7 +42,6 @@ class Workload:
     Attributes:
         microbatch: samples of a microbatch.
         sequence: tokens of a sample.
-        tp: tensor-parallel degree.
         sequence_parallel: True if what tensor parallelism leaves whole is divided along the sequence.
         dtype: dtype of the matrix products, a key of `DTYPE_BYTES`.
         attention: "fused" if scores stay within the kernel, else "unfused".

@@ -41,11 +41,7 @@ class Sample:
 
     Attributes:
         example: input of the first layer: a tensor, or tensors in tuples, lists and dicts, batch first.
-        target: target of the loss (default None).
         loss_fn: loss function, which runs with the last layer; None (default) leaves it out.
-        named: keyword inputs by name (default none).
-        seed: seed of layers that are built (default 0).
-        autocast: dtype of mixed precision; None (default) for none.
     """
 
     example: Any
@@ -82,10 +78,8 @@ class LayerRun:
     """One layer's run on a microbatch.
 
     Attributes:
-        layer: the layer.
         cost: its cost; with the loss, if it is the last layer.
         inputs: value that it took, of fake tensors.
-        named: named values that it took.
         key: equal for layers of the same kind.
     """
 

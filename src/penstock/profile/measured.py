@@ -82,7 +82,6 @@ def measure_layers(
             values count where they are whole numbers; others are drawn at random. Copies of the layers run, without hooks
             on their parameters; layers that are built run as they are.
         ranks: number of threads of this process that compute at the same time (default 1).
-        effort: bounds on the measurement.
         exchange: function that joins the processes that measure at the same time; all of them return the same profile
             (default None: this process alone).
 
@@ -166,12 +165,6 @@ def _cost(traced: LayerCost, times: Mapping[Any, float], kind: int, size: int, h
 
 class _Bench:
     """Stages of one layer each, with inputs, for one rank.
-
-    Args:
-        layers: layers of the model.
-        representatives: run of each kind's layer at every size.
-        sizes: samples of the microbatches.
-        sample: the microbatch that was traced.
 
     Attributes:
         waiting: bytes that a stage holds between the halves of a split backward, by kind and size.
