@@ -99,7 +99,9 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
         if problems:
             raise ScheduleError(f"{schedule.name} is not a valid schedule: " + "; ".join(problems))
     program = lower(schedule)
-    stuck = np.flatnonzero(program.level == 0)  # ops that never became ready; see `penstock.schedule.order`
+    stuck = np.flatnonzero(
+        program.level == 0
+    )  # ops that never became ready; see `levels` in `penstock.schedule.program`
     if len(stuck):
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
     if schedule.placement.has_copies:

@@ -19,10 +19,8 @@ import numpy as np
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.dispatch import Dispatcher
-from penstock.schedule.search.joined_backwards import joined
-from penstock.schedule.search.order_problem import Ints, OrderProblem
-from penstock.schedule.search.patterns import PatternMaker
-from penstock.schedule.search.steady_state import repeating_orders
+from penstock.schedule.search.order_problem import Ints, OrderProblem, joined
+from penstock.schedule.search.patterns import PatternMaker, repeating_orders
 
 Ended = Literal["proved", "converged", "time", "interrupted"]
 
