@@ -67,6 +67,7 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
         notes.append(f"dropped {counts}: communication follows from the compute ops")
     kinds = {kind: _where(lists, kind) for kind in (Kind.B, Kind.I, Kind.W)}
     halves = set() if backward == "full" else kinds[Kind.B] - full
+    # A file with BW says which backwards are whole, so all its B are halves; one with I has no B that is a half.
     if backward == "auto" and not full:
         halves = set() if kinds[Kind.I] else kinds[Kind.B] & kinds[Kind.W]
     if halves:

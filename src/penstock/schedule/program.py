@@ -172,6 +172,7 @@ class Program:
         routes = np.concatenate([np.zeros(len(near), np.int64), self._skipping[2]])
         crossing = self.rank[consumers] != self.rank[producers]
         consumers, producers, routes = consumers[crossing], producers[crossing], routes[crossing]
+        # The last key of lexsort counts first: edges by source and target, their messages by producer, then by route.
         order = np.lexsort((routes, producers, self.rank[consumers], self.rank[producers]))
         consumers, producers, routes = consumers[order], producers[order], routes[order]
         pair = np.stack([self.rank[producers], self.rank[consumers]], axis=1)
@@ -181,6 +182,7 @@ class Program:
         for messages in np.split(np.arange(len(consumers)), cuts) if len(consumers) else []:
             source, target = map(int, pair[messages[0]])
             rows, ways = consumers[messages], routes[messages]
+            # A message is received before its op's step, at the end of the step before.
             needed = _slots(self.level[producers[messages]].tolist(), (self.level[rows] - 1).tolist())
             slots = min(len(rows), needed + JITTER_SLOTS)
             capacity = slots
@@ -213,6 +215,7 @@ class Program:
         """(rank, stage) → the row after which that copy's weight gradients are complete."""
         rows = np.flatnonzero((self.schedule.kind == Kind.B) | (self.schedule.kind == Kind.W))
         keys = self.rank[rows].astype(np.int64) * self.schedule.stages + self.schedule.stage[rows]
+        # np.unique finds first places; in the reversed column they are the last.
         unique, last = np.unique(keys[::-1], return_index=True)
         ends = rows[len(rows) - 1 - last]
         return {

@@ -78,6 +78,7 @@ class Schedule:
         for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
             rows = np.flatnonzero(np.isin(self.kind, kinds))
             rows = rows[np.argsort(self.stage[rows], kind="stable")]
+            # The sort is stable, so the rows of a stage are in the order in which they run.
             falls = np.diff(self.microbatch[rows]) <= 0
             if (falls & (np.diff(self.stage[rows]) == 0)).any():
                 return False

@@ -63,6 +63,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
     """
     meaning = require_backward(backward)
     try:
+        # Spreadsheets begin a file with a byte order mark, which utf-8-sig drops.
         text = read_bytes(path, _MAX_BYTES, pipes=True).decode("utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         lines = [(reader.line_num, cells) for cells in reader]
@@ -106,6 +107,7 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
     if max(holders) >= len(holders):
         missing = next(s for s in range(len(holders) + 1) if s not in holders)
         raise ScheduleError(f"{name}: stage {missing} has no op, but stage {max(holders)} has")
+    # A few ops that name a huge microbatch would make huge tables; `check` finds smaller gaps.
     if last >= 2 * total:
         raise ScheduleError(
             f"{name}: microbatch {last} appears in a file of {total} ops; microbatches count 0, 1, 2, ..."

@@ -48,6 +48,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     for r in range(p):
         near = min(r, p - 1 - r)
         stages = (near, p - 1 - near)
+        # The phases need 2·depth microbatches a direction; `phased` drops those that a shorter step lacks.
         phases = _eight_phases(near, p // 2, max(p, down))
         if r < p // 2:
             columns.append(phased(phases, stages, (down, up), (0, down), weights_in_turn=True))
@@ -99,6 +100,7 @@ def _eight_phases(near: int, depth: int, count: int) -> list[Phase]:
         (steady, [*_F0_B1, *_F1_B0]),
         (inner, [_B[1], *_F1_B0]),
     ]
+    # The first of the backwards run whole; later ones leave their W to fill the drain.
     full = (near + 1) // 2
     phases += [
         (full, [_B[1], _B[0]]),

@@ -161,6 +161,7 @@ def _construct(
     events = [(0.0, 0)]
     while len(events) > 0:
         now, rank = heapq.heappop(events)
+        # The rank has become busy since this event was made; the end of its op is another event.
         if now < free[rank]:
             continue
         i, j, k = count[rank, 0], count[rank, 1], count[rank, 2]
@@ -261,6 +262,7 @@ def _improve(
     value = times[first]
     best_times = (times[first], times[1 - first])
     saved = lists[0].copy()
+    # Always the same, because every process of a run must build the same schedule.
     seed = 1
     for _ in range(moves):
         seed, rank, source, target = _draw_move(seed, lists)
@@ -285,6 +287,7 @@ def _improve(
 def _draw_move(seed: int, lists: Lists) -> tuple[int, int, int, int]:
     """Return the next seed, a rank, a place in its list and one at most 3 places away, maybe outside the list."""
     # The constants of C's rand: the same numbers compiled and as plain Python.
+    # The low bits of such a generator soon repeat, so they are shifted out.
     seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
     rank = (seed >> 8) % lists.shape[0]
     seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF

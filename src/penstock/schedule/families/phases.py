@@ -72,11 +72,13 @@ def phased(
         chunk = chunk.copy()
         weights, inputs = np.flatnonzero(kind == Kind.W), np.flatnonzero(kind == Kind.I)
         chunk[weights] = chunk[inputs]
+    # B and I count together: either is the n-th backward of its chunk.
     backward = np.where(kind == Kind.I, Kind.B, kind)
     number = occurrence(backward * 2 + chunk)
     if weights_in_turn:
         number[weights] = number[inputs]
     keep = number < np.array(microbatches)[chunk]
+    # A forward whose backward was dropped runs alone.
     paired[:-1] &= keep[1:]
     return Columns(
         np.array(stages, np.int32)[chunk[keep]],

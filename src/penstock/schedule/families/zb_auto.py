@@ -29,6 +29,7 @@ Cost = float | Sequence[float]
 EFFORT = 6_000_000
 """Ops that all constructions together may time; the moves may time half as many."""
 
+# Order matters: `_search` tries the grid from the front and stops when its constructions are used up.
 _SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
 _STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 _SAME = 1e-9
@@ -158,11 +159,13 @@ def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
 def _search(problem: Problem, target: _Target) -> Policy:
     """Return the best policy of a grid with equal ranks, after changing single ranks of the best few."""
     p, m = problem.ranks, problem.microbatches
+    # Each construction times the 3·p·m ops of the step.
     left = max(60, EFFORT // (3 * p * m))
     entries: list[tuple[Rank, int, Policy]] = []
     for n, ((patience, backward_first), slack, ahead) in enumerate(
         product(_STYLES, _SLACKS, _warm_ups(problem))
     ):
+        # A third of the constructions is kept for changing single ranks.
         if n >= left * 2 // 3:
             break
         policy = Policy(ahead, np.full(p, slack), np.full(p, patience), np.full(p, backward_first))
@@ -219,6 +222,7 @@ def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
         ways.append(fitting + round_up)
     for more in (1, 2, 3):
         for factor in (2.0, 1.0, 1.5, 1.25, 1.75, 2.25, 2.5):
+            # Without the 1e-9, rounding could raise a whole product to the next number.
             ways.append(np.ceil(factor * depth - 1e-9) + more)
     ways.append(np.full(p, problem.max_ahead))
     unique = {tuple(np.clip(way, 1, problem.max_ahead).astype(np.int64).tolist()): None for way in ways}

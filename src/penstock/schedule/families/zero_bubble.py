@@ -88,6 +88,7 @@ def _one_chunk(stage: int, microbatches: int, warm_up: int, delay: int) -> Colum
 def _delayed(count: int, warm_up: int, delay: int) -> tuple[np.ndarray, np.ndarray]:
     """Return visits and kinds in the order that the module's docstring describes, each of shape (3·count,)."""
     each = np.arange(count)
+    # A round has three slots, F, I and W. The warm-up shifts forwards to earlier rounds, the delay weights to later ones.
     when = np.concatenate([3 * (each - warm_up), 3 * each + 1, 3 * (each + delay) + 2])
     order = np.argsort(when, kind="stable")
     kinds = np.repeat(np.array([Kind.F, Kind.I, Kind.W], np.int8), count)

@@ -118,6 +118,7 @@ class OrderSearch:
         try:
             self._begin(seconds)
             ended = self._search(began, seconds, math.inf if rounds is None else rounds)
+            # zb-auto takes seconds, so a small problem asks it last, unless its order is proved; a large one begins with it.
             if self.best.codes.size <= LARGE:
                 self._add_slow_start()
                 ended = "proved" if self._is_proved() else ended
@@ -152,6 +153,7 @@ class OrderSearch:
 
     def _begin(self, seconds: float) -> None:
         problem = self.problem
+        # Always possible, so there is a best order from here on, even after Ctrl-C.
         alone = problem.one_by_one()
         self._add_start("one by one", self._makespan(alone), alone)
         for name, schedule in self._starting.schedules(problem):
@@ -187,6 +189,7 @@ class OrderSearch:
         idle, longest = 0, 0.0
         while not self._is_proved():
             left = seconds - (perf_counter() - began)
+            # A round begins if half of it fits, so the time is exceeded by half a round at most.
             if left <= longest / 2:
                 return "time"
             if idle >= PATIENCE or self._rounds >= rounds:
@@ -204,12 +207,14 @@ class OrderSearch:
         """Anneal one order; return whether that found a better one than the best, and how many ops it timed."""
         number = self._rounds
         self._rounds += 1
+        # Rounds alternate between a start in turn and the best order so far, which is heated less.
         turn, warm = divmod(number, 2)
         entry = self._best if warm else self._starts[turn % len(self._starts)]
         assert entry is not None, "one microbatch after the other is always possible"
         seconds, ops = self.problem.tables.seconds, len(entry.codes)
         unit = float(seconds[seconds > 0].mean()) if (seconds > 0).any() else 1.0
         moves = max(100, min((1000 + 100 * number) * ops, _WORK // ops))
+        # From the round's number, so that a longer search begins with the rounds of a shorter one.
         random = np.random.default_rng((self.seed, number))
         start, end, price = (
             float(np.exp(random.uniform(math.log(low), math.log(high)))) * unit

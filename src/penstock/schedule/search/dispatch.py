@@ -122,6 +122,7 @@ def _dispatch(
     position = offsets[:ranks].copy()
     left, longest = len(codes), 0.0
     while left > 0:
+        # Of ranks that choose at the same time the lowest comes first, so that the order is always the same.
         rank = 0
         for other in range(1, ranks):
             if wake[other] < wake[rank]:
@@ -145,6 +146,7 @@ def _dispatch(
         left -= 1
         other = receiver[chosen]
         if other >= 0:
+            # The code of the same op on the node after, or before for a gradient; its lag is the message's time.
             step = 4 if kind == 0 else -4
             arrival = max(now + lag[chosen + step], free[other])
             # A rank that waits for something later may choose again; a busy one will.

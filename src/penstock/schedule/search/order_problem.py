@@ -30,6 +30,7 @@ FORWARD, GRADIENT, WEIGHT, WHOLE = range(4)
 """Types of a code, ``4 * node + type``: F, the op that yields the gradient (B or I), W, and a B among split backwards."""
 ROWS = (0, 1, 2, 1)
 """Row of a type in tables that have one row for each op of a node and microbatch: F, gradient, W."""
+# Above any number of bytes, and far enough from the end of int64 to be added to.
 UNLIMITED = 2**60
 
 

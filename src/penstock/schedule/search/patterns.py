@@ -52,6 +52,7 @@ class Pattern:
     down: float = 1.0
     up: float = 1.0
     turn: float = 0.0
+    # Due so late that a W only fills gaps.
     weight: float = 1e6
     group: int = 1
     spread: float = 1.0
