@@ -132,6 +132,7 @@ def search_schedule(
                 if makespan(timed) < makespan(trace):
                     schedule, trace, start = other, timed, name
     span = makespan(trace)
+    # The search proves an order for its own division of the microbatches; `bound` holds for all divisions.
     ended: Ended = "converged" if found.ended == "proved" else found.ended
     ended = "proved" if _reaches(span, bound) else ended
     return CertifiedSchedule(

@@ -51,6 +51,7 @@ def bound_in_memory(
     whole = (
         costs.seconds.dtype.kind in "iu" and costs.communication.transfer(placement.stages).dtype.kind in "iu"
     )
+    # Rounding of the divisions must not raise a whole bound to the next number.
     return int(np.ceil(best - 1e-9 * best)) if whole else float(best)
 
 
@@ -95,6 +96,7 @@ def _of_rank(rank: _Rank, microbatches: int, limit: int) -> Any:
     if not 0 < held < count:
         return best
     forward, release, least = rank.forward.min(), rank.release.min(), rank.stay.min()
+    # What the curve lacks below the limit: a staircase up by forwards, and one down by releases.
     ramps = (forward + release) * held * (held - 1) / 2
     stay = least if rank.visits == 1 else rank.stay.sum()
     little = (microbatches * stay + ramps) / held

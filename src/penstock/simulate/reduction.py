@@ -59,6 +59,7 @@ def reduce_gradients(
     total: list[Any] = []
     for rank, events in enumerate(trace.rank_slices()):
         local = trace.select(events)
+        # A zero of the trace's type, so that whole times stay whole.
         zero = local.end.dtype.type(0)
         complete = [
             (begin + (end - begin) * (n + 1) / count, stage, seconds[stage] / count)

@@ -165,6 +165,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
     start, end, leave = times
     ranks, kinds = len(offsets) - 1, _KINDS
     position = [offsets[r] for r in range(ranks)]
+    # A zero of the costs' type: numba allows a list one type, and whole times stay whole.
     clock = [op_seconds[0] - op_seconds[0] for r in range(ranks)]
     todo = [ranks - 1 - r for r in range(ranks)]
     while len(todo) > 0:
@@ -184,6 +185,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
                     if sent < 0:
                         ready = False
                     elif rank[producer] != r:
+                        # A boundary has two times, within a node and between nodes; its number is the lower stage.
                         link = 0 if node[rank[producer]] == node[r] else 1
                         travel = transfer[2 * min(stage[k], stage[producer]) + link]
                         if early and k > row:
