@@ -53,6 +53,7 @@ def align(met: npt.ArrayLike, clocks: Sequence[Hashable] | None = None) -> Align
     members = {name: [n for n, other in enumerate(names) if other == name] for name in names}
     entered = np.stack([times[members[name], :, 0].max(axis=0) for name in names])
     left = np.stack([times[members[name], :, 1].min(axis=0) for name in names])
+    # At every barrier left + offset >= entered[0] and left[0] >= entered + offset.
     lower = (entered[0] - left).max(axis=1)
     upper = (left[0] - entered).min(axis=1)
     offset, error = (lower + upper) / 2, np.abs(upper - lower) / 2

@@ -29,6 +29,7 @@ _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 _DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
 # A file may unpack to this many bytes, or to so many times its size: a reader allocates the size that a zip claims.
 _SMALL, _MAX_RATIO = 256 * MEGABYTE, 200
+# Ranks that a header may claim beyond its events: tables by rank are as large as it says.
 _MAX_IDLE_RANKS = 1 << 16
 _LETTERS = {"start": "iuf", "end": "iuf", "paired": "b"}
 
