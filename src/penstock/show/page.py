@@ -34,6 +34,7 @@ MAX_ROWS = 64
 _ENVIRONMENT = Environment(
     loader=PackageLoader("penstock.show"),
     autoescape=True,
+    # A value that a template misses is an error, not an empty place.
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -94,6 +94,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     with matplotlib.rc_context(settings):
         figure = _figure(trace, style)
         try:
+            # The resolution of a PNG, and of the ops that are pixels in a vector file.
             figure.savefig(path, dpi=150, metadata=undated.get(path.suffix.lower()))
         except OSError as error:
             raise ConfigError(f"cannot write the picture {path}: {error.strerror}") from error
@@ -153,6 +154,7 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
         rows = np.flatnonzero((trace.kind == kind) & of_shade)
         if not len(rows):
             continue
+        # A row is 0.84 of the distance between ranks, so that a gap is left.
         top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
         bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
         left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)

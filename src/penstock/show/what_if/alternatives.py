@@ -29,6 +29,7 @@ Measured with two ranks busy, where a step itself has no split backward to measu
 """
 SLOW = 1.05
 """A stage is slow if it takes so many times the median."""
+# `peak` counts whole numbers: sizes in activations are multiplied by this before they are rounded.
 _FINE = 2**20
 # Left out are families with two copies of every stage, whose weights need more memory, and the search that takes seconds.
 _TRIED = tuple(

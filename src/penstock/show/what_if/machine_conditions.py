@@ -42,6 +42,7 @@ class Contention:
 
     def factor(self, others: float) -> float:
         """Return the length of ops beside a mean number of computing ranks, over that in the trace."""
+        # Far from the usual company, the line must not fall to 0.
         return max(0.1, 1.0 + self.slope * (others - self.usual))
 
 
@@ -106,6 +107,7 @@ class Conditions:
             company = others_beside(trace)
             length = trace.end - trace.start
             others = float(np.average(company, weights=length)) if length.any() else 0.0
+            # Half of the change, because full changes may swing between two answers.
             factor = (factor + self.contention.factor(others)) / 2
             trace = simulate(program, _scaled(costs, factor, 0.0))
         return trace
