@@ -51,6 +51,7 @@ UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
 _MAX_DEVICES = 1_000_000
+# Products and quotients of several such numbers are still finite.
 _LARGEST = 1e30
 
 

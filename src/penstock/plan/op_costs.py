@@ -56,6 +56,7 @@ def op_costs(
     span = layout.dp * layout.tp
     near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
     message = [round(size) for size in costs.messages[:-1]]
+    # A rank of the simulator is a pipeline rank, which stands for dp x tp devices of a node.
     communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
     return Costs(seconds, communication=communication)
 
@@ -114,6 +115,7 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
     Args:
         shares: share of each op in which it competes with other ranks, shape (stages, kinds).
     """
+    # The product of two shares (see `RuntimeCosts`) is a square where both ops are the same.
     costs = replace(costs, seconds=costs.seconds * (1.0 + (replicas - 1) * shares**2))
     trace = simulate(program, costs)
     if program.schedule.ranks < 2 or not shares.any():
@@ -130,6 +132,7 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
             for weights in (own * beside, length)
         )
         found = 1.0 + total / np.maximum(spent, 1e-12)
+        # Half of the change, because full changes may swing between two answers.
         slowdown = found if n == 0 else (slowdown + found) / 2
         trace = simulate(program, replace(costs, seconds=costs.seconds * slowdown))
     return trace

@@ -185,6 +185,7 @@ def predict(
     replicas = layout.dp * microbatches
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
     per_device = 1e12 * seconds * layout.devices
+    # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights.
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12

@@ -118,6 +118,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
                 peak = float(column[row])
         sends = max((float(costs.messages[s]) for s in mine), default=0.0)
         takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
+        # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
         buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.dp > 1 else 0.0
         parts = (

@@ -240,6 +240,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         repeated_flops,
     ) = np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     if len(counts) == 1:
+        # The one stage has both the embedding and the head, and so a tied weight once.
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(

@@ -44,5 +44,6 @@ def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> f
     """
     if group <= 1:
         return 0.0
+    # A ring's all-reduce is a reduce-scatter and then an all-gather.
     rounds = 2 if unit == "all_reduce" else 1
     return rounds * (group - 1) * (link.latency / 2 + size / group / link.bandwidth)

@@ -288,6 +288,7 @@ class _Search:
                 rest = seconds_after_pipeline(self.space, layout, placement, costs)
                 bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
                 placed = replace(point, layout=layout)
+                # Whole and split backwards have different lower bounds, so their orders are candidates of their own.
                 for halves in {order.splits_backward for order in orders}:
                     chosen = tuple(order for order in orders if order.splits_backward == halves)
                     opened.append(self._candidate(bound, 0.0, placed, orders=chosen, costs=costs, rest=rest))
@@ -301,6 +302,7 @@ class _Search:
         placement = order.placement
         table = op_costs(costs, space.cluster, layout)
         work = work_shares(placement) @ costs.work
+        # Few ranks, because a search bounds thousands of layouts; fewer bounds are weaker, but never wrong.
         ranks = {0, layout.pp // 2, layout.pp - 1, int(work.argmax())}
         least = float(
             lower_bound(placement, m, table, "split" if order.splits_backward else "full", ranks).makespan
@@ -367,6 +369,7 @@ class _Search:
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""
         few = STEADY * layout.pp + microbatches % layout.pp
+        # As many as with split backwards: F, I and W.
         ops = 3 * layout.pp * (order.v or 1) * microbatches
         if ops <= LARGE or microbatches <= few + layout.pp or order.family is None:
             return self._predict(layout)

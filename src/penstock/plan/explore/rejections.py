@@ -17,6 +17,7 @@ DIMENSIONS = (
     "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
+# Each of these layouts may cost a prediction in `smallest_layout`.
 _MOST_BOUNDS = 48
 
 

@@ -307,6 +307,7 @@ def _why_empty(space: Space) -> str:
     def allows(batch: int) -> bool:
         return next(replace(space, batch=batch).points(), None) is not None
 
+    # Every multiple of devices x microbatch divides over all numbers of replicas, so there is one in reach.
     reach = 64 * space.devices * int(space.fixed.get("microbatch", 1))
     below = next((n for n in range(space.batch - 1, max(0, space.batch - reach), -1) if allows(n)), None)
     above = next((n for n in range(space.batch + 1, space.batch + reach) if allows(n)), None)

@@ -33,6 +33,8 @@ _TRIMMED = 0.1
 _TERMS = ("forward", "backward", "input_grad", "weight_grad", "again")
 _ADDED = tuple(field.name for field in fields(RuntimeCosts))
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+# Parameters in order: 5 factors of `_TERMS`, then 6 additions and 4 shares of `RuntimeCosts`. Shares begin above 0, because
+# the model has products of two shares, which have no slope at 0.
 _START = np.array([1.0] * 5 + [0.0] * 6 + [0.3] * 4)
 _SIZE = np.array([0.5] * 5 + [0.1] * 4 + [0.05] * 2 + [1.0] * 4)
 """Usual size of each parameter: changes of the factors of `_TERMS`, and the fields of `RuntimeCosts`; those in seconds are
@@ -227,6 +229,7 @@ def _with_gaps(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayout
     table = np.stack([np.array(counts), np.ones(len(counts))], axis=1) * weights[:, None]
     target = np.array(missing) * weights
     best: Any = None
+    # Least squares with values of at least 0, by trying which of the two is 0.
     for free in ([0, 1], [0], [1]):
         values = np.zeros(2)
         values[free] = np.linalg.lstsq(table[:, free], target, rcond=None)[0]
