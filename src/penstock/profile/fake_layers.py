@@ -208,6 +208,7 @@ def _backward(roots: Sequence[Tensor], of: Sequence[Tensor], counter: OpCounter)
     if roots and of:
         grads = [torch.ones_like(root) for root in roots]
         with counter:
+            # The graph runs twice: for the whole backward, and for its first half.
             torch.autograd.grad(roots, of, grads, retain_graph=True, allow_unused=True)
 
 
@@ -240,6 +241,7 @@ def _fake_module(module: StageModule, mode: FakeTensorMode, device: torch.device
                         if isinstance(tensor, nn.Parameter)
                         else empty
                     )
+    # deepcopy takes from the memo what it finds there, and so copies no weights.
     return copy.deepcopy(module, memo)
 
 

@@ -257,6 +257,7 @@ def _repeat(
             rounds += 1
             for case in cases:
                 if exchange is not None:
+                    # As a barrier: all processes run the case at the same time.
                     exchange(None)
                 for ops in ranks.run(case, _REPEATS):
                     for op, seconds in ops.items():

@@ -53,6 +53,7 @@ class ProfiledLayer:
             size, cost = points[0]
             return cost if size == microbatch else _scaled(cost, microbatch / size)
         after = next((n for n, (size, _) in enumerate(points) if size >= microbatch), len(points) - 1)
+        # Below the smallest size, the line through the first two counts.
         after = max(after, 1)
         (low, first), (high, second) = points[after - 1], points[after]
         weight = (microbatch - low) / (high - low)

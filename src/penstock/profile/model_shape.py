@@ -82,6 +82,7 @@ class ModelShape:
     value_size: int = 0
 
     def __post_init__(self) -> None:
+        # The types are text, because annotations of this module are not evaluated.
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type == "bool" and not isinstance(value, bool):
