@@ -81,7 +81,7 @@ def peak(
     inputs: npt.ArrayLike = 0,
     freed_at: FreedAt = "W",
 ) -> Bytes:
-    """Return the peak of each rank, int64, shape (ranks,); the arguments are those of `held`.
+    """Return the peak of each rank, int64, shape (ranks,); see `held` for the arguments.
 
     Without bytes, the peak counts activations in chunks.
     """

@@ -18,7 +18,7 @@ because the tests replay it with sends that block until the receive is posted.
 
 A stage with copies on several ranks is reduced once on each of them, also on a rank that saw none of its microbatches.
 Its REDUCE is placed after the unit-time step in which the last copy is complete. Stages that are complete together are
-reduced in ascending order. So all holders reduce in the same order, and may even block until the others have come.
+reduced in ascending order. So all holders reduce in the same order, and may even block until the other holders have come.
 
 A value may also skip stages: it goes straight from stage i to stage j > i + 1, and its gradient straight back. Each
 skip has a route, numbered from 1; route 0 is between neighbouring stages. Skips add no waits, because the ops that they

@@ -110,7 +110,7 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and the content is large arrays
 
     def rows(self, rank: int) -> slice:
-        """Return the rows of one rank."""
+        """Return the range of rows that hold one rank's ops."""
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
 
     def columns(self, rank: int) -> Columns:

@@ -40,7 +40,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def is_csv(name: str) -> bool:
-    """Return whether the name of a schedule is that of a file, not of a family."""
+    """Return whether the name of a schedule names a file, not a family."""
     return name.lower().endswith(".csv")
 
 

@@ -219,7 +219,7 @@ def _prefer(
     """Choose between a free rank's next forward and its next input gradient.
 
     Args:
-        now, forward, gradient: the time, and those at which the two can start, in seconds.
+        now, forward, gradient: the present time, and the times at which the two can start, in seconds.
         may_start: whether memory allows the forward, maybe after a W.
         wait: seconds to wait for the preferred kind while the other is ready; infinite to take no other.
 

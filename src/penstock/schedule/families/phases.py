@@ -1,7 +1,7 @@
 """Lists of ops written as phases: repeated patterns that do not name microbatches.
 
-In all schedules written this way, every stage sees its microbatches in order: the n-th forward of a stage is that of
-microbatch n, and likewise for the backwards. A pattern is a sequence of `PatternOp`.
+In all schedules written this way, every stage sees its microbatches in order: the n-th forward of a stage is of
+microbatch n, and so is the n-th backward. A pattern is a sequence of `PatternOp`.
 """
 
 from __future__ import annotations

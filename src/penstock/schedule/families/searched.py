@@ -63,8 +63,8 @@ def searched(
         placement: "loop" (default), "v", or "bidirectional".
         backward: "split" (default) or "full".
         costs: seconds of F, I and W, each one number for a rank, which its stages share, or one per stage (default 1 each).
-        full: seconds of a full backward, likewise (default: those of I and W). Where it is quicker, a split backward is
-            joined to a full one.
+        full: seconds of a full backward, likewise (default: the seconds of I and W). Where it is quicker, a split backward
+            is joined to a full one.
         latency: seconds a message takes between ranks (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default: no limit).
 

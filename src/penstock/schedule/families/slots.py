@@ -50,7 +50,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """Hanayo's waves (2308.15762): blocks of p microbatches pass down the ranks and up again, v/2 times.
 
-    The slots are those of a Chimera pipe over all p·v stages, each folded back onto the p ranks. With m = p and
+    The slots are a Chimera pipe's over all p·v stages, each folded back onto the p ranks. With m = p and
     B+W >= F the bubble is (2p-2)(B+W)/v; with F = B+W it is the same for every multiple of p. Blocks hold all v·p
     activations of their microbatches on the rank where the waves turn, and p-1-r fewer on rank r.
 

@@ -58,7 +58,7 @@ def zb_auto(
         kept: part of an activation that stays from I to W (default 1: activations are freed at W). The paper frees at B
             all but M_W / M_B of it.
         objective: measure to minimise first: "longest" (default), the largest time from a rank's first op to its last
-            (the paper's cost), or "makespan". The other measure is never worse than that of the best handcrafted
+            (the paper's cost), or "makespan". The other measure is never worse than in the best handcrafted
             schedule that fits the memory.
 
     Raises:

@@ -38,7 +38,7 @@ def pipes_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of the stages along each pipe.
 
     Raises:
-        ScheduleError: if stages have copies other than those of two opposite pipes.
+        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
     """
     if not placement.has_copies:
         return (tuple(held[0] for held in placement.holders),)
@@ -330,7 +330,7 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         return codes
 
     def schedule(self, codes: Ints, name: str, options: dict[str, object] | None = None) -> Schedule:
-        """Return an order as a schedule; pipe 1's microbatches are numbered after those of pipe 0."""
+        """Return an order as a schedule; pipe 1's microbatches are numbered after pipe 0's microbatches."""
         return Schedule.from_columns(
             name, self.placement, self.microbatches, self._columns(codes), dict(options or {})
         )

@@ -1,6 +1,6 @@
 """Rules for list scheduling from a few numbers: microbatch after microbatch in one shifted pattern.
 
-All ops of microbatch n are due n periods after those of microbatch 0. A pattern has how fast microbatches pass the stages
+All ops of microbatch n are due n periods after the ops of microbatch 0. A pattern has how fast microbatches pass the stages
 forward and back, how long they wait where they turn, when a W is due, and how many microbatches enter together. List
 scheduling fits the warm-up and the drain around it.
 
