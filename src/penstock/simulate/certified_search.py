@@ -161,7 +161,7 @@ def order_problem(
 
     Raises:
         ConfigError: if the costs do not cover the stages.
-        ScheduleError: if stages have copies other than those of two opposite pipes.
+        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
     """
     costs.cover(placement.stages)
     communication = costs.communication

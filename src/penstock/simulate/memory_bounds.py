@@ -9,7 +9,7 @@ earlier) and ends with its tail (what must follow its last op).
 - Gaps: until its first gradient is back a rank has at most k forwards to run, and after its last forward only what k
   activations have left.
 
-Little's law also applies to bytes, without the ramps. All three apply beside the bounds of `penstock.simulate.bounds`.
+Little's law also applies to bytes, without the ramps. The bounds of `penstock.simulate.bounds` hold as well.
 """
 
 from __future__ import annotations
