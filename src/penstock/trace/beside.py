@@ -1,4 +1,4 @@
-"""Time of ops that run beside others, on other ranks."""
+"""Time during which ops of other ranks run at the same time as an op."""
 
 from __future__ import annotations
 

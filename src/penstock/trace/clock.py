@@ -4,8 +4,8 @@ No process leaves a barrier before all have entered it. So no process leaves bef
 difference of their clocks from both sides, whatever the network does. The tightest bounds over many barriers count. This is
 the round trip of NTP (RFC 5905, section 8), with a barrier in place of a reply.
 
-Processes of one machine read one clock. They have one offset, and its bounds are those of the last to enter and the first to
-leave: on a long link the others add the time that the barrier's messages take among them.
+Processes of one machine read one clock. They have one offset, and its bounds come from the last process to enter and the
+first to leave: on a long link the other processes add the time that the barrier's messages take among them.
 """
 
 from __future__ import annotations

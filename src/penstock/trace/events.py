@@ -89,7 +89,7 @@ class Trace:
         return Trace(self.ranks, **columns, held=held, info=self.info)
 
     def only(self, kinds: Iterable[Activity]) -> Trace:
-        """Return the events of some kinds; the trace itself if it has no others."""
+        """Return the events of some kinds; the trace itself if it has no event of another kind."""
         mask = np.zeros(len(self), np.bool_)
         for kind in kinds:
             mask |= self.kind == kind

@@ -1,7 +1,7 @@
 """A run's traces on disk: ``traces/step-000010.npz``, or one part a process, ``traces/step-000010.rank-3.npz``.
 
-Reading skips files that are broken, cut off or of another version, and ranks that are missing. It describes them beside
-the traces of the rest.
+Reading skips files that are broken, cut off or of another version, and ranks that are missing. It describes them next to
+the traces that could be read.
 """
 
 from __future__ import annotations
