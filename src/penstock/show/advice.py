@@ -46,7 +46,7 @@ def where_time_went(bubbles: Bubbles, ranks: Sequence[int]) -> str:
     """Return a sentence that says how much of the ranks' time was idle, and why.
 
     Args:
-        ranks: the ranks that have events; the others do not count.
+        ranks: the ranks that have events; ranks without events do not count.
     """
     total = float(bubbles.makespan) * len(ranks)
     idle = {cause: float(time[ranks].sum()) / total if total else 0.0 for cause, time in bubbles.idle.items()}

@@ -94,7 +94,7 @@ def fill_template(
     library: Sequence[str],
     **values: Any,
 ) -> str:
-    """Return a page from one of the templates, with its scripts, its style and the policy that allows no others.
+    """Return a page from one of the templates, with its scripts, its style and the policy that allows no other script.
 
     Args:
         figures: JSON of Bokeh's figures by the id of their element.

@@ -50,7 +50,7 @@ class PictureStyle:
     font: float = 10.0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` unless the numbers are those of a picture."""
+        """Raise `ConfigError` unless width and font size are numbers that a picture can have."""
         for name, value, least, most in (("width", self.width, 1, 100), ("font", self.font, 1, 100)):
             if not (isinstance(value, int | float) and math.isfinite(value) and least <= value <= most):
                 unit = "inches" if name == "width" else "points"
@@ -149,7 +149,7 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
     from matplotlib.collections import PolyCollection
 
     style, second, light = WITHOUT_MESSAGES[kind], second_of_pair(trace), lighter(trace)
-    # The lines between blocks, and those of a hatch, are light on the dark shade and dark on the light one.
+    # The lines between blocks, and the lines of a hatch, are light on the dark shade and dark on the light one.
     for shade, lines, of_shade in ((style.full, "white", ~light), (style.light, style.full, light)):
         rows = np.flatnonzero((trace.kind == kind) & of_shade)
         if not len(rows):

@@ -1,4 +1,4 @@
-"""Two runs beside each other: differences of their configs, and of one step of each."""
+"""Two runs side by side: differences of their configs, and of one step of each."""
 
 from __future__ import annotations
 

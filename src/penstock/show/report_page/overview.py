@@ -123,7 +123,7 @@ def overview_table(steps: Sequence[StepAnalysis], unit: Unit) -> dict[str, Any]:
 
 
 def numbered(steps: Sequence[StepAnalysis]) -> bool:
-    """Return whether the steps are those of a run, and not simulations with names."""
+    """Return whether the steps are numbered steps of a run, and not simulations with names."""
     return all(_STEP.fullmatch(step.label) for step in steps)
 
 

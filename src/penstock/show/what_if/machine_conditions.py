@@ -25,7 +25,7 @@ _OPS = tuple(Activity(kind) for kind in Kind)
 _LEAST_OPS = 12
 """Fewest ops that say anything."""
 _ROUNDS = 6
-"""Rounds in which the length of ops and the ranks beside them find each other."""
+"""Simulations until the length of ops and the number of ranks that compute at the same time agree."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Contention:
     """Length of ops as a function of the other ranks that compute meanwhile: 1 + slope × (others - usual).
 
     Attributes:
-        slope: growth of an op's length with each rank that computes beside it, relative to its usual length; at least 0.
-        usual: mean number of other ranks that computed beside an op in the trace.
+        slope: growth of an op's length with each rank that computes meanwhile, relative to its usual length; at least 0.
+        usual: mean number of other ranks that computed during an op in the trace.
     """
 
     slope: float = 0.0
     usual: float = 0.0
 
     def factor(self, others: float) -> float:
-        """Return the length of ops beside a mean number of computing ranks, over that in the trace."""
+        """Return the length of ops during which `others` ranks compute, over their length in the trace."""
         # Far from the usual company, the line must not fall to 0.
         return max(0.1, 1.0 + self.slope * (others - self.usual))
 
 
 def contention_of(trace: Trace) -> Contention:
-    """Return the slowdown in a measured trace: the line through lengths of ops over ranks that computed beside them.
+    """Return the slowdown in a measured trace: the line through lengths of ops over the ranks that computed meanwhile.
 
     Lengths are relative to the median of the same stage and kind of op. A trace with few ops, or ops that all had the same
     company, shows none.
@@ -97,7 +97,7 @@ class Conditions:
         return cls(contention_of(trace), _overhead(trace), is_measured(trace))
 
     def simulate(self, program: Program, costs: Costs) -> Trace:
-        """Simulate a program with ops as long as they are beside the ranks that compute meanwhile."""
+        """Simulate a program with ops as long as the ranks that compute meanwhile make them."""
         costs = _scaled(costs, 1.0, self.overhead)
         trace = simulate(program, costs)
         if not self.contention.slope:
