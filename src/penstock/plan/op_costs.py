@@ -1,4 +1,4 @@
-"""Costs of the ops of a layout: those of its stages, those that the runtime adds, and the slowdown by other ranks."""
+"""Costs of the ops of a layout: its stages' costs, what the runtime adds, and the slowdown by other ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def op_costs(
     """Return the simulator's costs of a layout's stages, as long as each rank runs alone and no backward is split.
 
     Args:
-        overhead: seconds of each op besides these and the cluster's overhead (default 0).
+        overhead: seconds of each op in addition to `runtime` and the cluster's overhead (default 0).
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
     for kind, name in _KINDS.items():

@@ -218,8 +218,8 @@ def _simulated(
 def default_sequence(profile: Profile) -> int:
     """Return the tokens of a sample where nothing says otherwise.
 
-    They are those of a profile of layers, or 1 if its samples have no tokens; 2048 for a model of given sizes, or as many as
-    the model allows.
+    For a profile of layers, they are its own, or 1 if its samples have no tokens; 2048 for a model of given sizes, or
+    as many as the model allows.
     """
     shape = profile.shape
     if shape is None:
@@ -254,7 +254,7 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
 
     Raises:
         ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
-        ConfigError: if the file's counts are not those of the layout.
+        ConfigError: if the file's counts differ from the layout's.
     """
     if is_csv(schedule):
         built = read_csv(schedule)
@@ -317,7 +317,7 @@ def overlaps(cluster: Cluster, layout: Layout) -> bool:
 
 
 def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
-    """Return the seconds to gather the first layer's weights (ZeRO); the others are gathered while the next step runs."""
+    """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
     if not layout.zero or layout.dp == 1:
         return 0.0
     per_layer = costs.parameters * weight / np.maximum(1, costs.counts)

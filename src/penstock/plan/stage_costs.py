@@ -155,7 +155,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
 
 
 def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
-    """Return each layer's value, from those of the kinds of layers."""
+    """Return the value of every layer from the value of its kind."""
     return np.array([values[kind] for kind in kinds], np.float64)
 
 

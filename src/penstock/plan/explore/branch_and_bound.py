@@ -157,7 +157,7 @@ class _Search:
             while self._heap and self._heap[0].bound < self._threshold():
                 self._advance(heapq.heappop(self._heap))
                 yield
-            # In full, one of the best may be slower or larger, so that others are worth a simulation again.
+            # Predicted in full, one of the best may be slower or larger, so that other layouts are worth a simulation again.
             searching = self._refine()
             yield
         for candidate in self._heap:

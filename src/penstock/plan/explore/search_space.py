@@ -103,7 +103,7 @@ class Space:
     def with_splits(
         self, layout: Layout, placement: Placement, times: LayerTimes
     ) -> Iterator[tuple[Layout, StageCosts]]:
-        """Yield a layout with each split that differs from the others and fits its stages, and the stages' costs."""
+        """Yield a layout with each different split that fits its stages, and the stages' costs."""
         even = even_counts(self.profile.blocks, placement.stages)
         counts: set[tuple[int, ...]] = set()
         for split in self.splits:
@@ -276,7 +276,9 @@ def make_space(
             require_family(name)
     count = cluster.devices if devices is None else devices
     if not 1 <= count <= cluster.devices:
-        raise ConfigError(f"devices must be 1 to {cluster.devices}, those of {cluster.name}, got {count}")
+        raise ConfigError(
+            f"devices must be 1 to {cluster.devices}, the number that {cluster.name} has, got {count}"
+        )
     for what, value in (("batch", batch), ("sequence", sequence)):
         require_count(what, value)
     space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)

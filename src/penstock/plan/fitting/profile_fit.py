@@ -1,6 +1,6 @@
 """Recalibration of a profile on measured steps: what ops cost in a pipeline besides what their layers cost alone.
 
-In a pipeline, ops have the runtime's own work beside that of the layers, and compete with other ranks for the interpreter,
+In a pipeline, ops have the runtime's own work in addition to the layers', and compete with other ranks for the interpreter,
 caches and memory. A factor for each kind of op and the `RuntimeCosts` are fitted to the ops by least squares of relative
 errors; what the steps then still take longer goes to every op, and to every step.
 """
@@ -8,7 +8,7 @@ errors; what the steps then still take longer goes to every op, and to every ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ Table = npt.NDArray[np.float64]
 _TRIMMED = 0.1
 """Share of an op's times that is left out at each end, before their mean is taken."""
 _TERMS = ("forward", "backward", "input_grad", "weight_grad", "again")
-_ADDED = tuple(field.name for field in fields(RuntimeCosts))
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 # Parameters in order: 5 factors of `_TERMS`, then 6 additions and 4 shares of `RuntimeCosts`. Shares begin above 0, because
 # the model has products of two shares, which have no slope at 0.
