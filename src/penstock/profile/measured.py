@@ -79,8 +79,8 @@ def measure_layers(
 
     Args:
         model, example, target, loss_fn, named, microbatches, name, seed, autocast: as for `trace_layers`, but the example's
-            values count where they are whole numbers; others are drawn at random. Copies of the layers run, without hooks
-            on their parameters; layers that are built run as they are.
+            values count where they are whole numbers; floating-point values are drawn at random. Copies of the layers run,
+            without hooks on their parameters; layers that are built run as they are.
         ranks: number of threads of this process that compute at the same time (default 1).
         exchange: function that joins the processes that measure at the same time; all of them return the same profile
             (default None: this process alone).
@@ -140,7 +140,7 @@ _Samples = dict[tuple[int, int, str, str], list[float]]
 
 
 def _cost(traced: LayerCost, times: Mapping[Any, float], kind: int, size: int, held: int) -> LayerCost:
-    """Return a layer's cost in seconds: the times of its stage without those of a stage without a layer."""
+    """Return a layer's cost in seconds: the times of its stage, less the times of a stage without a layer."""
 
     def net(way: str, op: str) -> float:
         return max(0.0, times[kind, size, way, op] - times[_EMPTY, size, way, op])

@@ -89,7 +89,7 @@ class RuntimeCosts:
         segment: seconds of every segment but the first into which recompute divides the forward of a stage.
         beside_forward, beside_backward, beside_input_grad, beside_weight_grad: share of an F, B, I and W in which it
             competes with other ranks for the interpreter or the memory. An op takes 1 + a × b times as long beside one
-            other rank, where a is its share and b that of the other rank's op.
+            other rank, where a is its share and b the share of the other rank's op.
     """
 
     forward: float = 0.0

@@ -67,7 +67,7 @@ def trace_sizes(
 def kinds_of(runs: Mapping[int, Sequence[LayerRun]]) -> tuple[list[int], list[int]]:
     """Return the kind of every layer, and the last layer of every kind; layers of a kind are alike at every size.
 
-    The last layer stands for its kind because the first one of a step may fill caches that the others read.
+    The last layer stands for its kind because the first one of a step may fill caches that later ones read.
     """
     kinds: dict[object, int] = {}
     of_layers = [
