@@ -291,7 +291,7 @@ def _cycle(program: Program) -> str:
             group = (row, row + 1) if schedule.paired[row] else (row,)
             sources = [(k, int(program.source[k])) for k in group]
             waits[rank] = [(k, s) for k, s in sources if s >= 0 and program.level[s] == 0]
-    # An empty way is no cycle: its rank waits for ranks of a cycle and is not on one.
+    # An empty way is not a cycle: its rank waits for ranks of a cycle, and is not on one.
     cycle = min(
         (_way_back(rank, waits, program) for rank in waits), key=lambda way: (len(way) == 0, len(way))
     )

@@ -46,9 +46,9 @@ def test_every_legal_group_size_has_the_same_bubble_and_the_memory_of_the_formul
 
 @pytest.mark.parametrize("family", ["interleaved-1f1b", "interleaved-zb"])
 def test_an_illegal_group_size_is_refused_with_the_smallest_legal_one(family: str):
-    with pytest.raises(ScheduleError, match="group_size must be .* 4 .* 9 .* got 4, take 5$"):
+    with pytest.raises(ScheduleError, match=r"group_size must be .* 4 .* 9 .* got 4, take 5$"):
         build_schedule(family, 4, 9, 2, group_size=4)
-    with pytest.raises(ScheduleError, match="group_size must be 3, .* got 2$"):
+    with pytest.raises(ScheduleError, match=r"group_size must be 3, .* got 2$"):
         build_schedule(family, 4, 3, 2, group_size=2)
     with pytest.raises(ScheduleError, match="group_size must be a whole number, got 4"):
         build_schedule(family, 4, 8, 2, group_size=4.0)
