@@ -51,6 +51,7 @@ UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
 _MAX_DEVICES = 1_000_000
+# Products and quotients of several such numbers are still finite.
 _LARGEST = 1e30
 
 
@@ -196,7 +197,6 @@ def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return a cluster on whose devices a plan may use less memory than there is.
 
     Args:
-        cluster: the cluster.
         memory: bytes of a device that a plan may use.
 
     Raises:

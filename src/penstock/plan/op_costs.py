@@ -1,4 +1,4 @@
-"""Costs of the ops of a layout: those of its stages, those that the runtime adds, and the slowdown by other ranks."""
+"""Costs of the ops of a layout: its stages' costs, what the runtime adds, and the slowdown by other ranks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ def op_costs(
     """Return the simulator's costs of a layout's stages, as long as each rank runs alone and no backward is split.
 
     Args:
-        costs: costs of the stages.
-        cluster: devices and links.
-        layout: the layout.
-        runtime: seconds that the runtime adds (default: none).
-        overhead: seconds of each op besides these and the cluster's overhead (default 0).
+        overhead: seconds of each op in addition to `runtime` and the cluster's overhead (default 0).
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
     for kind, name in _KINDS.items():
@@ -60,6 +56,7 @@ def op_costs(
     span = layout.dp * layout.tp
     near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
     message = [round(size) for size in costs.messages[:-1]]
+    # A rank of the simulator is a pipeline rank, which stands for dp x tp devices of a node.
     communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
     return Costs(seconds, communication=communication)
 
@@ -116,11 +113,9 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
     one slowdown for all ops of a stage and kind.
 
     Args:
-        program: the program.
-        costs: costs of ops that run alone.
         shares: share of each op in which it competes with other ranks, shape (stages, kinds).
-        replicas: replicas on the same machine (default 1).
     """
+    # The product of two shares (see `RuntimeCosts`) is a square where both ops are the same.
     costs = replace(costs, seconds=costs.seconds * (1.0 + (replicas - 1) * shares**2))
     trace = simulate(program, costs)
     if program.schedule.ranks < 2 or not shares.any():
@@ -137,6 +132,7 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
             for weights in (own * beside, length)
         )
         found = 1.0 + total / np.maximum(spent, 1e-12)
+        # Half of the change, because full changes may swing between two answers.
         slowdown = found if n == 0 else (slowdown + found) / 2
         trace = simulate(program, replace(costs, seconds=costs.seconds * slowdown))
     return trace

@@ -15,13 +15,13 @@ import numpy as np
 
 from penstock.counts import plural, require_count
 from penstock.errors import ConfigError
-from penstock.plan.assumptions import assumptions
-from penstock.plan.cluster import Cluster, LinkSpeed
+from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster, LinkSpeed
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
+    attention_of,
     dtype_of,
     even_counts,
     layer_times,
@@ -184,6 +184,7 @@ def predict(
     replicas = layout.dp * microbatches
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
     per_device = 1e12 * seconds * layout.devices
+    # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights.
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
@@ -216,8 +217,8 @@ def _simulated(
 def default_sequence(profile: Profile) -> int:
     """Return the tokens of a sample where nothing says otherwise.
 
-    They are those of a profile of layers, or 1 if its samples have no tokens; 2048 for a model of given sizes, or as many as
-    the model allows.
+    For a profile of layers, they are its own, or 1 if its samples have no tokens; 2048 for a model of given sizes, or
+    as many as the model allows.
     """
     shape = profile.shape
     if shape is None:
@@ -252,7 +253,7 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
 
     Raises:
         ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
-        ConfigError: if the file's counts are not those of the layout.
+        ConfigError: if the file's counts differ from the layout's.
     """
     if is_csv(schedule):
         built = read_csv(schedule)
@@ -315,7 +316,7 @@ def overlaps(cluster: Cluster, layout: Layout) -> bool:
 
 
 def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
-    """Return the seconds to gather the first layer's weights (ZeRO); the others are gathered while the next step runs."""
+    """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
     if not layout.zero or layout.dp == 1:
         return 0.0
     per_layer = costs.parameters * weight / np.maximum(1, costs.counts)
@@ -344,3 +345,46 @@ def optimizer_seconds(
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
     parameters = most_parameters(costs, placement) / (layout.dp if layout.zero else 1)
     return parameters * _UPDATE_BYTES[dtype] / bandwidth
+
+
+def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
+    """Return sentences about what a layout leaves open, and what a prediction of it takes as given."""
+    sentences = []
+    if profile.shape is not None:
+        if profile.shape.windowed and profile.shape.window < sequence:
+            sentences.append(
+                f"Attention is counted over all {sequence:,} tokens, but {profile.shape.windowed} of {profile.shape.layers} "
+                f"blocks attend to windows of {profile.shape.window:,}; kernels that skip the rest are faster."
+            )
+        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
+            sentences.append(
+                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
+                "attention=fused predicts kernels that do not."
+            )
+        dtype = dtype_of(profile, cluster, layout)
+        sentences.append(
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
+            "AdamW."
+        )
+    if machine := profile.machine:
+        sentences.append(
+            f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
+            f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
+        )
+    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
+        sentences.append(
+            f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
+            "overlap=true predicts reductions that hide behind it."
+        )
+    sentences.append(_interval(profile, cluster))
+    if layout.devices < cluster.devices:
+        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
+    return tuple(sentences)
+
+
+def _interval(profile: Profile, cluster: Cluster) -> str:
+    error = max(cluster.error, profile.spread)
+    of_profile = profile.spread > cluster.error
+    source = f"the spread of the measured {profile.name}" if of_profile else f"the error of {cluster.name}"
+    again = "; measure again on a quiet machine" if error > UNSTEADY and cluster.name not in PRESETS else ""
+    return f"The interval is the step divided and multiplied by {1 + error:.3g}: {source}{again}."

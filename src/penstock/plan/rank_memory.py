@@ -90,14 +90,7 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> npt.NDArray[np.in
 
 
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
-    """Return the peak memory of every pipeline rank.
-
-    Args:
-        schedule: order of the ops, which gives the microbatches in flight.
-        costs: bytes of the stages.
-        layout: layout of the run.
-        dtype: dtype of the matrix products, which gives the bytes of a parameter.
-    """
+    """Return the peak memory of every pipeline rank."""
     weight, gradient, state = PARAMETER_BYTES[dtype]
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     column = held_activations(schedule, costs)
@@ -125,6 +118,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
                 peak = float(column[row])
         sends = max((float(costs.messages[s]) for s in mine), default=0.0)
         takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
+        # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
         buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.dp > 1 else 0.0
         parts = (

@@ -15,6 +15,7 @@ Recompute = str | int
 
 SHORT_NAMES = {"virtual_stages": "v", "sp": "sequence_parallel"}
 """Other names of keys."""
+# Negative numbers, too, so that the error says that they are too small.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
@@ -83,6 +84,7 @@ class Layout:
         else:
             _one_of("split", self.split, ("even", "cost"), "at least 1 block for every stage, as in 3+3+2")
         if self.sequence_parallel and self.tp == 1:
+            # One device divides nothing, and layouts that run alike are equal.
             object.__setattr__(self, "sequence_parallel", False)
 
     @property

@@ -28,7 +28,6 @@ class LayerTimes:
     """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute.
 
     Attributes:
-        table: layers and their costs.
         forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of the
             part of the forward that the backward repeats, shape (layers,); `again` is for a layer that is recomputed.
         repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
@@ -156,7 +155,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
 
 
 def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
-    """Return each layer's value, from those of the kinds of layers."""
+    """Return the value of every layer from the value of its kind."""
     return np.array([values[kind] for kind in kinds], np.float64)
 
 
@@ -241,6 +240,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         repeated_flops,
     ) = np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     if len(counts) == 1:
+        # The one stage has both the embedding and the head, and so a tied weight once.
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(

@@ -12,11 +12,7 @@ def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: i
     """Return the seconds of operations that follow each other.
 
     Args:
-        works: operations of one rank.
-        device: device of the rank.
-        dtype: dtype of the matrix products.
         group: number of tensor-parallel ranks, among which collectives run.
-        link: link between these ranks.
 
     Raises:
         ConfigError: if the device has no rate for the dtype.
@@ -44,10 +40,10 @@ def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> f
     Args:
         unit: "all_reduce", "all_gather" or "reduce_scatter".
         size: bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather).
-        group: number of ranks.
         link: slowest link of the ring.
     """
     if group <= 1:
         return 0.0
+    # A ring's all-reduce is a reduce-scatter and then an all-gather.
     rounds = 2 if unit == "all_reduce" else 1
     return rounds * (group - 1) * (link.latency / 2 + size / group / link.bandwidth)

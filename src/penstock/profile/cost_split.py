@@ -13,11 +13,6 @@ def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int,
 
     The first stage also gets the embeddings, the last one the heads and the loss.
 
-    Args:
-        profile: traced or measured profile.
-        stages: number of stages.
-        microbatch: samples of a microbatch.
-
     Raises:
         SplitError: if there are fewer blocks than stages, or the profile has no layers.
     """
@@ -33,12 +28,7 @@ def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int,
 
 
 def layer_costs(profile: Profile, microbatch: int) -> list[float]:
-    """Return seconds of a forward and a backward of every layer, or FLOPs if nothing was measured.
-
-    Args:
-        profile: traced or measured profile.
-        microbatch: samples of a microbatch.
-    """
+    """Return seconds of a forward and a backward of every layer, or FLOPs if nothing was measured."""
     return [_seconds(profile.kinds[kind].at(microbatch)) for *_, kind in profile.layers]
 
 

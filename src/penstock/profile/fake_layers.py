@@ -41,11 +41,7 @@ class Sample:
 
     Attributes:
         example: input of the first layer: a tensor, or tensors in tuples, lists and dicts, batch first.
-        target: target of the loss (default None).
         loss_fn: loss function, which runs with the last layer; None (default) leaves it out.
-        named: keyword inputs by name (default none).
-        seed: seed of layers that are built (default 0).
-        autocast: dtype of mixed precision; None (default) for none.
     """
 
     example: Any
@@ -82,10 +78,8 @@ class LayerRun:
     """One layer's run on a microbatch.
 
     Attributes:
-        layer: the layer.
         cost: its cost; with the loss, if it is the last layer.
         inputs: value that it took, of fake tensors.
-        named: named values that it took.
         key: equal for layers of the same kind.
     """
 
@@ -214,6 +208,7 @@ def _backward(roots: Sequence[Tensor], of: Sequence[Tensor], counter: OpCounter)
     if roots and of:
         grads = [torch.ones_like(root) for root in roots]
         with counter:
+            # The graph runs twice: for the whole backward, and for its first half.
             torch.autograd.grad(roots, of, grads, retain_graph=True, allow_unused=True)
 
 
@@ -246,6 +241,7 @@ def _fake_module(module: StageModule, mode: FakeTensorMode, device: torch.device
                         if isinstance(tensor, nn.Parameter)
                         else empty
                     )
+    # deepcopy takes from the memo what it finds there, and so copies no weights.
     return copy.deepcopy(module, memo)
 
 

@@ -41,8 +41,8 @@ class LayerCost:
         input_grad: operations of the half of the backward that computes the gradient of the input.
         weight_grad: operations of the half that computes the gradients of the weights.
         selective: operations that selective recompute does again.
-        backward: operations of a backward that is not split; empty (default) if they are those of its halves.
-        again: operations that full recompute adds to the backward; empty (default) if they are those of the forward.
+        backward: operations of a backward that is not split; empty (default) if it runs the operations of its halves.
+        again: operations that full recompute adds to the backward; empty (default) if it repeats the whole forward.
         saved_bytes: bytes that the forward keeps for the backward, without recompute.
         selective_bytes: the same if the scores of attention are recomputed.
         waiting_bytes: bytes that wait from the first half of a split backward to the second: inputs of the matrices and

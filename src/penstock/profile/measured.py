@@ -79,10 +79,9 @@ def measure_layers(
 
     Args:
         model, example, target, loss_fn, named, microbatches, name, seed, autocast: as for `trace_layers`, but the example's
-            values count where they are whole numbers; others are drawn at random. Copies of the layers run, without hooks
-            on their parameters; layers that are built run as they are.
+            values count where they are whole numbers; floating-point values are drawn at random. Copies of the layers run,
+            without hooks on their parameters; layers that are built run as they are.
         ranks: number of threads of this process that compute at the same time (default 1).
-        effort: bounds on the measurement.
         exchange: function that joins the processes that measure at the same time; all of them return the same profile
             (default None: this process alone).
 
@@ -141,7 +140,7 @@ _Samples = dict[tuple[int, int, str, str], list[float]]
 
 
 def _cost(traced: LayerCost, times: Mapping[Any, float], kind: int, size: int, held: int) -> LayerCost:
-    """Return a layer's cost in seconds: the times of its stage without those of a stage without a layer."""
+    """Return a layer's cost in seconds: the times of its stage, less the times of a stage without a layer."""
 
     def net(way: str, op: str) -> float:
         return max(0.0, times[kind, size, way, op] - times[_EMPTY, size, way, op])
@@ -166,12 +165,6 @@ def _cost(traced: LayerCost, times: Mapping[Any, float], kind: int, size: int, h
 
 class _Bench:
     """Stages of one layer each, with inputs, for one rank.
-
-    Args:
-        layers: layers of the model.
-        representatives: run of each kind's layer at every size.
-        sizes: samples of the microbatches.
-        sample: the microbatch that was traced.
 
     Attributes:
         waiting: bytes that a stage holds between the halves of a split backward, by kind and size.
@@ -264,6 +257,7 @@ def _repeat(
             rounds += 1
             for case in cases:
                 if exchange is not None:
+                    # As a barrier: all processes run the case at the same time.
                     exchange(None)
                 for ops in ranks.run(case, _REPEATS):
                     for op, seconds in ops.items():

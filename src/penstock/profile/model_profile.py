@@ -53,6 +53,7 @@ class ProfiledLayer:
             size, cost = points[0]
             return cost if size == microbatch else _scaled(cost, microbatch / size)
         after = next((n for n, (size, _) in enumerate(points) if size >= microbatch), len(points) - 1)
+        # Below the smallest size, the line through the first two counts.
         after = max(after, 1)
         (low, first), (high, second) = points[after - 1], points[after]
         weight = (microbatch - low) / (high - low)
@@ -88,7 +89,7 @@ class RuntimeCosts:
         segment: seconds of every segment but the first into which recompute divides the forward of a stage.
         beside_forward, beside_backward, beside_input_grad, beside_weight_grad: share of an F, B, I and W in which it
             competes with other ranks for the interpreter or the memory. An op takes 1 + a × b times as long beside one
-            other rank, where a is its share and b that of the other rank's op.
+            other rank, where a is its share and b the share of the other rank's op.
     """
 
     forward: float = 0.0

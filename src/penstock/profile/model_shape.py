@@ -36,7 +36,7 @@ class ModelShape:
         head_size: size of a head.
         ffn: inner size of the feed-forward.
         vocabulary: number of tokens.
-        gated: True if the feed-forward has a gate beside its up projection.
+        gated: True if the feed-forward has a gate as well as an up projection.
         positions: rows of a learned table of positions; 0 if positions are rotary.
         tied: True if the head shares the embedding's weight.
         norm_weights: norm parameters of a block, as a multiple of `hidden`.
@@ -82,6 +82,7 @@ class ModelShape:
     value_size: int = 0
 
     def __post_init__(self) -> None:
+        # The types are text, because annotations of this module are not evaluated.
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type == "bool" and not isinstance(value, bool):
@@ -111,8 +112,8 @@ class ModelShape:
     def whole_parameters(self) -> int:
         """Number of parameters of a block that tensor parallelism does not divide.
 
-        They are those of norms, and the biases that are added after the ranks' products are summed: of the matrices from
-        attention and from the feed-forward to the hidden state.
+        They are the weights of norms, and the biases that are added after the ranks' products are summed: of the matrices
+        from attention and from the feed-forward to the hidden state.
         """
         summed = int(self.output_bias) + int(self.ffn_bias)
         return (self.norm_weights + summed) * self.hidden + self.head_norm_weights
@@ -286,7 +287,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
 
 
 def _hugging_face(value: object, key: str, path: Path) -> Path:
-    """Return the path that ``model.config`` or ``model.path`` names: as the trainer reads it, else beside the file."""
+    """Return the path that ``model.config`` or ``model.path`` names: as the trainer reads it, else in the file's folder."""
     if not isinstance(value, str) or value.endswith(".toml"):
         raise ConfigError(f"{path}: model.{key} must name a config.json or its folder, got {value!r}")
     named = Path(value).expanduser()
@@ -358,7 +359,7 @@ def _unknown(table: dict[str, Any]) -> str:
     """Return why a model's family has no closed form, and what to do."""
     kind, part = table.get("model_type"), table.get("text_config")
     if kind is None:
-        return "the config has no model_type, which says of what family the model is; is it that of a language model?"
+        return "the config has no model_type, which says of what family the model is; is it a language model's config?"
     what = f"no closed form for a model of type {kind!r}"
     if isinstance(part, dict) and part.get("model_type") in _TRAITS:
         return f"{what}; its text part ({part['model_type']}) has one: write text_config to a config.json of its own"

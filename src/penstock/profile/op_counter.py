@@ -81,6 +81,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             return
         size = storage.nbytes()
         self._bytes += size
+        # The weak reference tells when the last tensor on the storage is gone.
         self._live[key] = weakref.ref(storage, partial(self._gone, key, size))
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 

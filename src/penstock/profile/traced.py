@@ -33,16 +33,11 @@ def trace_layers(
     """Profile a model's layers without running them on a device.
 
     Args:
-        model: model or layers as `penstock.Pipeline` takes them.
         example: input of one microbatch, batch first; only its shapes and dtypes count.
-        target: target of the loss for the same microbatch.
         loss_fn: loss function as `penstock.Pipeline` takes it; its cost is part of the last layer's (default: no loss).
-        named: keyword inputs of the step, by name.
         microbatches: samples of the microbatches to trace (default: the example's, and twice as many). Costs at other sizes
             are on the line through the two nearest.
         name: name of the model (default: its class).
-        seed: seed of layers that are built (default 0).
-        autocast: dtype of mixed precision, as for `penstock.Pipeline` (default None).
 
     Returns:
         A profile with source "traced": FLOPs, bytes moved, bytes kept for the backward (each storage once, without
@@ -72,7 +67,7 @@ def trace_sizes(
 def kinds_of(runs: Mapping[int, Sequence[LayerRun]]) -> tuple[list[int], list[int]]:
     """Return the kind of every layer, and the last layer of every kind; layers of a kind are alike at every size.
 
-    The last layer stands for its kind because the first one of a step may fill caches that the others read.
+    The last layer stands for its kind because the first one of a step may fill caches that later ones read.
     """
     kinds: dict[object, int] = {}
     of_layers = [

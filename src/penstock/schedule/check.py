@@ -82,7 +82,6 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     the stage have come to it; see `program`.
 
     Args:
-        schedule: the schedule to check.
         forward_only: whether the schedule is an evaluation and must have forwards alone (default False).
         budget: limit on the memory of every rank (default: none).
 
@@ -95,12 +94,15 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
             f"{schedule.name} is not a valid schedule: {len(schedule)} ops are too few for a forward of each of "
             f"{plural(schedule.microbatches, 'microbatch')} on each of {plural(schedule.stages, 'stage')}"
         )
+    # In this order: each check indexes tables by numbers that the checks before it have found to exist.
     for find in (_strays, _counts, _pairs, _order):
         problems = list(_first(find(schedule, forward_only)))
         if problems:
             raise ScheduleError(f"{schedule.name} is not a valid schedule: " + "; ".join(problems))
     program = lower(schedule)
-    stuck = np.flatnonzero(program.level == 0)  # ops that never became ready; see `penstock.schedule.order`
+    stuck = np.flatnonzero(
+        program.level == 0
+    )  # ops that never became ready; see `levels` in `penstock.schedule.program`
     if len(stuck):
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
     if schedule.placement.has_copies:
@@ -138,6 +140,7 @@ def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
             f"row {row} (stage {schedule.stage[row]}, kind {schedule.kind[row]}, microbatch "
             f"{schedule.microbatch[row]}) is outside stages 0..{s - 1}, microbatches 0..{m - 1}"
         )
+        # One is enough, and what follows indexes by these numbers.
         return
     # Holder by holder: a table of ranks x stages would outgrow the ops of many ranks.
     rank = rank_column(schedule)
@@ -157,6 +160,7 @@ def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     """Describe ops that are missing or appear more than once."""
     shape = (schedule.stages, schedule.microbatches)
+    # The product may exceed the int32 of the columns.
     cell = schedule.stage.astype(np.int64) * shape[1] + schedule.microbatch
     size = shape[0] * shape[1]
     count = {k: np.bincount(cell[schedule.kind == k], minlength=size) for k in Kind}
@@ -259,6 +263,7 @@ def _memory(program: Program, budget: Budget) -> None:
     if not len(over):
         return
     least = budget.least(schedule)
+    # The op that comes first in time, not the one on the lowest rank.
     row = int(over[np.argmin(program.level[over])])
     rank = int(program.rank[row])
     problem = (
@@ -286,6 +291,7 @@ def _cycle(program: Program) -> str:
             group = (row, row + 1) if schedule.paired[row] else (row,)
             sources = [(k, int(program.source[k])) for k in group]
             waits[rank] = [(k, s) for k, s in sources if s >= 0 and program.level[s] == 0]
+    # An empty way is not a cycle: its rank waits for ranks of a cycle, and is not on one.
     cycle = min(
         (_way_back(rank, waits, program) for rank in waits), key=lambda way: (len(way) == 0, len(way))
     )

@@ -24,7 +24,6 @@ class Index:
     """Row of every op, -1 where there is none; tables of shape (stages, microbatches).
 
     Attributes:
-        forward: rows of F.
         backward: rows of B or I, the op that yields the gradient of the stage's input.
         weight: rows of W; None if the schedule has none.
     """

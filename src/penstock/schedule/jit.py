@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
+# With fewer ops, plain Python is done before numba would be imported.
 COMPILE_FROM = 30_000
 SLOW_FROM = 2_000_000
 """Ops from which plain Python takes many seconds."""

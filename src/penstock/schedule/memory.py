@@ -55,6 +55,7 @@ def held(
     change[Kind.B] = -save
     change[Kind.I] = wait - (save if freed_at == "B" else 0)
     change[Kind.W] = -wait - (save if freed_at == "W" else 0)
+    # A forward that is recomputed keeps its input only (`light` below); the recompute adds the rest.
     change[Kind.R] = save - keep
     delta = change[schedule.kind, schedule.stage]
     if len(recomputes := np.flatnonzero(schedule.kind == Kind.R)):
@@ -62,6 +63,7 @@ def held(
         recomputed[schedule.stage[recomputes], schedule.microbatch[recomputes]] = True
         light = (schedule.kind == Kind.F) & recomputed[schedule.stage, schedule.microbatch]
         delta[light] = keep[schedule.stage[light]]
+    # One sum over the rows of all ranks; what it has at the end of the rank before is subtracted below.
     total = np.cumsum(delta, out=delta)
     before = np.zeros(schedule.ranks, np.int64)
     starts = schedule.offsets[1:-1]
@@ -79,7 +81,7 @@ def peak(
     inputs: npt.ArrayLike = 0,
     freed_at: FreedAt = "W",
 ) -> Bytes:
-    """Return the peak of each rank, int64, shape (ranks,); the arguments are those of `held`.
+    """Return the peak of each rank, int64, shape (ranks,); see `held` for the arguments.
 
     Without bytes, the peak counts activations in chunks.
     """
@@ -124,6 +126,7 @@ class Budget:
         of one microbatch at some time. Running one microbatch after the other needs no more.
         """
         s, top = schedule, schedule.stages - 1
+        # By kind, F B I W R: a stage's recompute comes first, then its B or I, then its W.
         after = np.array([0, 1, 1, 2, 0])[s.kind]
         turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
         rank = np.repeat(np.arange(s.ranks), np.diff(s.offsets))

@@ -3,7 +3,7 @@
 PyTorch (``_ComputationType`` in ``torch/distributed/pipelining/schedules.py``, torch 2.13) writes F, B, I and W; and, in
 files that it has lowered for its runtime, messages (``0SEND_F1``, ``1RECV_B0``) and what sharded data parallelism does
 (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``). Earlier versions, and the zero-bubble paper (2401.10241), write B for the
-input gradient beside W, and BW for the full backward.
+input gradient when they write W as well, and BW for the full backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair, parse_op
 
 Backward = Literal["auto", "full", "input"]
-"""Meaning of B in a file: the full backward, the input gradient, or (auto) the input gradient where a W is beside it."""
+"""Meaning of B in a file: the full backward, the input gradient, or (auto) the input gradient where there is a W of it."""
 
 _DROPPED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]+|[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _FULL = re.compile(r"([0-9]+)BW([0-9]+)")
@@ -54,7 +54,6 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
 
     Args:
         ranks: cells of every rank, none of them empty.
-        backward: meaning of B.
 
     Raises:
         ScheduleError: if a cell is not an op; names line and column.
@@ -68,6 +67,7 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
         notes.append(f"dropped {counts}: communication follows from the compute ops")
     kinds = {kind: _where(lists, kind) for kind in (Kind.B, Kind.I, Kind.W)}
     halves = set() if backward == "full" else kinds[Kind.B] - full
+    # A file with BW says which backwards are whole, so all its B are halves; one with I has no B that is a half.
     if backward == "auto" and not full:
         halves = set() if kinds[Kind.I] else kinds[Kind.B] & kinds[Kind.W]
     if halves:
@@ -86,7 +86,7 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
 
 
 def singles(ops: Iterable[Op | Pair]) -> Iterator[Op]:
-    """Yield ops one by one, those of a pair too."""
+    """Yield ops one by one, and the two ops of each pair."""
     for op in ops:
         if isinstance(op, Pair):
             yield op.forward
@@ -116,7 +116,7 @@ def _where(lists: list[Ops], kind: Kind) -> set[tuple[int, int]]:
 
 
 def _halved(op: Op | Pair, halves: set[tuple[int, int]]) -> Op | Pair:
-    """Return an op in which a B is I if its stage and microbatch are among some."""
+    """Return an op in which a B is I if its stage and microbatch are in `halves`."""
     if isinstance(op, Pair):
         backward = _halved(op.backward, halves)
         assert isinstance(backward, Op), "a pair's half is one op"

@@ -18,7 +18,7 @@ because the tests replay it with sends that block until the receive is posted.
 
 A stage with copies on several ranks is reduced once on each of them, also on a rank that saw none of its microbatches.
 Its REDUCE is placed after the unit-time step in which the last copy is complete. Stages that are complete together are
-reduced in ascending order. So all holders reduce in the same order, and may even block until the others have come.
+reduced in ascending order. So all holders reduce in the same order, and may even block until the other holders have come.
 
 A value may also skip stages: it goes straight from stage i to stage j > i + 1, and its gradient straight back. Each
 skip has a route, numbered from 1; route 0 is between neighbouring stages. Skips add no waits, because the ops that they
@@ -28,6 +28,10 @@ There is one directed edge each way between two ranks. Messages arrive in the or
 the receiver has `slots` receives posted ahead. With that many, no sender blocks in the unit-time execution. This proves
 that the program cannot deadlock even if every send blocks until its receive is posted. One more receive is posted to
 absorb jitter.
+
+`levels` makes the proof. Every rank runs its list strictly in order, and an op runs once the producer of its input has run.
+The sweep advances every rank as far as possible until nothing moves. If every op ran, the levels of the ops (the step in
+which each runs when every op takes one step) are an order that respects all waits.
 """
 
 from __future__ import annotations
@@ -37,15 +41,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.schedule.index import index, links, rank_column
+from penstock.schedule.jit import choose
 from penstock.schedule.ops import Kind
-from penstock.schedule.order import levels
-from penstock.schedule.schedule import IntColumn, Schedule
+from penstock.schedule.schedule import BoolColumn, IntColumn, Schedule
 
 JITTER_SLOTS = 1
 
@@ -168,6 +172,7 @@ class Program:
         routes = np.concatenate([np.zeros(len(near), np.int64), self._skipping[2]])
         crossing = self.rank[consumers] != self.rank[producers]
         consumers, producers, routes = consumers[crossing], producers[crossing], routes[crossing]
+        # The last key of lexsort counts first: edges by source and target, their messages by producer, then by route.
         order = np.lexsort((routes, producers, self.rank[consumers], self.rank[producers]))
         consumers, producers, routes = consumers[order], producers[order], routes[order]
         pair = np.stack([self.rank[producers], self.rank[consumers]], axis=1)
@@ -177,6 +182,7 @@ class Program:
         for messages in np.split(np.arange(len(consumers)), cuts) if len(consumers) else []:
             source, target = map(int, pair[messages[0]])
             rows, ways = consumers[messages], routes[messages]
+            # A message is received before its op's step, at the end of the step before.
             needed = _slots(self.level[producers[messages]].tolist(), (self.level[rows] - 1).tolist())
             slots = min(len(rows), needed + JITTER_SLOTS)
             capacity = slots
@@ -209,6 +215,7 @@ class Program:
         """(rank, stage) → the row after which that copy's weight gradients are complete."""
         rows = np.flatnonzero((self.schedule.kind == Kind.B) | (self.schedule.kind == Kind.W))
         keys = self.rank[rows].astype(np.int64) * self.schedule.stages + self.schedule.stage[rows]
+        # np.unique finds first places; in the reversed column they are the last.
         unique, last = np.unique(keys[::-1], return_index=True)
         ends = rows[len(rows) - 1 - last]
         return {
@@ -334,3 +341,57 @@ def lower(schedule: Schedule) -> Program:
     rank = rank_column(schedule)
     level = levels(schedule.offsets, source, target, schedule.paired, rank)
     return Program(schedule, rank, source, target, level)
+
+
+def levels(
+    offsets: npt.NDArray[np.int64],
+    source: IntColumn,
+    target: IntColumn,
+    paired: BoolColumn,
+    rank: IntColumn,
+) -> IntColumn:
+    """Return the unit-time step in which every op runs, from 1; 0 for ops that can never run."""
+    arrays: tuple[Any, ...] = (offsets, source, target, paired, rank)
+    kernel = choose(_levels, len(source))
+    if kernel is _levels:
+        level = [0] * len(source)
+        kernel(*(array.tolist() for array in arrays), level)
+        return np.array(level, np.int32)
+    column = np.zeros(len(source), np.int32)
+    kernel(*arrays, column)
+    return column
+
+
+def _levels(offsets: Any, source: Any, target: Any, paired: Any, rank: Any, level: Any) -> None:
+    ranks = len(offsets) - 1
+    position = [offsets[r] for r in range(ranks)]
+    clock = [0 for r in range(ranks)]
+    todo = [ranks - 1 - r for r in range(ranks)]
+    while len(todo) > 0:
+        r = todo.pop()
+        end = offsets[r + 1]
+        row = position[r]
+        while row < end:
+            width = 2 if paired[row] else 1
+            step = clock[r]
+            ready = True
+            for k in range(row, row + width):
+                producer = source[k]
+                if producer >= 0:
+                    if level[producer] == 0:
+                        ready = False
+                    else:
+                        step = max(step, level[producer])
+            if not ready:
+                break
+            clock[r] = step + 1
+            for k in range(row, row + width):
+                level[k] = step + 1
+                if target[k] >= 0:
+                    receiver = rank[target[k]]
+                    # Wake the receiver only if it waits at the consumer (or at the consumer's pair).
+                    gap = target[k] - position[receiver]
+                    if receiver != r and (gap == 0 or gap == 1):
+                        todo.append(receiver)
+            row += width
+            position[r] = row

@@ -78,6 +78,7 @@ class Schedule:
         for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
             rows = np.flatnonzero(np.isin(self.kind, kinds))
             rows = rows[np.argsort(self.stage[rows], kind="stable")]
+            # The sort is stable, so the rows of a stage are in the order in which they run.
             falls = np.diff(self.microbatch[rows]) <= 0
             if (falls & (np.diff(self.stage[rows]) == 0)).any():
                 return False
@@ -109,7 +110,7 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and the content is large arrays
 
     def rows(self, rank: int) -> slice:
-        """Return the rows of one rank."""
+        """Return the range of rows that hold one rank's ops."""
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
 
     def columns(self, rank: int) -> Columns:

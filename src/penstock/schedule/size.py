@@ -24,8 +24,6 @@ def require_size(
     """Raise `ScheduleError` if a schedule would not fit in memory.
 
     Args:
-        name: family name, for the message.
-        ranks, microbatches, virtual_stages: counts of the schedule.
         memory: bytes of memory (default: all of this machine or container, free or not, so that equal machines give
             equal answers).
 

@@ -40,7 +40,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def is_csv(name: str) -> bool:
-    """Return whether the name of a schedule is that of a file, not of a family."""
+    """Return whether the name of a schedule names a file, not a family."""
     return name.lower().endswith(".csv")
 
 
@@ -63,6 +63,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
     """
     meaning = require_backward(backward)
     try:
+        # Spreadsheets begin a file with a byte order mark, which utf-8-sig drops.
         text = read_bytes(path, _MAX_BYTES, pipes=True).decode("utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         lines = [(reader.line_num, cells) for cells in reader]
@@ -85,8 +86,6 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
     """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops.
 
     Args:
-        name: name of the schedule.
-        ranks: ops of every rank, in order.
         microbatches: number of microbatches (default: those that have ops).
 
     Raises:
@@ -108,6 +107,7 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
     if max(holders) >= len(holders):
         missing = next(s for s in range(len(holders) + 1) if s not in holders)
         raise ScheduleError(f"{name}: stage {missing} has no op, but stage {max(holders)} has")
+    # A few ops that name a huge microbatch would make huge tables; `check` finds smaller gaps.
     if last >= 2 * total:
         raise ScheduleError(
             f"{name}: microbatch {last} appears in a file of {total} ops; microbatches count 0, 1, 2, ..."

@@ -28,8 +28,6 @@ class Advice:
     """The best of all simulated changes.
 
     Attributes:
-        sentence: the changes to make.
-        proposed: these changes.
         changes: everything that was simulated: the present order first, then the quickest first.
     """
 
@@ -48,8 +46,7 @@ def where_time_went(bubbles: Bubbles, ranks: Sequence[int]) -> str:
     """Return a sentence that says how much of the ranks' time was idle, and why.
 
     Args:
-        bubbles: the time of every rank.
-        ranks: the ranks that have events; the others do not count.
+        ranks: the ranks that have events; ranks without events do not count.
     """
     total = float(bubbles.makespan) * len(ranks)
     idle = {cause: float(time[ranks].sum()) / total if total else 0.0 for cause, time in bubbles.idle.items()}
@@ -89,7 +86,6 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
     Args:
         trace: a whole step; ``info["blocks"]``, the number of blocks of every stage, or ``info["split"]``, a list of the
             stages' lists of layers, allows them to be moved.
-        plan: the same step as planned.
     """
     alternatives = Alternatives(trace, plan)
     now = alternatives.unchanged()

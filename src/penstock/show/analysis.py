@@ -23,8 +23,6 @@ class StepAnalysis:
     """One trace and what follows from it, each part computed once and only if asked for.
 
     Args:
-        label: name of the step in the page's selector.
-        trace: events of the step.
         simulation: the simulation that made the trace, if it is known; otherwise the plan is worked out from the trace.
     """
 

@@ -138,6 +138,7 @@ def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event],
     left_out = 0
     for number, taker in enumerate(takers.tolist()):
         row = int(giver[taker])
+        # A viewer binds an arrow to the slice at its time, so it leaves a nanosecond before the end at the latest.
         leaves = max(int(start[row]), min(int(end[row]) - 1, int(start[taker])))
         if leaves > start[taker]:
             left_out += 1

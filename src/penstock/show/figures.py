@@ -45,8 +45,6 @@ def figures(
 
     Args:
         ranks: largest number of ranks of any step.
-        unit: unit of the time axes.
-        planned: whether to add a timeline of the plan below the measured one.
         memory: name of the memory axis; empty for no memory chart.
         labels: names of the rank axes of both timelines (default: measured and planned).
 
@@ -54,6 +52,7 @@ def figures(
         ConfigError: if Bokeh is not installed.
     """
     require_bokeh()
+    # Within functions, because Bokeh is an extra: this module is imported without it.
     from bokeh.embed import json_item
     from bokeh.layouts import column
     from bokeh.models import Range1d
@@ -239,7 +238,6 @@ def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> 
     """Return a figure of curves over steps.
 
     Args:
-        name: name of the figure.
         title: heading, no text from users.
         lines: points of every curve, (step, number), at most `LINES`.
     """
@@ -269,6 +267,7 @@ def rank_colours(ranks: int) -> dict[str, list[str]]:
     """Return one colour per rank for a light background and for a dark one, where each is legible."""
     from bokeh.palettes import plasma
 
+    # Yellow is hard to see on white, and dark blue on black, so each scale leaves out one end.
     scales = {"light": plasma(256)[:161], "dark": plasma(256)[104:250]}
     return {
         scheme: [scale[round(rank * (len(scale) - 1) / max(1, ranks - 1))] for rank in range(ranks)]

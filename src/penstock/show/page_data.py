@@ -64,7 +64,7 @@ def _origin(trace: Trace) -> float:
 
 
 def _gaps(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
-    """Return the idle spans of the ranks that have events: of the others, nothing is known."""
+    """Return the idle spans of the ranks that have events: nothing is known of ranks without."""
     spans, origin = idle_spans(step.trace), _origin(step.trace)
     known = np.isin(spans.rank, step.ranks)
     return {
@@ -94,7 +94,7 @@ def _bars(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
 
 
 def _memory(step: StepAnalysis, planned: Trace | None, unit: Unit) -> dict[str, Any] | None:
-    """Return steps of the ranks' memory, and its limit; of very many ranks, the one that holds most and some others."""
+    """Return steps of the ranks' memory, and its limit; of very many ranks, the one that holds most and a few more."""
     trace = step.trace
     if step.peaks is None:
         return None
@@ -109,7 +109,7 @@ def _memory(step: StepAnalysis, planned: Trace | None, unit: Unit) -> dict[str, 
 
 
 def drawn_ranks(step: StepAnalysis) -> list[int]:
-    """Return the ranks whose memory is drawn: all, or the one that holds most and some others; `peaks` must be known."""
+    """Return the ranks whose memory is drawn: all, or the one that holds most and a few more; `peaks` must be known."""
     ranks = step.trace.ranks
     if ranks <= MAX_CURVES:
         return list(range(ranks))

@@ -1,8 +1,8 @@
 """Colours, letters and words for everything that is drawn, the same on the page, in pictures and in the terminal.
 
 The colours of kinds stay apart for people who confuse red and green, or see no colour. Every kind has two shades: one for
-the first, third, ... stage of a rank, and a lighter one for the others. White text is legible on the first, black on the
-second. The tests check this for simulated deuteranopia and protanopia.
+the first, third, ... stage of a rank, and a lighter one for the second, fourth, ... White text is legible on the
+first shade, black on the second. The tests check this for simulated deuteranopia and protanopia.
 """
 
 from __future__ import annotations

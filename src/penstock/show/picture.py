@@ -50,7 +50,7 @@ class PictureStyle:
     font: float = 10.0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` unless the numbers are those of a picture."""
+        """Raise `ConfigError` unless width and font size are numbers that a picture can have."""
         for name, value, least, most in (("width", self.width, 1, 100), ("font", self.font, 1, 100)):
             if not (isinstance(value, int | float) and math.isfinite(value) and least <= value <= most):
                 unit = "inches" if name == "width" else "points"
@@ -70,7 +70,6 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     Args:
         trace: the trace to draw; its messages are left out.
         path: file to write; its ending, one of `FORMATS`, sets the format.
-        style: title, width and font size.
 
     Raises:
         ConfigError: if matplotlib is not installed, the ending is not allowed, or the file cannot be written.
@@ -95,6 +94,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     with matplotlib.rc_context(settings):
         figure = _figure(trace, style)
         try:
+            # The resolution of a PNG, and of the ops that are pixels in a vector file.
             figure.savefig(path, dpi=150, metadata=undated.get(path.suffix.lower()))
         except OSError as error:
             raise ConfigError(f"cannot write the picture {path}: {error.strerror}") from error
@@ -149,11 +149,12 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
     from matplotlib.collections import PolyCollection
 
     style, second, light = WITHOUT_MESSAGES[kind], second_of_pair(trace), lighter(trace)
-    # The lines between blocks, and those of a hatch, are light on the dark shade and dark on the light one.
+    # The lines between blocks, and the lines of a hatch, are light on the dark shade and dark on the light one.
     for shade, lines, of_shade in ((style.full, "white", ~light), (style.light, style.full, light)):
         rows = np.flatnonzero((trace.kind == kind) & of_shade)
         if not len(rows):
             continue
+        # A row is 0.84 of the distance between ranks, so that a gap is left.
         top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
         bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
         left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)

@@ -22,9 +22,7 @@ def plan_figures(
     """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
     Args:
-        plan: the best plan.
         outcomes: time and memory of the other layouts; empty for no chart of them.
-        unit: unit of the time axis.
 
     Raises:
         ConfigError: if Bokeh is not installed.

@@ -45,11 +45,6 @@ def write_plan(
 
     Args:
         path: file to write; its folder must exist.
-        profile: costs of the model's layers.
-        cluster: devices and links.
-        result: the prediction, or the result of the search.
-        sequence: tokens of a sample.
-        batch: samples of a step.
 
     Raises:
         ConfigError: if no layout of the search fits, Bokeh is not installed, or the file cannot be written.
@@ -117,6 +112,7 @@ def _first_events(trace: Trace) -> Trace:
     """Return a trace, or the first `MAX_EVENTS` events of a longer one."""
     if len(trace) <= MAX_EVENTS:
         return trace
+    # By time and not by row, so that the page shows the beginning of the step on all ranks.
     last = np.partition(trace.start, MAX_EVENTS)[MAX_EVENTS]
     return trace.select(np.flatnonzero(trace.start < last))
 

@@ -29,7 +29,6 @@ class PlannedStep(NamedTuple):
     """A simulated step.
 
     Attributes:
-        program: ops of the step.
         costs: costs of ops and messages; for a plan, the medians by stage and kind.
         trace: `program` simulated with `costs`; for a plan, memory changes by the median of each op.
     """
@@ -79,8 +78,10 @@ def costs_of(work: Trace) -> Costs:
     _fill(table)
     pair = None
     if not np.isnan(pairs).all():
+        # The simulator refuses pairs that are shorter than one of their halves.
         longest_half = table.max()
         pair = np.where(np.isnan(pairs), 2 * longest_half, np.maximum(pairs, longest_half))
+    # A trace does not say which ranks share a node; all are taken to, and the other link is never used.
     return Costs(table, pair, communication=Communication(same_node=Link(_latency(work)), other_node=Link()))
 
 

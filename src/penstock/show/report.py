@@ -39,16 +39,7 @@ def write(
         steps: the steps to choose from, at least one. Of a trace's `info` the page also shows ``split`` (the names of every
             stage's layers), ``limit`` (bytes a rank may hold) and ``clock_error`` (seconds). If together they have more than
             `MAX_EVENTS` events, some in between are left out, and the page says so.
-        title: heading of the page; any text.
-        settings: resolved config, as text (default: none).
-        metrics: lines of ``metrics.jsonl`` (default: none).
-        problems: sentences about what could not be read (default: none).
-        facts: when, where and how the run was started, and its speed (default: unknown).
-        note: sentence about the state of the run, for the top of the page (default: none).
         reload_seconds: seconds after which the page reloads itself, and keeps the reader's place; 0 (default) for never.
-
-    Returns:
-        The path.
 
     Raises:
         ConfigError: if there is no step, Bokeh is not installed, or the file cannot be written.

@@ -25,12 +25,8 @@ class RunView:
     """Everything in a run's folder that can be shown.
 
     Attributes:
-        title: name of the folder or file.
         traces: step → trace, ascending, at least one; a single file is step 0.
         settings: text of the resolved config; empty if there is none.
-        metrics: lines of ``metrics.jsonl``.
-        problems: sentences about what could not be read, with the file.
-        facts: when, where and how the run was started, and its speed.
     """
 
     title: str

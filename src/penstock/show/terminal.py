@@ -124,6 +124,7 @@ def _cells(lines: Iterable[Trace], available: int, span: float) -> int:
 
 
 def _hidden(rank: int, ranks: int) -> bool:
+    # One rank less than MAX_LINES is drawn, because the count of the hidden ones has a line, too.
     return ranks > MAX_LINES and MAX_LINES // 2 <= rank < ranks - MAX_LINES // 2 + 1
 
 

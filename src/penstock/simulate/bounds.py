@@ -58,8 +58,6 @@ def lower_bound(
     """Bound the makespan of every schedule from below.
 
     Args:
-        placement: placement of the stages on ranks.
-        microbatches: number of microbatches in a step.
         costs: seconds of ops and messages; time for which messages block a rank is not counted.
         backward: kind of backward. "full" (default): not split. "split": each may be split. "none": forwards only.
 
@@ -161,12 +159,14 @@ def _machine(paths: Paths, stages: list[int], copies: int, microbatches: int, co
     )
     work = microbatches * np.concatenate([forward, paths.inputs[stages], paths.weights[stages]])
     head, tail, work = head[work > 0], tail[work > 0], work[work > 0]
+    # With heads sorted downwards, every prefix is a set {ops with head >= h}.
     order = np.argsort(-head, kind="stable")
     head, tail, work = head[order], tail[order], work[order]
     best = 0
     for least in np.unique(tail):
         among = tail >= least
         total = np.cumsum(work[among])
+        # Of whole times, the rank with the largest share has at least the average, rounded up.
         each = -(-total // copies) if total.dtype.kind == "i" else total / copies
         best = max(best, (head[among] + each + least).max())
     return best

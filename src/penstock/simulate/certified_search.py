@@ -35,16 +35,12 @@ class CertifiedSchedule:
     """Result of a search.
 
     Attributes:
-        schedule: the best schedule; it has been checked.
-        trace: its simulation.
         makespan: its makespan, in the costs' unit.
         lower_bound: makespan that no schedule with this placement, these costs and this memory can beat.
         work: time that the busiest rank computes.
         peak: int64, most activations, or bytes if the budget has sizes, that each rank holds, shape (ranks,).
         start: family of the catalogue or rule from which the schedule was improved.
-        rounds: rounds of the search.
         ended: reason for the end of the search, see `FoundOrder`.
-        seconds: time that the search took.
     """
 
     schedule: Schedule
@@ -102,12 +98,7 @@ def search_schedule(
 
     Args:
         placement: placement of the stages; copies only for two opposite pipes.
-        microbatches: number of microbatches in a step.
-        costs: seconds of ops and messages.
         backward: "full" (default), or "split": every backward may run as two halves.
-        budget: limit on the memory of every rank (default: none).
-        seconds: seconds after which the search ends (default 10).
-        seed: seed of the random numbers (default 0).
         progress: function of the rounds so far and the best makespan, called after every round.
 
     Raises:
@@ -141,6 +132,7 @@ def search_schedule(
                 if makespan(timed) < makespan(trace):
                     schedule, trace, start = other, timed, name
     span = makespan(trace)
+    # The search proves an order for its own division of the microbatches; `bound` holds for all divisions.
     ended: Ended = "converged" if found.ended == "proved" else found.ended
     ended = "proved" if _reaches(span, bound) else ended
     return CertifiedSchedule(
@@ -169,7 +161,7 @@ def order_problem(
 
     Raises:
         ConfigError: if the costs do not cover the stages.
-        ScheduleError: if stages have copies other than those of two opposite pipes.
+        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
     """
     costs.cover(placement.stages)
     communication = costs.communication

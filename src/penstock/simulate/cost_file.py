@@ -10,7 +10,7 @@
     R = 10.4                           # a recompute; F otherwise
     pair = 25.0                        # a fused pair; the sum of its halves otherwise
     pair_output = "end"                # or "early": each half's output leaves when the half is done
-    message_bytes = 8388608            # an activation's bytes, or a list with those over every boundary
+    message_bytes = 8388608            # an activation's bytes, or a list with the bytes over every boundary
     latency = 0.00001                  # seconds
     bandwidth = 200e9                  # bytes per second
     ranks_per_node = 8
@@ -47,9 +47,7 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
     """Read the costs of a placement's stages from a file.
 
     Args:
-        path: path of the TOML or JSON file.
-        placement: placement of the stages on ranks.
-        latency: seconds that replace all latencies of the file (default: those of the file).
+        latency: seconds that replace all latencies of the file (default: the file's latencies).
 
     Raises:
         ConfigError: if the file cannot be read, lacks a cost or has an unknown key, or `Costs` rejects a value.

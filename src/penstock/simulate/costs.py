@@ -114,7 +114,6 @@ class Costs:
         pair_output: "end" (default): a pair starts when both halves can, and both outputs are sent at its end. "early":
             the forward starts when its activation has arrived, and its output is sent after its own time. The backward
             ends, and its output is sent, once the pair's time has passed and its own time since the gradient arrived.
-        communication: costs of messages.
     """
 
     seconds: Table
@@ -165,13 +164,11 @@ class Costs:
         v = stages / ranks stages takes 1/v of it. A list has the seconds of every stage.
 
         Args:
-            placement: placement of the stages on ranks.
             forward, input_gradient, weight_gradient: costs of F, B and W.
             full: cost of a full backward (default B + W).
             recompute: cost of a recompute R (default F).
             pair: cost of a fused pair of a forward and a backward, in a list by the stage of the forward (default: the sum
                 of its halves).
-            pair_output: time at which the outputs of a pair are sent, see `Costs` (default "end").
             communication: costs of messages (default: free).
 
         Raises:
@@ -195,19 +192,11 @@ class Costs:
         )
 
     def cover(self, stages: int) -> None:
-        """Raise `ConfigError` unless the costs cover exactly the stages of a schedule.
-
-        Raises:
-            ConfigError: if a stage has no cost, or there are costs of stages that do not exist.
-        """
+        """Raise `ConfigError` unless the costs cover exactly the stages of a schedule."""
         _covers("the costs", self.stages, stages)
 
     def require_sums(self, stages: int, ranks: int, microbatches: int) -> None:
-        """Raise `ConfigError` unless the costs cover the stages, and all of a step's times fit 64 bits.
-
-        Raises:
-            ConfigError: as `cover`, or if the times are too large.
-        """
+        """Raise `ConfigError` unless the costs cover the stages, and all of a step's times fit 64 bits."""
         self.cover(stages)
         messages = 2 * self.communication.transfer(stages).max(axis=1, initial=0).astype(float).sum()
         if microbatches * (self.seconds.astype(float).sum() + messages) > _MAX:

@@ -9,7 +9,7 @@ earlier) and ends with its tail (what must follow its last op).
 - Gaps: until its first gradient is back a rank has at most k forwards to run, and after its last forward only what k
   activations have left.
 
-Little's law also applies to bytes, without the ramps. All three apply beside the bounds of `penstock.simulate.bounds`.
+Little's law also applies to bytes, without the ramps. The bounds of `penstock.simulate.bounds` hold as well.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ def bound_in_memory(
     """Return a makespan that no schedule with a placement, costs and memory can beat.
 
     Args:
-        placement: placement of the stages on ranks.
-        microbatches: number of microbatches in a step.
         costs: seconds of ops and messages; time for which messages block a rank is not counted.
-        backward: kind of backward, "full" or "split" (default "full").
-        budget: limit on the memory of every rank (default: none).
 
     Raises:
         ConfigError: if the costs do not cover the stages.
@@ -55,6 +51,7 @@ def bound_in_memory(
     whole = (
         costs.seconds.dtype.kind in "iu" and costs.communication.transfer(placement.stages).dtype.kind in "iu"
     )
+    # Rounding of the divisions must not raise a whole bound to the next number.
     return int(np.ceil(best - 1e-9 * best)) if whole else float(best)
 
 
@@ -99,6 +96,7 @@ def _of_rank(rank: _Rank, microbatches: int, limit: int) -> Any:
     if not 0 < held < count:
         return best
     forward, release, least = rank.forward.min(), rank.release.min(), rank.stay.min()
+    # What the curve lacks below the limit: a staircase up by forwards, and one down by releases.
     ramps = (forward + release) * held * (held - 1) / 2
     stay = least if rank.visits == 1 else rank.stay.sum()
     little = (microbatches * stay + ramps) / held

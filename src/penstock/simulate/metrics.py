@@ -29,8 +29,6 @@ class Metrics:
     """Figures of one simulated schedule; times in the costs' unit.
 
     Attributes:
-        schedule: name of the schedule.
-        ranks, stages, microbatches: counts of the schedule.
         makespan: last end minus first start.
         longest: largest last end minus first start of one rank.
         lower_bound: makespan that no schedule with this placement and these costs can beat.

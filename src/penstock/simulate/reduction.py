@@ -39,8 +39,6 @@ def reduce_gradients(
     """Add the reductions to a simulated step.
 
     Args:
-        program: program of the step.
-        trace: trace of the step from `simulate`.
         seconds: time to reduce the gradients of each stage.
         buckets: number of equal buckets of a stage's gradients: one number (default 1), or a mapping by stage (1 for
             stages it lacks).
@@ -61,6 +59,7 @@ def reduce_gradients(
     total: list[Any] = []
     for rank, events in enumerate(trace.rank_slices()):
         local = trace.select(events)
+        # A zero of the trace's type, so that whole times stay whole.
         zero = local.end.dtype.type(0)
         complete = [
             (begin + (end - begin) * (n + 1) / count, stage, seconds[stage] / count)

@@ -28,7 +28,6 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
     The halves of a pair whose outputs leave early are events of their own, each as long as its op.
 
     Args:
-        program: the program to simulate.
         costs: seconds of ops and messages. If all are whole numbers, the times are int64 and exact; float64 otherwise.
         memory: bytes that the rank of every op holds after it, shape (ops,), as from `schedule.memory.held`, for the
             trace (default: chunks, freed at W).
@@ -166,6 +165,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
     start, end, leave = times
     ranks, kinds = len(offsets) - 1, _KINDS
     position = [offsets[r] for r in range(ranks)]
+    # A zero of the costs' type: numba allows a list one type, and whole times stay whole.
     clock = [op_seconds[0] - op_seconds[0] for r in range(ranks)]
     todo = [ranks - 1 - r for r in range(ranks)]
     while len(todo) > 0:
@@ -185,6 +185,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
                     if sent < 0:
                         ready = False
                     elif rank[producer] != r:
+                        # A boundary has two times, within a node and between nodes; its number is the lower stage.
                         link = 0 if node[rank[producer]] == node[r] else 1
                         travel = transfer[2 * min(stage[k], stage[producer]) + link]
                         if early and k > row:

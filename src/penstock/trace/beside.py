@@ -1,4 +1,4 @@
-"""Time of ops that run beside others, on other ranks."""
+"""Time during which ops of other ranks run at the same time as an op."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ def time_beside(
     """Return the weighted seconds of other ranks' ops during each op.
 
     Args:
-        trace: a trace.
-        rows: rows of the ops.
         weights: weight of each op's seconds, shape (rows,).
     """
     start, end = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)

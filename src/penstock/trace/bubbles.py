@@ -28,6 +28,7 @@ from penstock.trace.events import Activity, Trace
 
 _WAITS = ("warm_up", "cool_down", "activation", "gradient")
 CAUSES = (*_WAITS, "communication", "overhead", "imbalance")
+# Order matters: imbalance is taken first from the waits that it causes, last from what it hardly explains.
 _YIELDS_TO_IMBALANCE = ("activation", "gradient", "cool_down", "warm_up", "communication", "overhead")
 _BUSY = (Activity.F, Activity.B, Activity.I, Activity.W, Activity.R, Activity.OPTIMIZER)
 _NOT_MESSAGES = (*_BUSY, Activity.REDUCE)
@@ -173,6 +174,7 @@ def _idle(trace: Trace, begin: Any, finish: Any) -> dict[str, Times]:
 def _imbalance(idle: Mapping[str, Times]) -> dict[str, Times]:
     """Return by cause how much of a rank's idle time is imbalance: what the busiest rank computes more than this one."""
     total = sum(idle.values())
+    # The busiest rank idles least; the time by which a rank idles longer is work that it does not have.
     owed = total - np.min(total)
     moved = {}
     for cause in _YIELDS_TO_IMBALANCE:

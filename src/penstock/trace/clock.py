@@ -4,8 +4,8 @@ No process leaves a barrier before all have entered it. So no process leaves bef
 difference of their clocks from both sides, whatever the network does. The tightest bounds over many barriers count. This is
 the round trip of NTP (RFC 5905, section 8), with a barrier in place of a reply.
 
-Processes of one machine read one clock. They have one offset, and its bounds are those of the last to enter and the first to
-leave: on a long link the others add the time that the barrier's messages take among them.
+Processes of one machine read one clock. They have one offset, and its bounds come from the last process to enter and the
+first to leave: on a long link the other processes add the time that the barrier's messages take among them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def align(met: npt.ArrayLike, clocks: Sequence[Hashable] | None = None) -> Align
     members = {name: [n for n, other in enumerate(names) if other == name] for name in names}
     entered = np.stack([times[members[name], :, 0].max(axis=0) for name in names])
     left = np.stack([times[members[name], :, 1].min(axis=0) for name in names])
+    # At every barrier left + offset >= entered[0] and left[0] >= entered + offset.
     lower = (entered[0] - left).max(axis=1)
     upper = (left[0] - entered).min(axis=1)
     offset, error = (lower + upper) / 2, np.abs(upper - lower) / 2

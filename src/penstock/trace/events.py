@@ -29,6 +29,7 @@ _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 _DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
 # A file may unpack to this many bytes, or to so many times its size: a reader allocates the size that a zip claims.
 _SMALL, _MAX_RATIO = 256 * MEGABYTE, 200
+# Ranks that a header may claim beyond its events: tables by rank are as large as it says.
 _MAX_IDLE_RANKS = 1 << 16
 _LETTERS = {"start": "iuf", "end": "iuf", "paired": "b"}
 
@@ -88,7 +89,7 @@ class Trace:
         return Trace(self.ranks, **columns, held=held, info=self.info)
 
     def only(self, kinds: Iterable[Activity]) -> Trace:
-        """Return the events of some kinds; the trace itself if it has no others."""
+        """Return the events of some kinds; the trace itself if it has no event of another kind."""
         mask = np.zeros(len(self), np.bool_)
         for kind in kinds:
             mask |= self.kind == kind
@@ -146,12 +147,7 @@ class Trace:
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:
-    """Return the file, rewound, after checking that it does not unpack to far more than its size.
-
-    Raises:
-        ValueError: if it does.
-        zipfile.BadZipFile: if it is not an archive.
-    """
+    """Return the file, rewound, after checking that it does not unpack to far more than its size."""
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())

@@ -1,7 +1,7 @@
 """A run's traces on disk: ``traces/step-000010.npz``, or one part a process, ``traces/step-000010.rank-3.npz``.
 
-Reading skips files that are broken, cut off or of another version, and ranks that are missing. It describes them beside
-the traces of the rest.
+Reading skips files that are broken, cut off or of another version, and ranks that are missing. It describes them next to
+the traces that could be read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
     """Write the trace of a step into the run's folder, complete or not at all, and return its path.
 
     Args:
-        run: path of the run's folder.
         step: number of the step, from 1.
         trace: trace of all ranks, or of one process; the ``info["origin"]`` of such a part must be on a clock that all
             parts share.
@@ -144,11 +143,7 @@ def _read_step(
 
 
 def _require_dense(trace: Trace, name: object) -> None:
-    """Reject a few events that claim to be of a huge step, because tables of the step would be as huge.
-
-    Raises:
-        DataError: if stages and microbatches are far more than the events.
-    """
+    """Reject a few events that claim to be of a huge step, because tables of the step would be as huge."""
     stages, microbatches = int(trace.stage.max(initial=-1)) + 1, int(trace.microbatch.max(initial=-1)) + 1
     if stages * microbatches > _MAX_CELLS + _MAX_CELLS_PER_EVENT * len(trace):
         raise DataError(

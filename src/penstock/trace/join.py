@@ -65,6 +65,7 @@ def _concatenated(parts: Sequence[Trace], began: Sequence[float], info: dict[str
     shift = np.repeat([at - origin for at in began], lengths)
     columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
     held = [part.held for part in parts if part.held is not None]
+    # A stable sort keeps the events of a rank in the order of their part.
     order = np.argsort(columns["rank"], kind="stable")
     return Trace(
         parts[0].ranks,

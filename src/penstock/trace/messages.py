@@ -20,6 +20,7 @@ def producers(trace: Trace) -> npt.NDArray[np.int64]:
     backward = (trace.kind == Activity.B) | (trace.kind == Activity.I)
     for mask, step in ((trace.kind == Activity.F, -1), (backward, 1)):
         rows = np.flatnonzero(mask & usable)
+        # With a row of -1 before the first stage and one after the last, which have no neighbour there.
         table = np.full((stages + 2, microbatches), -1, np.int64)
         table[trace.stage[rows] + 1, trace.microbatch[rows]] = rows
         source[rows] = table[trace.stage[rows] + 1 + step, trace.microbatch[rows]]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 import pytest
@@ -47,11 +46,9 @@ def test_every_legal_group_size_has_the_same_bubble_and_the_memory_of_the_formul
 
 @pytest.mark.parametrize("family", ["interleaved-1f1b", "interleaved-zb"])
 def test_an_illegal_group_size_is_refused_with_the_smallest_legal_one(family: str):
-    with pytest.raises(
-        ScheduleError, match=re.escape("between 4 and 9, and 9 mod the size 0 or at least 4. The smallest")
-    ):
+    with pytest.raises(ScheduleError, match=r"group_size must be .* 4 .* 9 .* got 4, take 5$"):
         build_schedule(family, 4, 9, 2, group_size=4)
-    with pytest.raises(ScheduleError, match="there is one group of all 3"):
+    with pytest.raises(ScheduleError, match=r"group_size must be 3, .* got 2$"):
         build_schedule(family, 4, 3, 2, group_size=2)
     with pytest.raises(ScheduleError, match="group_size must be a whole number, got 4"):
         build_schedule(family, 4, 8, 2, group_size=4.0)

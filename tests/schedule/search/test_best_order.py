@@ -10,7 +10,7 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.best_order import OrderSearch
-from penstock.schedule.search.steady_state import repeating_orders
+from penstock.schedule.search.patterns import repeating_orders
 from tests.support.orders import PLACEMENTS, small_problem
 
 

@@ -14,8 +14,7 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.annealing import time_order
-from penstock.schedule.search.joined_backwards import joined
-from penstock.schedule.search.order_problem import WHOLE, BackwardMode, OrderProblem, numbers
+from penstock.schedule.search.order_problem import WHOLE, BackwardMode, OrderProblem, joined, numbers
 from penstock.simulate.certified_search import order_problem
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan

@@ -18,21 +18,16 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from penstock.errors import ScheduleError
+import numpy as np
+
+from penstock.errors import PenstockError, ScheduleError
 from penstock.plan.cluster import Cluster, with_memory
-from penstock.plan.explore.admissible import (
-    least_bytes,
-    least_placed_bytes,
-    least_seconds,
-    seconds_after_pipeline,
-)
-from penstock.plan.explore.least_memory import smallest_layout
-from penstock.plan.explore.rejections import Rejections
+from penstock.plan.explore.rejections import Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
 from penstock.plan.op_costs import op_costs
-from penstock.plan.prediction import Prediction, predict
-from penstock.plan.rank_memory import rank_memory
+from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
+from penstock.plan.rank_memory import rank_memory, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     LayerTimes,
@@ -116,12 +111,7 @@ class _Candidate:
     """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate.
 
     Attributes:
-        bound: seconds that the layout needs at least.
-        estimate: seconds that it will probably need.
-        number: number of the candidate, which breaks ties.
-        point: layout but for its schedule.
         orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
-        costs: costs of its stages, once its placement is chosen.
         rest: seconds that it needs at least after the pipeline, once its placement is chosen.
         bounded: True if the bound is of the schedule's simulation.
     """
@@ -137,12 +127,7 @@ class _Candidate:
 
 
 class _Search:
-    """State of one search.
-
-    Args:
-        space: layouts to search.
-        top: number of plans to return.
-    """
+    """State of one search."""
 
     def __init__(self, space: Space, top: int) -> None:
         self.space = space
@@ -172,7 +157,7 @@ class _Search:
             while self._heap and self._heap[0].bound < self._threshold():
                 self._advance(heapq.heappop(self._heap))
                 yield
-            # In full, one of the best may be slower or larger, so that others are worth a simulation again.
+            # Predicted in full, one of the best may be slower or larger, so that other layouts are worth a simulation again.
             searching = self._refine()
             yield
         for candidate in self._heap:
@@ -303,6 +288,7 @@ class _Search:
                 rest = seconds_after_pipeline(self.space, layout, placement, costs)
                 bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
                 placed = replace(point, layout=layout)
+                # Whole and split backwards have different lower bounds, so their orders are candidates of their own.
                 for halves in {order.splits_backward for order in orders}:
                     chosen = tuple(order for order in orders if order.splits_backward == halves)
                     opened.append(self._candidate(bound, 0.0, placed, orders=chosen, costs=costs, rest=rest))
@@ -316,6 +302,7 @@ class _Search:
         placement = order.placement
         table = op_costs(costs, space.cluster, layout)
         work = work_shares(placement) @ costs.work
+        # Few ranks, because a search bounds thousands of layouts; fewer bounds are weaker, but never wrong.
         ranks = {0, layout.pp // 2, layout.pp - 1, int(work.argmax())}
         least = float(
             lower_bound(placement, m, table, "split" if order.splits_backward else "full", ranks).makespan
@@ -382,6 +369,7 @@ class _Search:
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""
         few = STEADY * layout.pp + microbatches % layout.pp
+        # As many as with split backwards: F, I and W.
         ops = 3 * layout.pp * (order.v or 1) * microbatches
         if ops <= LARGE or microbatches <= few + layout.pp or order.family is None:
             return self._predict(layout)
@@ -397,3 +385,85 @@ class _Search:
         return predict(
             space.profile, space.cluster, layout, sequence=space.sequence, batch=batch or space.batch
         )
+
+
+def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
+    """Return the layout that needs the least memory of those that do not fit; None if all fit.
+
+    Layouts with the least bounds are predicted in full, since their bounds leave out what the schedule keeps.
+    """
+    known = rejections.smallest
+    for bound, layout in rejections.least_bounds():
+        if known is not None and known.exact and bound >= known.size:
+            break
+        try:
+            plan = predict(space.profile, space.cluster, layout, sequence=space.sequence, batch=space.batch)
+        except PenstockError:
+            continue  # the schedule does not allow the counts
+        if known is None or not known.exact or plan.peak_bytes < known.size:
+            known = Smallest(plan.layout, plan.peak_bytes, True)
+    return known
+
+
+def least_bytes(space: Space, point: Point, times: LayerTimes) -> float:
+    """Return the bytes that the fullest device needs at least, whatever the schedule.
+
+    Before the backward of its first microbatch, the pipeline holds that microbatch on all stages.
+    """
+    layout = point.layout
+    dtype = dtype_of(space.profile, space.cluster, layout)
+    kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
+    parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
+    return (state_bytes(parameters, layout, dtype) + float(kept.sum())) / layout.pp
+
+
+def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
+    """Return the seconds that a step takes at least, whatever the schedule: the ranks' mean work and mean wait."""
+    layout = point.layout
+    again = times.again[times.recomputes].sum() if layout.recompute in ("full", "selective") else 0.0
+    # A measured backward may take less than its two halves.
+    backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
+    work = float((times.forward + backward).sum() + again)
+    return point.microbatches * work / layout.pp + _least_wait(space, point, times)
+
+
+def _least_wait(space: Space, point: Point, times: LayerTimes) -> float:
+    """Return a bound on the seconds that the ranks wait for their first op, in the mean over the ranks.
+
+    If at most c ranks have a copy of a stage, at most c (k + 1) ranks start at one of the stages 0 to k. So the n-th rank to
+    start waits at least for the forwards of n // c stages, of at least one block each.
+    """
+    pp, roles = point.layout.pp, times.table.roles
+    copies = space.copies(pp, point.microbatches)
+    forward = min(float(time) for time, role in zip(times.forward, roles, strict=True) if role == "block")
+    return sum(rank // copies for rank in range(pp)) / pp * forward
+
+
+def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
+    """Return the bytes that the fullest device needs at least with a placement of the stages.
+
+    A microbatch is on all stages of a rank before its first backward. Copies of a stage may take different microbatches at
+    different times, so only the largest of their stages counts.
+    """
+    dtype = dtype_of(space.profile, space.cluster, layout)
+    held = work_shares(placement) > 0
+    state = held @ (state_bytes(1.0, layout, dtype) * costs.parameters)
+    alone = all(len(ranks) == 1 for ranks in placement.holders)
+    saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
+    return float((state + saved).max())
+
+
+def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
+    """Return the seconds that a step takes at least after the pipeline's last op, with or without ZeRO."""
+    cluster = space.cluster
+    dtype = dtype_of(space.profile, cluster, layout)
+    blocking = not overlaps(cluster, layout)
+    return (
+        cluster.step_overhead
+        + space.profile.step_overhead
+        + min(
+            optimizer_seconds(costs, cluster, variant, dtype, placement)
+            + (blocking_reduction(costs, cluster, variant, dtype, placement) if blocking else 0.0)
+            for variant in space.variants(layout)
+        )
+    )

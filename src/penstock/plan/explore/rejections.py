@@ -17,6 +17,7 @@ DIMENSIONS = (
     "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
+# Each of these layouts may cost a prediction in `smallest_layout`.
 _MOST_BOUNDS = 48
 
 
@@ -45,11 +46,7 @@ class Smallest(NamedTuple):
 
 @dataclass
 class Rejections:
-    """Outcome of every layout of a search, by dimension and value.
-
-    Attributes:
-        smallest: layout that needs the least memory of those that do not fit; None if all fit.
-    """
+    """Outcome of every layout of a search, by dimension and value."""
 
     smallest: Smallest | None = None
     _bounds: list[tuple[float, int, Layout]] = field(default_factory=list)

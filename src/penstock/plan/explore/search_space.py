@@ -30,7 +30,6 @@ class Point:
     """A layout but for its schedule.
 
     Attributes:
-        layout: degrees, microbatch, recompute and what is divided; its schedule is not chosen yet.
         microbatches: microbatches of a replica in a step.
     """
 
@@ -46,8 +45,6 @@ class Order:
         family: the family of the catalogue; None for the user's own and for a CSV file.
         name: name of the family, or path of the CSV file.
         v: stages per rank; None for a CSV file, and for the user's own if ranks have different numbers.
-        placement: placement of its stages.
-        splits_backward: True if its backwards run as two halves.
     """
 
     family: CatalogueFamily | None
@@ -62,10 +59,7 @@ class Space:
     """Layouts to search.
 
     Attributes:
-        profile, cluster: model and devices.
         sequence, batch: tokens of a sample and samples of a step.
-        devices: number of devices that a layout uses.
-        fixed: values of a layout that are given.
         schedules: names of families, of the catalogue or the user's own, or paths of CSV files.
     """
 
@@ -109,7 +103,7 @@ class Space:
     def with_splits(
         self, layout: Layout, placement: Placement, times: LayerTimes
     ) -> Iterator[tuple[Layout, StageCosts]]:
-        """Yield a layout with each split that differs from the others and fits its stages, and the stages' costs."""
+        """Yield a layout with each different split that fits its stages, and the stages' costs."""
         even = even_counts(self.profile.blocks, placement.stages)
         counts: set[tuple[int, ...]] = set()
         for split in self.splits:
@@ -137,11 +131,7 @@ class Space:
 
     @lru_cache(maxsize=4096)  # noqa: B019  a space lives as long as its search
     def _own_orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
-        """Return the orders that the user's families build for these counts; counts that they refuse are skipped.
-
-        Raises:
-            ScheduleError: if a family's code fails, or builds no valid schedule.
-        """
+        """Return the orders that the user's families build for these counts; counts that they refuse are skipped."""
         orders = []
         for name in self.schedules:
             if is_csv(name) or name in FAMILIES:
@@ -286,7 +276,9 @@ def make_space(
             require_family(name)
     count = cluster.devices if devices is None else devices
     if not 1 <= count <= cluster.devices:
-        raise ConfigError(f"devices must be 1 to {cluster.devices}, those of {cluster.name}, got {count}")
+        raise ConfigError(
+            f"devices must be 1 to {cluster.devices}, the number that {cluster.name} has, got {count}"
+        )
     for what, value in (("batch", batch), ("sequence", sequence)):
         require_count(what, value)
     space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
@@ -298,11 +290,7 @@ def make_space(
 
 
 def _require_own_order(space: Space) -> None:
-    """Raise unless one of the user's families allows the counts of some layout; they are the only ones to search.
-
-    Raises:
-        ConfigError: in the words of the first family.
-    """
+    """Raise unless one of the user's families allows the counts of some layout; they are the only ones to search."""
     if any(space.orders(point.layout.pp, point.microbatches) for point in space.points()):
         return
     point, family = next(space.points()), require_family(space.schedules[0])
@@ -321,6 +309,7 @@ def _why_empty(space: Space) -> str:
     def allows(batch: int) -> bool:
         return next(replace(space, batch=batch).points(), None) is not None
 
+    # Every multiple of devices x microbatch divides over all numbers of replicas, so there is one in reach.
     reach = 64 * space.devices * int(space.fixed.get("microbatch", 1))
     below = next((n for n in range(space.batch - 1, max(0, space.batch - reach), -1) if allows(n)), None)
     above = next((n for n in range(space.batch + 1, space.batch + reach) if allows(n)), None)

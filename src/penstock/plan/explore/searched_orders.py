@@ -32,11 +32,9 @@ def with_searched_order(
     batch: int,
     seconds: float,
 ) -> SearchResult:
-    """Search an order for the best layouts; return the result with the quickest of them first if it beats all others.
+    """Search an order for the best layouts; return the result with the quickest of them first if it beats all plans.
 
     Args:
-        profile, cluster, sequence, batch: those of the search.
-        result: result of a search for layouts.
         path: CSV file for the order; it is written only if the order is quicker.
         seconds: seconds for the order of each layout.
 

@@ -1,6 +1,6 @@
 """Recalibration of a profile on measured steps: what ops cost in a pipeline besides what their layers cost alone.
 
-In a pipeline, ops have the runtime's own work beside that of the layers, and compete with other ranks for the interpreter,
+In a pipeline, ops have the runtime's own work in addition to the layers', and compete with other ranks for the interpreter,
 caches and memory. A factor for each kind of op and the `RuntimeCosts` are fitted to the ops by least squares of relative
 errors; what the steps then still take longer goes to every op, and to every step.
 """
@@ -8,7 +8,7 @@ errors; what the steps then still take longer goes to every op, and to every ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,9 @@ Table = npt.NDArray[np.float64]
 _TRIMMED = 0.1
 """Share of an op's times that is left out at each end, before their mean is taken."""
 _TERMS = ("forward", "backward", "input_grad", "weight_grad", "again")
-_ADDED = tuple(field.name for field in fields(RuntimeCosts))
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+# Parameters in order: 5 factors of `_TERMS`, then 6 additions and 4 shares of `RuntimeCosts`. Shares begin above 0, because
+# the model has products of two shares, which have no slope at 0.
 _START = np.array([1.0] * 5 + [0.0] * 6 + [0.3] * 4)
 _SIZE = np.array([0.5] * 5 + [0.1] * 4 + [0.05] * 2 + [1.0] * 4)
 """Usual size of each parameter: changes of the factors of `_TERMS`, and the fields of `RuntimeCosts`; those in seconds are
@@ -50,10 +51,8 @@ class MeasuredLayout:
     """Steps of a layout.
 
     Attributes:
-        layout: the layout.
         sequence: tokens of a sample.
         seconds: seconds of each step on the slowest rank.
-        traces: traces of the steps, of all ranks.
     """
 
     layout: Layout
@@ -71,7 +70,6 @@ class _Cell(NamedTuple):
     """Mean op of one stage and kind.
 
     Attributes:
-        seconds: measured seconds.
         work: seconds of `_TERMS` in it, shape (terms,).
         added: how often it has each field of `RuntimeCosts` that is an addition, shape (6,).
         kind: index of `_KINDS`.
@@ -92,7 +90,6 @@ def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayou
 
     Args:
         profile: profile whose costs are seconds.
-        cluster: cluster of the runs.
         runs: measured layouts; kinds of op that none of them has keep their costs.
     """
     cells = [cell for run in runs for cell in _cells(profile, cluster, run)]
@@ -231,6 +228,7 @@ def _with_gaps(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayout
     table = np.stack([np.array(counts), np.ones(len(counts))], axis=1) * weights[:, None]
     target = np.array(missing) * weights
     best: Any = None
+    # Least squares with values of at least 0, by trying which of the two is 0.
     for free in ([0, 1], [0], [1]):
         values = np.zeros(2)
         values[free] = np.linalg.lstsq(table[:, free], target, rcond=None)[0]

@@ -24,7 +24,6 @@ class Residual(NamedTuple):
     """One term of a step, as predicted and as measured.
 
     Attributes:
-        term: name of the term.
         predicted, measured: seconds; of ops in the mean over the ranks, of a message in the mean over the boundaries.
     """
 
@@ -39,8 +38,6 @@ def residuals(
     """Compare a prediction with a run of the same layout.
 
     Args:
-        prediction: prediction of the run's layout on `cluster`.
-        cluster: cluster of the prediction.
         measured: median costs of the run's ops and messages, in seconds.
         seconds: measured seconds from the first op of a step to its last.
         step: measured seconds of a whole step; None (default) if unknown.

@@ -35,15 +35,12 @@ class CatalogueFamily(Family):
     Attributes:
         rule: function that builds the schedule, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third if
             the user may choose it.
-        source: paper or code that the rule comes from.
-        needs: requirements on counts, model and memory, as text.
         virtual_stages: default number of stages per rank, or the only one. If two pipes pass the ranks in opposite
             directions, each has this many.
         in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
             run is bit-equal to plain accumulation.
         least_virtual_stages: smallest number of stages a rank that the user may choose.
         place: function of ranks and stages a rank that returns the placement of the family's stages.
-        searches: True if building a schedule is a search that takes seconds.
     """
 
     rule: Callable[..., Schedule]

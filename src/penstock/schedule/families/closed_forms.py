@@ -41,7 +41,6 @@ class Bubble:
     """Idle seconds of a rank in a step.
 
     Attributes:
-        text: formula, with its conditions.
         value: function that returns the value, or None if the formula does not apply or there is none.
     """
 
@@ -54,7 +53,6 @@ class Peak:
     """Peak of the activations that rank r holds, in chunks.
 
     Attributes:
-        text: formula, with its conditions.
         value: function of a setting and r that returns the value, or None if the formula does not apply or there is none.
     """
 

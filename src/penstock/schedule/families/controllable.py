@@ -35,6 +35,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         rank 1  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     p = ranks
+    # With an even p, 3p is a multiple of the interval, and the second and fourth pass would share a slot.
     shift = 0 if p % 2 else 3
     rank = np.arange(p)
     slots = (2 * rank, 3 * p - 2 - rank, 3 * p + shift - 1 + 2 * rank, 6 * p + shift - 2 - rank)
@@ -55,6 +56,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
         rank 1  1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
     """
     p = ranks
+    # If 3 divides p, 2p is a multiple of the interval, and the first and third pass would share a slot.
     shift = 0 if p % 3 else 2
     rank = np.arange(p)
     slots = (rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p + shift - 1 - rank)
@@ -84,8 +86,6 @@ def _from_pattern(
 
     Args:
         slots: slot of each pass on each rank; the passes are F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0.
-        max_held: largest number of activations a rank may hold.
-        fill_ahead: whether a rank whose next op is not ready runs a later one.
     """
     p, m = ranks, microbatches
     each = INTERVAL * np.arange(m)
@@ -114,7 +114,6 @@ def fill(
 
     Args:
         orders: passes in order, shape (ranks, 4·microbatches), as 2·kind + chunk with kind 0 for F, 1 for I.
-        microbatches: number of microbatches in a step.
         max_held: largest number of activations a rank may hold at once, freed at W.
         fill_ahead: whether a rank whose next pass is not ready runs the first later one that is, provided that all
             passes before it still fit in `max_held`.
@@ -167,7 +166,6 @@ class _Tables(NamedTuple):
         chunks: chunk of every weight half, in the order in which the input gradients ran.
         count: passes run so far by number, shape (ranks, 6).
         head: place of the first pass of the order that has not run.
-        filled: the result.
     """
 
     orders: Any
@@ -195,6 +193,7 @@ def _fill(tables: _Tables, max_held: int, fill_ahead: bool) -> None:
             held = c[0] + c[1] - c[4] - c[5]
             full = held >= max_held
             chosen = -1
+            # A full rank whose next pass is a forward first frees memory by a weight half.
             if head[r] < size and not (pending > 0 and full and orders[r][head[r]] < 2):
                 last = size - 1 if fill_ahead else head[r]
                 chosen = _next_pass(

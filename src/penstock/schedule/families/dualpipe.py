@@ -28,7 +28,6 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     F&B the time of a pair; every rank holds at most p+1 activations.
 
     Args:
-        ranks: number of ranks p, even.
         microbatches: number of microbatches m. The rule is made for an even m of at least 2p; from a shorter step the
             ops of the missing microbatches are left out.
 
@@ -49,6 +48,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     for r in range(p):
         near = min(r, p - 1 - r)
         stages = (near, p - 1 - near)
+        # The phases need 2·depth microbatches a direction; `phased` drops those that a shorter step lacks.
         phases = _eight_phases(near, p // 2, max(p, down))
         if r < p // 2:
             columns.append(phased(phases, stages, (down, up), (0, down), weights_in_turn=True))
@@ -64,7 +64,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     a chunk's f, b, w half a rank's; every rank holds at most 2p+1 activations of half a stage's size.
 
     Args:
-        ranks: number of ranks p.
         microbatches: number of microbatches m. The rule is made for at least 2p; from a shorter step the ops of the
             missing microbatches are left out.
 
@@ -101,6 +100,7 @@ def _eight_phases(near: int, depth: int, count: int) -> list[Phase]:
         (steady, [*_F0_B1, *_F1_B0]),
         (inner, [_B[1], *_F1_B0]),
     ]
+    # The first of the backwards run whole; later ones leave their W to fill the drain.
     full = (near + 1) // 2
     phases += [
         (full, [_B[1], _B[0]]),

@@ -16,12 +16,7 @@ COUNTS = ("ranks", "microbatches", "virtual_stages")
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """One family, of the catalogue or of the user.
-
-    Attributes:
-        name: name that users write.
-        rule: function that builds the schedule.
-    """
+    """One family, of the catalogue or of the user."""
 
     name: str
     rule: Callable[..., object]

@@ -34,7 +34,6 @@ class Problem:
     """Counts, costs and memory limit of the lists to build.
 
     Attributes:
-        microbatches: microbatches per step.
         forward, input_gradient, weight_gradient: float64, seconds on each stage, shape (ranks,).
         latency: seconds a message takes between neighbouring ranks.
         limit: activations a rank may hold.
@@ -138,11 +137,9 @@ def improve(problem: Problem, lists: Lists, first: int, bound: float, moves: int
     """Return a copy of the lists with single ops moved a few places, where that does no harm.
 
     Args:
-        problem: counts, costs and memory limit.
         lists: complete lists that fit the memory limit.
         first: index in `Score` of the measure to minimise.
         bound: largest value allowed for the other measure.
-        moves: number of moves to try.
     """
     lists = lists.copy()
     kernel = choose(_improve, (moves + 1) * lists.size)
@@ -164,6 +161,7 @@ def _construct(
     events = [(0.0, 0)]
     while len(events) > 0:
         now, rank = heapq.heappop(events)
+        # The rank has become busy since this event was made; the end of its op is another event.
         if now < free[rank]:
             continue
         i, j, k = count[rank, 0], count[rank, 1], count[rank, 2]
@@ -221,8 +219,7 @@ def _prefer(
     """Choose between a free rank's next forward and its next input gradient.
 
     Args:
-        now, forward, gradient: the time, and those at which the two can start, in seconds.
-        gradient_first: whether the gradient is preferred.
+        now, forward, gradient: the present time, and the times at which the two can start, in seconds.
         may_start: whether memory allows the forward, maybe after a W.
         wait: seconds to wait for the preferred kind while the other is ready; infinite to take no other.
 
@@ -265,6 +262,7 @@ def _improve(
     value = times[first]
     best_times = (times[first], times[1 - first])
     saved = lists[0].copy()
+    # Always the same, because every process of a run must build the same schedule.
     seed = 1
     for _ in range(moves):
         seed, rank, source, target = _draw_move(seed, lists)
@@ -289,6 +287,7 @@ def _improve(
 def _draw_move(seed: int, lists: Lists) -> tuple[int, int, int, int]:
     """Return the next seed, a rank, a place in its list and one at most 3 places away, maybe outside the list."""
     # The constants of C's rand: the same numbers compiled and as plain Python.
+    # The low bits of such a generator soon repeat, so they are shifted out.
     seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
     rank = (seed >> 8) % lists.shape[0]
     seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF

@@ -19,9 +19,6 @@ def interleaved_1f1b(
     2(p-1-r) + (v-1)N of them. The bubble is (p-1)(F+B)/v.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N (default: the smallest allowed). N must be at least p, and m mod N 0 or at
             least p, because a shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group
             is m.
@@ -47,7 +44,7 @@ def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | N
     """Return `group_size` if it is legal, or the smallest legal size if it is None.
 
     Raises:
-        ScheduleError: if the size does not suit the counts; the message says which sizes do.
+        ScheduleError: if groups of this size are not allowed for the counts; the message says which sizes are.
     """
     p, m = ranks, microbatches
     smallest = smallest_group(p, m)
@@ -59,12 +56,12 @@ def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | N
         return group_size
     if m < p:
         raise ScheduleError(
-            f"{family}: a group of {group_size} does not suit {p} ranks and {m} microbatches; with fewer "
-            f"microbatches than ranks there is one group of all {m}"
+            f"{family}: with fewer microbatches ({m}) than ranks ({p}), group_size must be {m}, one group of all "
+            f"microbatches; got {group_size}"
         )
     raise ScheduleError(
-        f"{family}: a group of {group_size} does not suit {p} ranks and {m} microbatches; it must be between "
-        f"{p} and {m}, and {m} mod the size 0 or at least {p}. The smallest that suits is {smallest}"
+        f"{family}: group_size must be between {p} (ranks) and {m} (microbatches), and {m} % group_size must be 0 or at "
+        f"least {p}; got {group_size}, take {smallest}"
     )
 
 

@@ -107,11 +107,7 @@ def _objection(name: object) -> str | None:
 
 
 def _referenced(name: str) -> OwnFamily:
-    """Return the family that MODULE:FUNCTION means.
-
-    Raises:
-        ScheduleCodeError: if there is no such function.
-    """
+    """Return the family that MODULE:FUNCTION means."""
     match = _REFERENCE.fullmatch(name)
     if match is None or match[1].endswith(".py"):
         near = ""

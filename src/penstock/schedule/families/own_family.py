@@ -164,11 +164,6 @@ def _fits(schedule: Schedule) -> bool:
 def load_function(module: str, path: str, name: str) -> ScheduleFunction:
     """Import a module and return a function of it.
 
-    Args:
-        module: dotted name of the module.
-        path: dotted path of the function in the module.
-        name: name of the schedule, for errors.
-
     Raises:
         ScheduleCodeError: if the module cannot be imported, or has no such function.
     """
@@ -207,6 +202,7 @@ def _user_code(what: str, function: Callable[..., object] | None) -> Iterator[No
     """Turn errors of the user's code into errors that name its file and line."""
     try:
         yield
+    # SystemExit, too: a module that calls sys.exit() when it is imported would end the run without a word.
     except (Exception, SystemExit) as error:
         where = _where_raised(error, function)
         if isinstance(error, ValueError) and function is not None:
@@ -260,6 +256,7 @@ def _whole(op: Op) -> Op:
     if not isinstance(kind, Kind):
         raise ScheduleError(f"the kind of an op must be one of Kind.F, B, I, W, R, got {kind!r}")
     try:
+        # numpy's integers have __index__, floats have not.
         numbers = [op.stage.__index__(), op.microbatch.__index__()]
     except (AttributeError, TypeError):
         numbers = [-1]

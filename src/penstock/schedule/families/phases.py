@@ -1,7 +1,7 @@
 """Lists of ops written as phases: repeated patterns that do not name microbatches.
 
-In all schedules written this way, every stage sees its microbatches in order: the n-th forward of a stage is that of
-microbatch n, and likewise for the backwards. A pattern is a sequence of `PatternOp`.
+In all schedules written this way, every stage sees its microbatches in order: the n-th forward of a stage is of
+microbatch n, and so is the n-th backward. A pattern is a sequence of `PatternOp`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class PatternOp(NamedTuple):
     """One op of a pattern.
 
     Attributes:
-        kind: kind of the op.
         chunk: chunk of the rank, 0 or 1; ignored for a ``W`` in a list that takes weights in turn.
         paired: whether the op and the next one are a fused pair.
     """
@@ -59,7 +58,6 @@ def phased(
     schedule is valid, and a rule that needs many microbatches also serves few.
 
     Args:
-        phases: number of repetitions and pattern of each phase.
         stages: stages of chunk 0 and chunk 1.
         microbatches: number of microbatches that each chunk sees.
         first: number of the first microbatch that each chunk sees (default 0 for both).
@@ -74,11 +72,13 @@ def phased(
         chunk = chunk.copy()
         weights, inputs = np.flatnonzero(kind == Kind.W), np.flatnonzero(kind == Kind.I)
         chunk[weights] = chunk[inputs]
+    # B and I count together: either is the n-th backward of its chunk.
     backward = np.where(kind == Kind.I, Kind.B, kind)
     number = occurrence(backward * 2 + chunk)
     if weights_in_turn:
         number[weights] = number[inputs]
     keep = number < np.array(microbatches)[chunk]
+    # A forward whose backward was dropped runs alone.
     paired[:-1] &= keep[1:]
     return Columns(
         np.array(stages, np.int32)[chunk[keep]],

@@ -60,18 +60,13 @@ def searched(
     """The best order that a search finds; `penstock schedule search` gives it more time, and prints a lower bound.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        virtual_stages: number of stages per rank (default 1).
         placement: "loop" (default), "v", or "bidirectional".
         backward: "split" (default) or "full".
         costs: seconds of F, I and W, each one number for a rank, which its stages share, or one per stage (default 1 each).
-        full: seconds of a full backward, likewise (default: those of I and W). Where it is quicker, a split backward is
-            joined to a full one.
+        full: seconds of a full backward, likewise (default: the seconds of I and W). Where it is quicker, a split backward
+            is joined to a full one.
         latency: seconds a message takes between ranks (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default: no limit).
-        rounds: rounds of the search (default 16).
-        seed: seed of the random numbers (default 0).
 
     Raises:
         ScheduleError: if an option is wrong, or no order can meet the memory limit.

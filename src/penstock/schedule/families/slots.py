@@ -21,7 +21,6 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     multiple of p and F = B+W the bubble is (p-2)F; rank r holds at most p/2+1+min(r, p-1-r) activations.
 
     Args:
-        ranks: number of ranks p, even.
         microbatches: number of microbatches m; the last block may be short.
 
     Raises:
@@ -51,12 +50,11 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """Hanayo's waves (2308.15762): blocks of p microbatches pass down the ranks and up again, v/2 times.
 
-    The slots are those of a Chimera pipe over all p·v stages, each folded back onto the p ranks. With m = p and
+    The slots are a Chimera pipe's over all p·v stages, each folded back onto the p ranks. With m = p and
     B+W >= F the bubble is (2p-2)(B+W)/v; with F = B+W it is the same for every multiple of p. Blocks hold all v·p
     activations of their microbatches on the rank where the waves turn, and p-1-r fewer on rank r.
 
     Args:
-        ranks: number of ranks p.
         microbatches: number of microbatches m; the last block may be short.
         virtual_stages: stages per rank v, twice the number of waves (default 2).
 

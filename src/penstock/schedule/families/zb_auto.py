@@ -29,6 +29,7 @@ Cost = float | Sequence[float]
 EFFORT = 6_000_000
 """Ops that all constructions together may time; the moves may time half as many."""
 
+# Order matters: `_search` tries the grid from the front and stops when its constructions are used up.
 _SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
 _STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 _SAME = 1e-9
@@ -51,15 +52,13 @@ def zb_auto(
     One stage per rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
         costs: seconds of F, I and W, each one number or one per stage (default 1 each).
         latency: seconds a message takes from rank to rank (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default 2p).
         kept: part of an activation that stays from I to W (default 1: activations are freed at W). The paper frees at B
             all but M_W / M_B of it.
         objective: measure to minimise first: "longest" (default), the largest time from a rank's first op to its last
-            (the paper's cost), or "makespan". The other measure is never worse than that of the best handcrafted
+            (the paper's cost), or "makespan". The other measure is never worse than in the best handcrafted
             schedule that fits the memory.
 
     Raises:
@@ -115,7 +114,6 @@ class _Target:
     Attributes:
         first: index in `Score` of the measure to minimise.
         bound: largest value allowed for the other measure.
-        lower_bound: score that no order can beat.
     """
 
     first: int
@@ -161,11 +159,13 @@ def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
 def _search(problem: Problem, target: _Target) -> Policy:
     """Return the best policy of a grid with equal ranks, after changing single ranks of the best few."""
     p, m = problem.ranks, problem.microbatches
+    # Each construction times the 3·p·m ops of the step.
     left = max(60, EFFORT // (3 * p * m))
     entries: list[tuple[Rank, int, Policy]] = []
     for n, ((patience, backward_first), slack, ahead) in enumerate(
         product(_STYLES, _SLACKS, _warm_ups(problem))
     ):
+        # A third of the constructions is kept for changing single ranks.
         if n >= left * 2 // 3:
             break
         policy = Policy(ahead, np.full(p, slack), np.full(p, patience), np.full(p, backward_first))
@@ -222,6 +222,7 @@ def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
         ways.append(fitting + round_up)
     for more in (1, 2, 3):
         for factor in (2.0, 1.0, 1.5, 1.25, 1.75, 2.25, 2.5):
+            # Without the 1e-9, rounding could raise a whole product to the next number.
             ways.append(np.ceil(factor * depth - 1e-9) + more)
     ways.append(np.full(p, problem.max_ahead))
     unique = {tuple(np.clip(way, 1, problem.max_ahead).astype(np.int64).tolist()): None for way in ways}

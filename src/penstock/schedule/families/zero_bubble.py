@@ -61,9 +61,6 @@ def interleaved_zb(
     (v-1)N + p activations until their W. With one virtual stage it is ZB-H1.
 
     Args:
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N, as in `interleaved_1f1b` (default: the smallest allowed).
 
     ::
@@ -91,6 +88,7 @@ def _one_chunk(stage: int, microbatches: int, warm_up: int, delay: int) -> Colum
 def _delayed(count: int, warm_up: int, delay: int) -> tuple[np.ndarray, np.ndarray]:
     """Return visits and kinds in the order that the module's docstring describes, each of shape (3·count,)."""
     each = np.arange(count)
+    # A round has three slots, F, I and W. The warm-up shifts forwards to earlier rounds, the delay weights to later ones.
     when = np.concatenate([3 * (each - warm_up), 3 * each + 1, 3 * (each + delay) + 2])
     order = np.argsort(when, kind="stable")
     kinds = np.repeat(np.array([Kind.F, Kind.I, Kind.W], np.int8), count)

@@ -21,12 +21,10 @@ class Heat(NamedTuple):
     """Parameters of one run.
 
     Attributes:
-        moves: moves to try.
         start, end: temperatures, in seconds.
         price: seconds that a rank's op costs for each unit of memory that is too much: 0.4 of it at the start,
             twice of it at the end.
         distance: largest number of places that an op moves.
-        seed: seed of the random numbers.
         target: makespan at which the run ends.
     """
 
@@ -73,10 +71,8 @@ def anneal(tables: CodeTables, codes: Ints, microbatches: int, heat: Heat) -> tu
     """Return the best order that fits the memory, with its makespan; infinite if none of the run's orders does.
 
     Args:
-        tables: facts about the codes.
         codes: a complete order to begin with.
         microbatches: largest number of microbatches of a pipe.
-        heat: parameters of the run.
     """
     state = _state(tables, codes, microbatches, heat.seed)
     best = codes.copy()
@@ -173,6 +169,7 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
         temperature *= cooling
         if size == 0:
             size = _critical_path(tables, state, length)
+        # Only moves on the critical path can shorten the order; one in eight is of any op, which may make room for them.
         at = path[_draw(random, size)] if _draw(random, 8) > 0 else _draw(random, len(codes))
         distance = 1 + _draw(random, heat.distance) if _draw(random, 4) == 0 else 1
         while distance < heat.distance and _draw(random, 2) == 0:
@@ -184,8 +181,10 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
         change = _excess(tables, state, min(at, to), max(at, to), False)
         # The makespan up to which the move is accepted: then an order that will exceed it need not be timed to its end.
         allowed = length - heat.price * (0.4 + 1.6 * move / heat.moves) * change
+        # The Metropolis rule, solved for the makespan; the 1 keeps the logarithm finite.
         allowed -= temperature * np.log((_draw(random, 1048576) + 1.0) / 1048577.0)
         changed = _sweep(tables, state, allowed * (1.0 + 1e-12))
+        # Rounding must not reject an order that is as long as before.
         if changed <= allowed * (1.0 + 1e-12):
             length, size = changed, 0
             excess += change

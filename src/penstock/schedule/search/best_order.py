@@ -19,10 +19,8 @@ import numpy as np
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.dispatch import Dispatcher
-from penstock.schedule.search.joined_backwards import joined
-from penstock.schedule.search.order_problem import Ints, OrderProblem
-from penstock.schedule.search.patterns import PatternMaker
-from penstock.schedule.search.steady_state import repeating_orders
+from penstock.schedule.search.order_problem import Ints, OrderProblem, joined
+from penstock.schedule.search.patterns import PatternMaker, repeating_orders
 
 Ended = Literal["proved", "converged", "time", "interrupted"]
 
@@ -49,10 +47,8 @@ class FoundOrder:
     """Result of a search.
 
     Attributes:
-        codes: the order.
         makespan: its makespan, in seconds.
         start: family or rule of the first order.
-        rounds: number of rounds annealed.
         ended: reason for the end: the lower bound is reached ("proved"), rounds brought nothing ("converged"), the time was
             over ("time"), or Ctrl-C ("interrupted").
     """
@@ -87,10 +83,7 @@ class OrderSearch:
     """State of one search.
 
     Args:
-        problem: ops to order.
-        starting: schedules to begin with.
         bound: makespan that no order can beat (default: `OrderProblem.least`).
-        seed: seed of the random numbers (default 0).
         progress: function of the rounds so far and the best makespan, called after every round.
     """
 
@@ -119,17 +112,13 @@ class OrderSearch:
         return FoundOrder(self._best.codes, self._best.makespan, self._best.name, self._rounds, "time")
 
     def run(self, seconds: float, rounds: int | None = None) -> FoundOrder:
-        """Search until its own end; Ctrl-C ends it with the best order so far.
-
-        Args:
-            seconds: seconds after which the search ends.
-            rounds: rounds after which the search ends (default: no limit).
-        """
+        """Search until its own end; Ctrl-C ends it with the best order so far."""
         began = perf_counter()
         ended: Ended = "interrupted"
         try:
             self._begin(seconds)
             ended = self._search(began, seconds, math.inf if rounds is None else rounds)
+            # zb-auto takes seconds, so a small problem asks it last, unless its order is proved; a large one begins with it.
             if self.best.codes.size <= LARGE:
                 self._add_slow_start()
                 ended = "proved" if self._is_proved() else ended
@@ -164,6 +153,7 @@ class OrderSearch:
 
     def _begin(self, seconds: float) -> None:
         problem = self.problem
+        # Always possible, so there is a best order from here on, even after Ctrl-C.
         alone = problem.one_by_one()
         self._add_start("one by one", self._makespan(alone), alone)
         for name, schedule in self._starting.schedules(problem):
@@ -199,6 +189,7 @@ class OrderSearch:
         idle, longest = 0, 0.0
         while not self._is_proved():
             left = seconds - (perf_counter() - began)
+            # A round begins if half of it fits, so the time is exceeded by half a round at most.
             if left <= longest / 2:
                 return "time"
             if idle >= PATIENCE or self._rounds >= rounds:
@@ -216,12 +207,14 @@ class OrderSearch:
         """Anneal one order; return whether that found a better one than the best, and how many ops it timed."""
         number = self._rounds
         self._rounds += 1
+        # Rounds alternate between a start in turn and the best order so far, which is heated less.
         turn, warm = divmod(number, 2)
         entry = self._best if warm else self._starts[turn % len(self._starts)]
         assert entry is not None, "one microbatch after the other is always possible"
         seconds, ops = self.problem.tables.seconds, len(entry.codes)
         unit = float(seconds[seconds > 0].mean()) if (seconds > 0).any() else 1.0
         moves = max(100, min((1000 + 100 * number) * ops, _WORK // ops))
+        # From the round's number, so that a longer search begins with the rounds of a shorter one.
         random = np.random.default_rng((self.seed, number))
         start, end, price = (
             float(np.exp(random.uniform(math.log(low), math.log(high)))) * unit

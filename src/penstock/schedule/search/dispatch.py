@@ -23,7 +23,6 @@ class _Ranks(NamedTuple):
         nodes: int64, nodes of each rank along the pipes, -1 for none, shape (ranks, most nodes).
         pipe, runs: int64, pipe and number of microbatches of every node, shape (nodes,).
         alone: int64, most memory that one microbatch takes on each rank, shape (ranks,).
-        split: whether backwards are split.
     """
 
     nodes: Ints
@@ -68,7 +67,6 @@ class Dispatcher:
     """Builds orders of a problem.
 
     Args:
-        problem: ops to order.
         orders: number of orders that will be built: compiling pays off for many.
     """
 
@@ -124,6 +122,7 @@ def _dispatch(
     position = offsets[:ranks].copy()
     left, longest = len(codes), 0.0
     while left > 0:
+        # Of ranks that choose at the same time the lowest comes first, so that the order is always the same.
         rank = 0
         for other in range(1, ranks):
             if wake[other] < wake[rank]:
@@ -147,6 +146,7 @@ def _dispatch(
         left -= 1
         other = receiver[chosen]
         if other >= 0:
+            # The code of the same op on the node after, or before for a gradient; its lag is the message's time.
             step = 4 if kind == 0 else -4
             arrival = max(now + lag[chosen + step], free[other])
             # A rank that waits for something later may choose again; a busy one will.

@@ -30,6 +30,7 @@ FORWARD, GRADIENT, WEIGHT, WHOLE = range(4)
 """Types of a code, ``4 * node + type``: F, the op that yields the gradient (B or I), W, and a B among split backwards."""
 ROWS = (0, 1, 2, 1)
 """Row of a type in tables that have one row for each op of a node and microbatch: F, gradient, W."""
+# Above any number of bytes, and far enough from the end of int64 to be added to.
 UNLIMITED = 2**60
 
 
@@ -37,7 +38,7 @@ def pipes_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of the stages along each pipe.
 
     Raises:
-        ScheduleError: if stages have copies other than those of two opposite pipes.
+        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
     """
     if not placement.has_copies:
         return (tuple(held[0] for held in placement.holders),)
@@ -78,12 +79,10 @@ class OrderProblem:
 
     Attributes:
         placement: placement of the stages; at most two pipes in opposite directions (`Placement.two_way`).
-        microbatches: number of microbatches in a step.
         backward: "full" (B) or "split" (I and W).
         seconds: seconds of every op, shape (stages, kinds of op).
         travel: seconds of a message over each boundary between stages of each pipe, shape (pipes, stages - 1); 0 where both
             stages are on one rank.
-        budget: limit on the memory of every rank; None for no limit.
         sender_blocks, receiver_blocks: whether a message takes the time of its sender or receiver (default False).
         mixed: whether a split backward may be joined to a B where that is quicker (default False).
         in_first: number of microbatches of the first of two pipes; the other has the rest (default: half, rounded up).
@@ -331,7 +330,7 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         return codes
 
     def schedule(self, codes: Ints, name: str, options: dict[str, object] | None = None) -> Schedule:
-        """Return an order as a schedule; pipe 1's microbatches are numbered after those of pipe 0."""
+        """Return an order as a schedule; pipe 1's microbatches are numbered after pipe 0's microbatches."""
         return Schedule.from_columns(
             name, self.placement, self.microbatches, self._columns(codes), dict(options or {})
         )
@@ -382,3 +381,13 @@ def numbers(codes: Ints) -> Ints:
             own = weights[codes[weights] // 4 == node]
             count[own] = count[codes == 4 * node + GRADIENT][: len(own)]
     return count
+
+
+def joined(problem: OrderProblem, codes: Ints) -> Ints:
+    """Return an order with a B in place of every I that its W follows at once."""
+    changed = codes.copy()
+    first = np.flatnonzero((codes[:-1] % 4 == GRADIENT) & (codes[1:] == codes[:-1] - GRADIENT + WEIGHT))
+    number = np.concatenate([numbers(own) for own in problem.lists(codes)])
+    first = first[number[first] == number[first + 1]]
+    changed[first] += WHOLE - GRADIENT
+    return np.delete(changed, first + 1)

@@ -1,8 +1,12 @@
 """Rules for list scheduling from a few numbers: microbatch after microbatch in one shifted pattern.
 
-All ops of microbatch n are due n periods after those of microbatch 0. A pattern has how fast microbatches pass the stages
+All ops of microbatch n are due n periods after the ops of microbatch 0. A pattern has how fast microbatches pass the stages
 forward and back, how long they wait where they turn, when a W is due, and how many microbatches enter together. List
 scheduling fits the warm-up and the drain around it.
+
+`repeating_orders` searches for a pattern, for steps of so many ops that moving single ones is hopeless. A pattern is judged
+on a step with fewer microbatches, in which its warm-up, steady state and drain all appear, and then varied. The best few
+are list scheduled on the whole step.
 """
 
 from __future__ import annotations
@@ -10,12 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from penstock.schedule.search.dispatch import Rule
-from penstock.schedule.search.order_problem import Floats, OrderProblem
+from penstock.schedule.search.dispatch import Dispatcher, Rule
+from penstock.schedule.search.order_problem import Floats, Ints, OrderProblem
+
+DRAWN = 60
+"""Patterns that are drawn before the best are varied."""
+KEPT = 5
+"""Best patterns; one is varied at a time, and in the end each makes an order of the whole step."""
+ROUNDS = 4
+"""Microbatches of the shorter step for each rank."""
+CONSTRUCTIONS = 1_000
+"""About how many orders a search builds: compiling pays off for that many."""
+PATIENCE = 300
+"""Variations without a better pattern after which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Pattern:
     down: float = 1.0
     up: float = 1.0
     turn: float = 0.0
+    # Due so late that a W only fills gaps.
     weight: float = 1e6
     group: int = 1
     spread: float = 1.0
@@ -44,11 +62,7 @@ class Pattern:
 
 
 class PatternMaker:
-    """Turns patterns of one problem into rules.
-
-    Args:
-        problem: ops to order.
-    """
+    """Turns patterns of one problem into rules."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
@@ -126,3 +140,31 @@ class PatternMaker:
         }
         kept = {name: value for name, value in changes.items() if random.random() < 0.3}
         return replace(pattern, **kept)
+
+
+def repeating_orders(problem: OrderProblem, seconds: float, seed: int) -> Iterator[tuple[float, Ints]]:
+    """Yield orders of the whole step with their makespans, of the best pattern first.
+
+    Args:
+        seconds: seconds after which patterns are not varied any more.
+    """
+    began = perf_counter()
+    random = np.random.default_rng(seed)
+    short = problem.shortened(min(problem.microbatches, ROUNDS * problem.ranks))
+    maker, dispatcher = PatternMaker(short), Dispatcher(short, CONSTRUCTIONS)
+    best: list[tuple[float, int, Pattern]] = []
+    number, idle = 0, 0
+    drawn = islice(maker.draw(random), DRAWN)
+    while idle < PATIENCE and (number < KEPT or perf_counter() - began < seconds):
+        pattern = next(drawn, None) or maker.vary(best[int(random.integers(len(best)))][2], random)
+        makespan = dispatcher.build(maker.rule(pattern))[0]
+        worst = best[-1][0] if len(best) == KEPT else np.inf
+        known = any(pattern == other or makespan == length for length, _, other in best)
+        idle += 1
+        if makespan < worst and not known:
+            idle = 0
+            best = sorted([*best, (makespan, number, pattern)])[:KEPT]
+        number += 1
+    maker, dispatcher = PatternMaker(problem), Dispatcher(problem, CONSTRUCTIONS)
+    for _, _, pattern in best:
+        yield dispatcher.build(maker.rule(pattern))

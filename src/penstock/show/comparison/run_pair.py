@@ -1,4 +1,4 @@
-"""Two runs beside each other: differences of their configs, and of one step of each."""
+"""Two runs side by side: differences of their configs, and of one step of each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ class TimePart(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPair:
-    """Two runs, called A and B, and the step of each that is compared.
-
-    Attributes:
-        runs: the runs.
-        numbers: their steps.
-    """
+    """Two runs, called A and B, and the step of each that is compared."""
 
     runs: tuple[RunView, RunView]
     numbers: tuple[int, int]
@@ -154,8 +149,6 @@ def pair_of(first: RunView, second: RunView, step: int | None) -> RunPair:
     """Return two runs with the steps to compare.
 
     Args:
-        first: run A.
-        second: run B.
         step: step of both runs; None for the last traced one of each.
 
     Raises:

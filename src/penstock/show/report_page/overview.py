@@ -23,8 +23,6 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
     out: steps that are not numbered are counted.
 
     Args:
-        steps: the steps.
-        unit: unit of the time axis.
         names: names of the bars, no text from users (default: the steps' numbers).
     """
     from bokeh.embed import json_item
@@ -125,7 +123,7 @@ def overview_table(steps: Sequence[StepAnalysis], unit: Unit) -> dict[str, Any]:
 
 
 def numbered(steps: Sequence[StepAnalysis]) -> bool:
-    """Return whether the steps are those of a run, and not simulations with names."""
+    """Return whether the steps are numbered steps of a run, and not simulations with names."""
     return all(_STEP.fullmatch(step.label) for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""RunFacts about a run beside its traces: where, when and how it ran, and how fast."""
+"""Facts about a run that its traces do not have: where, when and how it ran, and how fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.show.units import finite
 _MAX_BYTES = 16 * MEGABYTE
 _MAX_SHOWN, _MAX_LENGTH = 8, 2000
 _BACKWARD = 2
-"""FLOPs of a backward over those of its forward."""
+"""FLOPs of a backward over the FLOPs of its forward."""
 
 
 class Fact(NamedTuple):
@@ -32,7 +32,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """RunFacts about a run; empty where its folder does not tell.
+    """Facts about a run; empty where its folder does not tell.
 
     Attributes:
         tokens_per_second: speed of all ranks over the run, or over its last logged steps if it has not ended; None if
@@ -57,7 +57,7 @@ class RunFacts:
 
 
 UNKNOWN = RunFacts()
-"""RunFacts about a step that belongs to no run's folder."""
+"""Facts about a step that belongs to no run's folder."""
 
 
 def read_facts(
@@ -66,9 +66,6 @@ def read_facts(
     """Read the facts about a run.
 
     Args:
-        run: folder of the run.
-        settings: text of its config; empty if there is none.
-        metrics: lines of its ``metrics.jsonl``.
         problems: list that gets a sentence about a file that cannot be read.
     """
     starts = _starts(run / "run.json", problems)

@@ -29,6 +29,7 @@ Measured with two ranks busy, where a step itself has no split backward to measu
 """
 SLOW = 1.05
 """A stage is slow if it takes so many times the median."""
+# `peak` counts whole numbers: sizes in activations are multiplied by this before they are rounded.
 _FINE = 2**20
 # Left out are families with two copies of every stage, whose weights need more memory, and the search that takes seconds.
 _TRIED = tuple(
@@ -37,12 +38,7 @@ _TRIED = tuple(
 
 
 class Alternatives:
-    """Changes of one step.
-
-    Args:
-        trace: the step.
-        plan: the same step as planned.
-    """
+    """Changes of one step."""
 
     def __init__(self, trace: Trace, plan: PlannedStep) -> None:
         self._schedule, self._program, self._costs = plan.program.schedule, plan.program, plan.costs

@@ -30,14 +30,11 @@ class Change:
 
     Attributes:
         words: the change, as in "with zb-v in the same memory".
-        schedule: name of the schedule.
-        virtual_stages: stages per rank.
         memory: the most that a rank holds for backwards, in the unit of the trace's `held`; in forwards of a present stage,
             if the trace does not tell.
         makespan: simulated makespan, in the trace's unit of time.
         bubble: idle share of ranks × makespan.
         split: number of blocks of every stage (of layers, if the trace does not tell blocks) where they move; else None.
-        lines: the lines that make the change.
     """
 
     words: str

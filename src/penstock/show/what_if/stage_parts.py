@@ -57,8 +57,8 @@ class StageParts:
     def recost(self, table: Table, other: Self) -> Table:
         """Return a table, one row a stage, of another split of the same parts.
 
-        Every part of a stage counts the same. Of the first and the last stage, what exceeds the blocks of the others is the
-        embedding's or the head's, and stays there.
+        Every part of a stage counts the same. Of the first and the last stage, what exceeds the blocks of other stages is
+        the embedding's or the head's, and stays there.
         """
         each = table / np.array(self.counts, np.float64)[:, None]
         ends = np.zeros((2, table.shape[1]))
