@@ -147,11 +147,7 @@ def as_layers(model: object) -> list[Layer]:
 
 
 class Container:
-    """The module whose children are a model's layers; later changes in it do not reach the pipeline.
-
-    Args:
-        model: model as the user gave it.
-    """
+    """The module whose children are a model's layers; later changes in it do not reach the pipeline."""
 
     def __init__(self, model: object) -> None:
         self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None

@@ -32,11 +32,7 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
     alone.
 
     Args:
-        seed: random seed of the model.
-        step: number of the step.
         microbatch: number of the microbatch in the global batch.
-        layer: name of the layer in the whole model.
-        on_draw: function called before every draw (default None).
     """
 
     def __init__(
