@@ -52,7 +52,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def no_checkpoint(self) -> None:
-        """Check that torch.utils.checkpoint does not run the caller: it would draw again in the backward, without isolation."""
+        """Check that torch.utils.checkpoint does not run the caller: it would draw again in the backward, not isolated."""
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back

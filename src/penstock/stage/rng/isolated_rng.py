@@ -80,6 +80,7 @@ def _device_of_new(kwargs: dict[str, Any]) -> torch.device:
         return device
     argument = kwargs.get("device")
     device = torch.get_default_device() if argument is None else torch.device(argument)
+    # A new tensor tells the index of the current device, which is part of a generator's key.
     return device if device.type in ("cpu", "meta") else torch.empty(0, device=device).device
 
 
