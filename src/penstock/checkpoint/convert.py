@@ -53,7 +53,7 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
 
     Args:
         target: folder to create, with the name of `source`, so that it can be loaded.
-        stages: number of stages, at most that of the model's layers.
+        stages: number of stages, at most the number of the model's layers.
 
     Raises:
         ConfigError: if there are too many stages, or `target` exists or has another name.

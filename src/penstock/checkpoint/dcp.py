@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.tensor_file import DTYPES
 
 OPTIMIZER_KEYS = ("optim", "optimizer")
-"""Keys under which training loops save the optimizer's state, beside ``model``."""
+"""Keys under which training loops save the optimizer's state, next to ``model``."""
 
 _CLASSES = {
     *(

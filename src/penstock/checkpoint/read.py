@@ -277,7 +277,7 @@ def _names(scheduler: Any) -> Any:
 
 
 def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
-    """Return the states of torch's default generators for this rank; those of rank 0 if the rank is new."""
+    """Return the states of torch's default generators for this rank; the states of rank 0 if the rank is new."""
     names = {}
     for name in reader.manifest.tensors:
         if name.startswith("generators/"):

@@ -1,4 +1,4 @@
-"""Modules whose mode and plain attributes are those of another module: they read them there, and keep no copy."""
+"""Modules with another module's mode and plain attributes: they read them there, and keep no copy."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def share(
     """Return the leaves and the structure of a message, where leaves of a value may share memory.
 
     Args:
-        leaves, structure: those of the value.
+        leaves, structure: the value's own.
         linked, outside: memory that it may share, as for `groups_of` (default none).
         once: whether one tensor at several places becomes one leaf (default True).
     """
@@ -264,7 +264,7 @@ def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
 
 
 def leaves_of(value: object) -> list[Any]:
-    """Return a value's leaves; of `Microbatches`, those of all parts."""
+    """Return a value's leaves; of `Microbatches`, the leaves of all parts."""
     return _pytree.tree_leaves(list(value.parts) if isinstance(value, Microbatches) else value)
 
 

@@ -33,7 +33,7 @@ class StepReport(NamedTuple):
 
 
 def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], list[StepReport]]:
-    """Begin to exchange reports; return a function that waits for those of all replicas."""
+    """Begin to exchange reports; return a function that waits for the reports of all replicas."""
     rows = reducer.exchange(list(report))
     return lambda: [StepReport(*row) for row in rows()]
 

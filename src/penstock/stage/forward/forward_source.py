@@ -27,7 +27,7 @@ class ForwardSource:
     """Source of a method.
 
     Attributes:
-        tree: its definition; line numbers are those of the file.
+        tree: its definition; line numbers count from the top of the file.
     """
 
     function: FunctionType

@@ -39,7 +39,7 @@ class Step:
     keys: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """Return the name of a variable among those of all frames."""
+        """Return the name of a variable among the variables of all frames."""
         return self.keys.get(name) or self.frame.key(name)
 
 

@@ -17,7 +17,7 @@ from penstock.stage.forward.liveness import assigned, live_before, own_returns, 
 
 @dataclass
 class Flow:
-    """Variables of one step, by their names among those of all frames.
+    """Variables of one step, by their names among the variables of all frames.
 
     Attributes:
         needs: variables whose values from before the step it may need.

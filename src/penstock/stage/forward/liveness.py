@@ -21,7 +21,7 @@ def inner_names(node: ast.AST) -> set[str]:
 
 
 def reads(*nodes: ast.AST | None) -> set[str]:
-    """Return the names whose values some nodes read, those of inner functions included."""
+    """Return the names whose values some nodes read, also within inner functions."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name):

@@ -29,11 +29,11 @@ _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 @dataclass(frozen=True)
 class Frame:
-    """One forward that runs: that of the model, or a forward or a method within it which has blocks.
+    """One forward that runs: the model's, or a forward or a method within it which has blocks.
 
     Attributes:
         path: name of the module in the model; empty for the model itself.
-        prefix: beginning of its variables' names among those of all frames; empty for the outermost one.
+        prefix: beginning of its variables' names among the variables of all frames; empty for the outermost one.
         shared: parameters that are a variable of the frame which calls it, with that variable's name among all frames.
         decided: values of attributes by which a test or a loop was decided, by (name of the module, steps to it from there);
             see `value_at`.
@@ -49,7 +49,7 @@ class Frame:
     decided: dict[tuple[str, Steps], Any] = field(default_factory=dict, compare=False)
 
     def key(self, name: str) -> str:
-        """Return the name of a variable among those of all frames."""
+        """Return the name of a variable among the variables of all frames."""
         return self.shared.get(name) or (f"{self.prefix}.{name}" if self.prefix else name)
 
     def is_builtin(self, name: str) -> bool:

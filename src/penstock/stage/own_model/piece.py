@@ -54,7 +54,7 @@ class PieceCode:
 
 
 def _watched(values: Mapping[str, Any], keys: Sequence[str]) -> list[Watched]:
-    """Return records of different tensors that share memory, among those of variables that travel together."""
+    """Return records of different tensors that share memory, in variables that travel together."""
     if len(keys) < 2 or torch.compiler.is_compiling():
         return []
     named = {id(x): (key, x) for key in keys for x in leaves_of(values[key]) if isinstance(x, Tensor)}

@@ -127,7 +127,7 @@ class SplitCheck:
         self._full: dict[int, Tensor] = {}
 
     def run(self, use: WeightUse) -> Tensor:
-        """Call a function as plain PyTorch does, and compare the result with that of detached weights."""
+        """Call a function as plain PyTorch does, and compare the result with a call with detached weights."""
         for weight in (use.weight, use.bias):
             if weight is not None:
                 self._uses[id(weight)] = weight
