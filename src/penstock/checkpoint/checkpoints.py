@@ -35,7 +35,7 @@ class Loaded:
     """A checkpoint that was loaded.
 
     Attributes:
-        step: number of training steps done; the next batch is that of this step.
+        step: number of training steps done; the next batch belongs to this step.
         path: folder of the checkpoint.
         extra: the user's own values.
         refused: a message for each newer checkpoint that is damaged.

@@ -52,9 +52,8 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
     """Write a checkpoint in files for another number of stages, with layers divided as evenly as possible.
 
     Args:
-        source: folder of the checkpoint.
         target: folder to create, with the name of `source`, so that it can be loaded.
-        stages: number of stages, at most that of the model's layers.
+        stages: number of stages, at most the number of the model's layers.
 
     Raises:
         ConfigError: if there are too many stages, or `target` exists or has another name.
@@ -83,8 +82,6 @@ def rewrite(
     Args:
         target: folder to create; it must not exist.
         manifest: manifest of the new checkpoint, whose files and tensors are replaced.
-        names: names of all tensors.
-        tensor: function from a name to the tensor.
 
     Raises:
         ConfigError: if the folder cannot be written.
@@ -164,7 +161,6 @@ def export_transformers(source: Path, target: Path) -> None:
 
     Args:
         source: folder of a checkpoint of a Hugging Face model, whose ``model.path`` or ``model.config`` still exists.
-        target: folder to create; it must not exist.
 
     Raises:
         ConfigError: if the checkpoint is of another kind of model, or `target` exists or cannot be written.

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.tensor_file import DTYPES
 
 OPTIMIZER_KEYS = ("optim", "optimizer")
-"""Keys under which training loops save the optimizer's state, beside ``model``."""
+"""Keys under which training loops save the optimizer's state, next to ``model``."""
 
 _CLASSES = {
     *(
@@ -204,7 +204,6 @@ def import_dcp(source: Path, target: Path, like: Path) -> None:
         source: the DCP folder, with ``model``, or the weights themselves by name, and ``optim`` or ``optimizer`` with
             ``state`` by parameter name and ``param_groups``.
         target: checkpoint folder to create, ``step-NUMBER`` with the number of steps done; it must not exist.
-        like: folder of a checkpoint of the run.
 
     Raises:
         ConfigError: if names, shapes or groups differ, the optimizer's state is missing, or `target` exists.
@@ -366,10 +365,6 @@ def export_dcp(source: Path, target: Path) -> None:
     The keys are those that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives a model and its optimizer:
     ``model`` by name; ``optim`` with ``state`` by parameter name and ``param_groups``, whose ``params`` are names. The
     folder also has ``step``, ``main_weights`` and ``lr_scheduler``.
-
-    Args:
-        source: folder of the checkpoint.
-        target: folder to create; it must not exist.
 
     Raises:
         ConfigError: if `target` exists or cannot be written.

@@ -102,8 +102,6 @@ def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
     """Read the files of a checkpoint, and return a message for each that is missing or damaged.
 
     Args:
-        path: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
         files: names of the files to check (default all).
     """
     problems = []

@@ -28,7 +28,6 @@ class FrozenDigests:
         """Return the digest of a parameter.
 
         Args:
-            name: name of the parameter in the whole model.
             parameter: the parameter, perhaps sharded.
             value: its full value.
         """
@@ -64,8 +63,6 @@ def require_same(own: Mapping[str, Tensor], digests: Mapping[str, str], where: P
 
     Args:
         own: this process's weights by name that the checkpoint has digests for, and no values.
-        digests: the checkpoint's digests.
-        where: path of the checkpoint.
 
     Raises:
         ConfigError: if some differ; names them.

@@ -30,7 +30,6 @@ class Reader:
     """The tensors of a checkpoint by name; a context manager that closes the files.
 
     Args:
-        path: folder of the checkpoint.
         manifest: manifest of the checkpoint; a file that contradicts it is refused.
     """
 
@@ -61,8 +60,6 @@ class Reader:
         Of a contiguous slice only its rows are read; otherwise the tensor is read and sliced.
 
         Args:
-            key: key in the optimizer's state, for example ``exp_avg``.
-            name: name of the tensor in the checkpoint.
             part: parameter of the state, with this process's slice.
         """
         piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
@@ -119,9 +116,7 @@ class Prepared:
 
     Attributes:
         step: number of training steps done.
-        weights: weights for `Pipeline.load_state_dict`.
         state: state of the optimizer; None without one.
-        extra: the user's own values.
         generators: states of torch's default generators, by device.
     """
 
@@ -282,7 +277,7 @@ def _names(scheduler: Any) -> Any:
 
 
 def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
-    """Return the states of torch's default generators for this rank; those of rank 0 if the rank is new."""
+    """Return the states of torch's default generators for this rank; the states of rank 0 if the rank is new."""
     names = {}
     for name in reader.manifest.tensors:
         if name.startswith("generators/"):

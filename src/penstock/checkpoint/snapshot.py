@@ -27,10 +27,9 @@ class Snapshot:
     """One process's part of a checkpoint.
 
     Attributes:
-        step: number of training steps done.
         tensors: copies on the CPU, by stage and by name in the checkpoint.
         layers: names of the layers in the whole model, by stage.
-        values: all else, encoded; `join_values` joins those of all processes.
+        values: all else, encoded; `join_values` joins the values of all processes.
     """
 
     step: int
@@ -73,7 +72,6 @@ def take_snapshot(
 
     Args:
         pipe, optimizer: pipeline and optimizer, between two steps.
-        extra: the user's own values, for the checkpoint.
         copies: memory for the copies; its previous copies are overwritten.
         frozen: digests to keep in place of parameters that are not trained (default None, keep these, too).
 

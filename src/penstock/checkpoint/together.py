@@ -42,9 +42,6 @@ class Together:
     def each(self, job: Callable[[], T]) -> list[T]:
         """Run each process's job; every process calls this.
 
-        Returns:
-            The jobs' results by rank, on every process.
-
         Raises:
             PenstockError: on every process, if a job failed on any, with its message.
         """

@@ -29,9 +29,7 @@ class TorchOptimizer:
     """An optimizer of ``torch.optim`` that the user steps, with the state of a `PipelineOptimizer`.
 
     Args:
-        pipe: pipeline whose parameters it updates.
         optimizer: the optimizer, over all parameters of this process that require a gradient.
-        scheduler: the user's learning-rate scheduler of it (default none).
 
     Raises:
         ConfigError: if its state cannot be kept by parameter name.

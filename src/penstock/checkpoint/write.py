@@ -33,14 +33,7 @@ from penstock.tensor_file import StoredFile, dtype_name, write_tensors
 
 @dataclass(frozen=True)
 class Facts:
-    """Contents of a manifest that are the same at every step of a run.
-
-    Attributes:
-        stages: number of the model's stages.
-        seed: seed of the random numbers in layers.
-        layout: ranks, stages and mesh of the run.
-        config: the run's config, of plain values.
-    """
+    """Contents of a manifest that are the same at every step of a run."""
 
     stages: int
     seed: int
@@ -94,9 +87,7 @@ def write_stages(
     """Write a file for each stage, and return the manifest's entries for files and tensors.
 
     Args:
-        folder: folder of the files.
         tensors: pairs of a stage and its tensors by name, taken one after the other.
-        stages: number of the model's stages.
     """
     written: _Files = {}
     listed: _Tensors = {}
@@ -161,12 +152,8 @@ def prune(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
     Incomplete ones are neither counted nor deleted.
 
     Args:
-        folder: folder of the checkpoints.
         keep_last: number of the newest complete checkpoints to keep; 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too; 0 for none.
-
-    Returns:
-        Paths of the deleted checkpoints.
 
     Raises:
         OSError: if a checkpoint cannot be deleted.

@@ -181,7 +181,6 @@ def require_threads(shape: MeshShape, program: str) -> None:
     """Check that the ranks of a mesh can be threads of one process: those of one pipeline with whole matrices.
 
     Args:
-        shape: the mesh.
         program: end of the command that starts its processes.
 
     Raises:

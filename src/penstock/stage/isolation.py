@@ -75,9 +75,6 @@ class Isolation:
     def require_own_leaves(self, nodes: Iterable[Any]) -> None:
         """Check that a graph does not end in a parameter of another stage.
 
-        Args:
-            nodes: all nodes of the graph.
-
         Raises:
             PenstockError: if there is such a parameter; names it.
         """

@@ -28,7 +28,7 @@ class BatchNames:
 
     Attributes:
         first: name of the model's first argument.
-        target: name of the target; None for that of the loss function's second parameter.
+        target: name of the target; None for the name of the loss function's second parameter.
         others: names of the model's other arguments.
     """
 
@@ -60,7 +60,7 @@ class Layer:
 
 
 JOINT = "+"
-"""Joins the names of several modules to that of the one layer which has them; see `whole_name`."""
+"""Joins the names of several modules to the name of the one layer which has them; see `whole_name`."""
 
 
 def is_joint(layer: str) -> bool:
@@ -103,7 +103,7 @@ def whole_name(layer: str, inner: str, parameter: bool = True) -> str:
 
 
 def is_second_name(name: str) -> bool:
-    """Return whether a name in the whole model is that of a parameter which an earlier layer has by its own name."""
+    """Return whether a name in the whole model means a parameter which an earlier layer has by its own name."""
     return JOINT in name
 
 
@@ -147,18 +147,14 @@ def as_layers(model: object) -> list[Layer]:
 
 
 class Container:
-    """The module whose children are a model's layers; later changes in it do not reach the pipeline.
-
-    Args:
-        model: model as the user gave it.
-    """
+    """The module whose children are a model's layers; later changes in it do not reach the pipeline."""
 
     def __init__(self, model: object) -> None:
         self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None
         self.record()
 
     def record(self) -> None:
-        """Take the layers that the model has now for those of the pipeline."""
+        """Take the model's present layers as the pipeline's."""
         self._layers = self._children()
 
     def _children(self) -> list[tuple[str, int]]:

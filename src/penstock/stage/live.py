@@ -1,4 +1,4 @@
-"""Modules whose mode and plain attributes are those of another module: they read them there, and keep no copy."""
+"""Modules with another module's mode and plain attributes: they read them there, and keep no copy."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ def live_copy(
     """Return an empty module of a module's class that reads its mode and some of its attributes.
 
     Args:
-        module: the module; it is not changed.
         attributes: names of the attributes; some may be attributes of its class.
-        bases: classes whose methods go before those of the module's class (default none).
-        forward: another forward (default None: that of the classes).
     """
     every, names = (Live, *bases, type(module)), frozenset(attributes)
     kind = _shared_class(every, names) if forward is None else _new_class(every, names, {"forward": forward})

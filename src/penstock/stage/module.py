@@ -21,8 +21,6 @@ class StageModule(nn.Module):
     Attributes:
         names: names of the layers in the whole model.
         takes: named values that each layer takes: name → whether it is required.
-        gives_by_layer: named values that each layer gives.
-        gives: named values that any layer gives.
         compiled_layers: module that runs the layers as one compiled call; None if they are not compiled.
         before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
     """

@@ -24,8 +24,6 @@ class Context:
     """State that the layers of one stage share while they run on one microbatch.
 
     Attributes:
-        named: named values, by name.
-        losses: auxiliary losses so far, by name: 0-d tensors.
         gives: names that the stage's layers declare in ``gives``.
         isolated_call: calls a layer with random numbers of its key; None leaves torch's default generators.
         rng_free: names of layers that are known to draw nothing in this step, and are called directly.

@@ -36,13 +36,12 @@ def groups_of(
     Views of one storage share memory if some element of it is in both: parts of a tensor as of ``chunk`` do not.
 
     Args:
-        tensors: different tensors.
         linked: by address of a storage, a key of storages that count as one, or `OUTSIDE`.
-        outside: tensors that are not among these.
     """
     every = [*tensors, *outside]
     storages = [storage_of(tensor) for tensor in every]
     known = [storage for storage in storages if storage is not None]
+    # The usual case, found without NumPy: every tensor has memory of its own.
     if len(set(known)) == len(known) and not any(storage in linked for storage in known):
         return [0] * len(tensors)
     twice = {storage for storage in known if known.count(storage) > 1}
@@ -117,8 +116,6 @@ class Watched(NamedTuple):
     """A tensor that shares memory with others of its group, which must not be written.
 
     Attributes:
-        tensor: the tensor, as layers get it.
-        group: key of the group.
         name: what it is, for messages.
         before: its version, or a copy where tensors have no version.
     """

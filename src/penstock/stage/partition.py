@@ -83,6 +83,7 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
         for i in range(n - k, -1, -1):
             for j in range(i + 1, n - k + 2):
                 heaviest = max(prefix[j] - prefix[i], least[k - 1][j])
+                # Not <=: of equal bounds the first, shortest range stays, so early stages get few layers.
                 if heaviest < least[k][i]:
                     least[k][i], cut[k][i] = heaviest, j
     counts, start = [], 0

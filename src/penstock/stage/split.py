@@ -66,8 +66,6 @@ def warn_of_a_large_layer(layers: Sequence[Layer], costs: Sequence[float], what:
     """Warn if one layer has more than half of a model and its blocks could be layers, with what would divide it.
 
     Args:
-        layers: layers of the model, in order.
-        costs: cost of each layer.
         what: name of the costs, for the message.
     """
     largest = max(range(len(layers)), key=lambda n: costs[n])

@@ -61,11 +61,7 @@ def require_portable(structure: Any) -> None:
 
 
 def dumps(structure: Any) -> str:
-    """Return a structure as JSON text.
-
-    Raises:
-        StageShapeError: if `require_portable` would raise it.
-    """
+    """Return a structure as JSON text."""
     if isinstance(structure, Shared):
         inner = [] if structure.structure is None else [_node(structure.structure)]
         return json.dumps({"structure": inner, "order": structure.order, "groups": structure.groups})

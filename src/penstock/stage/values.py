@@ -57,7 +57,6 @@ def pack(
     """Flatten a stage's output; return the message to send, and the leaves that have a graph.
 
     Args:
-        value: output of a stage or a segment.
         travels: whether it is sent to another stage, so that another process must be able to build its containers.
         linked, outside: memory that the value may share, as for `groups_of` (default none).
 
@@ -105,7 +104,7 @@ def share(
     """Return the leaves and the structure of a message, where leaves of a value may share memory.
 
     Args:
-        leaves, structure: those of the value.
+        leaves, structure: the value's own.
         linked, outside: memory that it may share, as for `groups_of` (default none).
         once: whether one tensor at several places becomes one leaf (default True).
     """
@@ -265,7 +264,7 @@ def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
 
 
 def leaves_of(value: object) -> list[Any]:
-    """Return a value's leaves; of `Microbatches`, those of all parts."""
+    """Return a value's leaves; of `Microbatches`, the leaves of all parts."""
     return _pytree.tree_leaves(list(value.parts) if isinstance(value, Microbatches) else value)
 
 
@@ -292,7 +291,6 @@ def grad_messages(
     """Return the gradients of a stage's inputs as messages to the stages that made the inputs.
 
     Args:
-        grads: gradient of each input that needs one.
         grad_counts: number of these inputs in each input message, in order.
         hooked: for each input, whether a layer has registered a hook on it; sent in the place of `needs_grad`. Empty if no
             layer has.
@@ -337,7 +335,6 @@ def split_batch(
 
     Args:
         value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
-        microbatches: number of microbatches.
         what: name of the value in error messages.
         device: target device of the tensors; None leaves them where they are.
 
@@ -400,6 +397,7 @@ def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
     if one.device.type == "cpu" if exact is None else exact:
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     difference = torch.linalg.vector_norm((one - other).double())
+    # Sums of thousands of terms in another order differ by some tens of units in the last place.
     return bool(difference <= 100 * torch.finfo(one.dtype).eps * torch.linalg.vector_norm(other.double()))
 
 

@@ -60,10 +60,6 @@ def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
     """Decode a value that `encode` made.
 
-    Args:
-        value: value from JSON.
-        read: function from a name to the tensor.
-
     Raises:
         DataError: if `encode` cannot have made it.
     """

@@ -32,7 +32,6 @@ class StoredTensor:
     """A tensor in a file, which has the same name there.
 
     Attributes:
-        file: name of the file in the folder.
         shape: shape of the full tensor, even if it was sharded in training.
         dtype: name of the dtype in safetensors.
     """
@@ -49,15 +48,11 @@ class Manifest:
 
     Attributes:
         step: number of training steps done, which is also the next step and the position in the data.
-        seed: seed of the random numbers in layers.
         layers: names of the layers in the whole model, by stage.
         layout: ranks, stages and mesh of the run; not needed for loading.
-        files: files of tensors by name.
         tensors: tensors by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
         values: all other values, as `penstock.checkpoint.format.json_values` encodes them.
-        config: config of the run.
         config_sha256: digest of the config as JSON.
-        versions: versions of Penstock, torch and Python at the time of writing.
     """
 
     step: int
@@ -91,10 +86,6 @@ def dump(manifest: Manifest) -> bytes:
 
 def parse(data: bytes, where: object) -> Manifest:
     """Parse a manifest and check every part of it.
-
-    Args:
-        data: bytes of the manifest's file.
-        where: path of the file, for error messages.
 
     Raises:
         DataError: if it is damaged, or no manifest of this version; names the defect.

@@ -30,7 +30,6 @@ class Attendance:
     Args:
         store: store of ``torch.distributed`` that nothing else uses at the same time.
         prefix: prefix of the keys; the same on every process, and never used before.
-        names: names of all processes for messages, by their rank in ``torch.distributed``.
     """
 
     def __init__(self, store: Any, prefix: str, names: Mapping[int, str]) -> None:
@@ -54,20 +53,12 @@ class Visit:
         self._announced = False
 
     def waits(self, timeout: float) -> None:
-        """Record this process's presence once it has waited for a while; call it repeatedly while waiting.
-
-        Args:
-            timeout: total seconds for which the process will wait.
-        """
+        """Record this process's presence once it has waited for a while; call it repeatedly while waiting."""
         if not self._announced and monotonic() - self._began >= min(_PATIENCE, timeout / 4):
             self._announce()
 
     def missing(self, patience: float = 0.0) -> str:
-        """Return a message that names the missing processes; empty if none is missing.
-
-        Args:
-            patience: seconds to give the others to record their presence (default 0).
-        """
+        """Return a message that names the missing processes; empty if none is missing."""
         deadline = monotonic() + patience
         if not self._announced:
             self._announce()

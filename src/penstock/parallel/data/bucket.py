@@ -18,17 +18,12 @@ class BucketEntry:
     """A parameter and the place of its gradient.
 
     Attributes:
-        name: name of the parameter, for messages.
-        parameter: the parameter itself.
         index: number of the parameter among all parameters.
-        distributed: whether the parameter is a DTensor.
-        bucket: number of the bucket.
         view: view of the bucket's buffer, with the shape of the parameter's local shard.
         gradient: tensor that ``.grad`` is set to; shares `view`'s memory.
         seen: number of gradients since the last reduction.
-        counted: number of these that count towards `expected`.
+        counted: number of them that count towards `expected`.
         expected: number of gradients that make the parameter complete in this step.
-        ready: whether the gradient is complete in this step.
     """
 
     __slots__ = (
@@ -155,7 +150,6 @@ class Bucket:
     """A buffer of gradients and its reduction.
 
     Attributes:
-        plan: layout of the buffer.
         flat: 1-d buffer of all gradients.
         pending: number of gradients that are not ready yet in this step.
         streams: streams that have written to the buffer in this step.

@@ -38,7 +38,6 @@ class GradientBuckets:
 
     Args:
         parameters: (name, parameter) pairs, each parameter once; frozen ones get no place.
-        reducer: this replica's end of the communicator.
         bucket_bytes, first_bucket_bytes: maximum bytes in a bucket, and in the first one.
         sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
@@ -338,7 +337,6 @@ class _Frozen:
         """Check that all replicas report the same change; every replica calls it if any has reported one.
 
         Args:
-            reducer: this replica's end of the communicator.
             changes: digests that the replicas reported, by replica.
             sharded: whether the update is divided among the replicas.
 
@@ -372,8 +370,6 @@ def _resolve_absent(
     """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones.
 
     Args:
-        reducer: this replica's end of the communicator.
-        entries: bucket entries of all parameters.
         absent: entries that got no gradient on this replica, and contributed zeros.
     """
     absent_here = {entry.index for entry in absent}
@@ -391,7 +387,6 @@ def _find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Bucke
 
     Args:
         known: (name, parameter) pairs, including parameters that required no gradient when the buckets were made.
-        entry_of: bucket entry of each parameter that has one, by the parameter's id.
 
     Returns:
         This process's shard of each late gradient, by the parameter's number in `known`.
@@ -418,13 +413,7 @@ def _add_late(
     entry_of: Mapping[int, BucketEntry],
     late: Mapping[int, Tensor],
 ) -> None:
-    """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some.
-
-    Args:
-        reducer: this replica's end of the communicator.
-        known, entry_of: parameters and bucket entries, as for `_find_late`.
-        late: late gradients of this replica, as `_find_late` returns them.
-    """
+    """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some."""
     table = reducer.exchange([int(n in late) for n in range(len(known))])()
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for n, (_, parameter) in enumerate(known):

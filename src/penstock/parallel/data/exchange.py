@@ -60,9 +60,6 @@ def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | Non
         job: job of this process; returns a value that `encode` accepts.
         exchange: ``exchange(value)`` returns the values of all processes by rank; None if there is one process.
 
-    Returns:
-        Results of the jobs, by rank.
-
     Raises:
         PenstockError: on every process, if a job raised one, or an OSError, on any of them. All raise the text of the first
             process that failed, as a `ConfigError` if it was one.

@@ -23,7 +23,6 @@ class Slot:
     """Size and kind of one gradient in a buffer.
 
     Attributes:
-        elements: number of elements.
         dtype, device: dtype and device of the gradient.
         group: key of the group; only slots of equal groups share a bucket (default None).
     """
@@ -71,7 +70,6 @@ def plan_buckets(
     ones around it stay together.
 
     Args:
-        slots: slots of all gradients, numbered from 0.
         order: number of every slot, soonest ready first.
         bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
         parts: number of equal parts that each buffer must divide into (default 1).

@@ -48,7 +48,6 @@ class GroupReducer:
     """One replica's end of a communicator of replicas, the processes of a ``torch.distributed`` group of their own.
 
     Args:
-        group: group whose ranks are the replicas; this process is one of them.
         timeout: seconds that a wait may last.
         require_all: function called repeatedly during waits; raises if any process is gone (default: no check).
         enter: function called as a reduction begins; returns a record that can name missing processes, or None (default).

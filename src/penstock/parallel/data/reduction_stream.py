@@ -1,4 +1,4 @@
-"""Streams for reductions: on CUDA one beside the compute stream; on other devices the communicator decides."""
+"""Streams for reductions: on CUDA one next to the compute stream; on other devices the communicator decides."""
 
 from __future__ import annotations
 

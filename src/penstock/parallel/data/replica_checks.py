@@ -20,7 +20,6 @@ class StepReport(NamedTuple):
     """One replica's report at the end of a step, exchanged as whole numbers.
 
     Attributes:
-        step: number of the step.
         failed: 1 if the step failed on the replica.
         absent, late: number of absent gradients, and of late ones.
         frozen: digest of the changed ``requires_grad``; 0 if there is no change.
@@ -34,7 +33,7 @@ class StepReport(NamedTuple):
 
 
 def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], list[StepReport]]:
-    """Begin to exchange reports; return a function that waits for those of all replicas."""
+    """Begin to exchange reports; return a function that waits for the reports of all replicas."""
     rows = reducer.exchange(list(report))
     return lambda: [StepReport(*row) for row in rows()]
 
@@ -92,9 +91,7 @@ def raise_failure(reducer: GroupReducer, failed: Sequence[int], message: str = "
     """Raise on the replicas that have not failed, with the message of the first one that has; every replica calls it.
 
     Args:
-        reducer: this replica's end of the communicator.
         failed: numbers of the failed replicas, the same on every replica.
-        message: error message of this replica, if it failed (default "").
 
     Raises:
         PeerError: if this replica is not among the failed ones.

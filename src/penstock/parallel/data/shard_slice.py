@@ -26,7 +26,6 @@ class ShardSlice:
 
     Attributes:
         shape, stride: shape and stride of the parameter.
-        first: number of the first element.
         count: number of elements, possibly 0.
     """
 

@@ -29,7 +29,6 @@ class ShardedParameter(NamedTuple):
     """A parameter and the shard of it that this replica updates.
 
     Attributes:
-        entry: entry of the parameter in the buckets.
         slice: elements of the shard, in the local tensor if the parameter is a DTensor.
         shard: parameter of these elements, which shares the full one's memory; None if there are none.
         offset: offset of the shard in this replica's part of the bucket, in elements.
@@ -46,11 +45,9 @@ class Shards:
 
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
-        reducer: this replica's end of the communicator.
         groups, options: options of `GradientBuckets`, except `sharded`.
 
     Attributes:
-        buckets: buckets of the gradients.
         sharded: sharded parameters, one for each parameter.
 
     Raises:

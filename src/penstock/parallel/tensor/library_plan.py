@@ -1,7 +1,7 @@
 """Plans for tensor parallelism from transformers, for families without a plan of ours.
 
 A config's ``base_model_tp_plan`` names the matrices of a block and how each is sharded. It does not name modules that are
-computed from a rank's part without being sharded, so all parameters beside the named matrices are checked.
+computed from a rank's part without being sharded, so all parameters except the named matrices are checked.
 """
 
 from __future__ import annotations

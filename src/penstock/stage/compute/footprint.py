@@ -13,7 +13,7 @@ from penstock.stage.values import Message
 
 
 class Footprint:
-    """Bytes of distinct storages, without those of a module's own parameters and buffers."""
+    """Bytes of distinct storages, without a module's own parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -84,7 +84,7 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
-    """Return whether an error is that of a ``torch.func`` transform under hooks on saved tensors."""
+    """Return whether an error comes from a ``torch.func`` transform under hooks on saved tensors."""
     return "support saved tensor hooks" in str(error)
 
 

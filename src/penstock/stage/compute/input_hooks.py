@@ -26,7 +26,6 @@ def follow_hooks(
     Args:
         roots: outputs of the segment that need a gradient.
         hooked: for each of them, whether a later layer has registered a hook on it.
-        input_grads: inputs of the segment that collect a gradient.
 
     Raises:
         PenstockError: if a tensor with a hook is used by the segment itself, or passed on twice.

@@ -40,11 +40,7 @@ class Settings:
     """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`.
 
     Attributes:
-        recompute: policy that selects the layers to recompute.
-        offload: keep tensors saved for the backward in host memory.
-        autocast: dtype of mixed precision (default None: no autocast).
         random: random state of the layers; None leaves them to torch's default generators.
-        strict: raise for layers whose backward cannot be split, instead of running their full backward.
     """
 
     recompute: Policy = "none"
@@ -72,7 +68,6 @@ class LossWeight(NamedTuple):
 
     Attributes:
         factor: multiplier of the loss; 0 leaves the microbatch out.
-        divisor: divisor of the loss, as in plain gradient accumulation.
         scale: loss scale of half precision.
     """
 
@@ -100,7 +95,6 @@ class LossReport(NamedTuple):
     Attributes:
         loss: sum of `parts`.
         parts: losses by name; ``"loss"`` is the one of a `loss_fn` that returns a single tensor.
-        output: the stage's output without a graph, if it was requested.
         has_graph: whether the loss counts and has a graph, so that its backward can start.
     """
 
@@ -111,13 +105,7 @@ class LossReport(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """Inputs of the loss on the last stage.
-
-    Attributes:
-        target: target of the microbatch, passed to `loss_fn`.
-        loss_weight: weight of the microbatch's loss.
-        keep_output: whether the report includes the stage's output.
-    """
+    """Inputs of the loss on the last stage."""
 
     target: object
     loss_weight: LossWeight = LossWeight()
@@ -136,15 +124,10 @@ class Runner:
     """A stage's layers, ready to run.
 
     Args:
-        index: number of the stage in the whole model.
-        module: layers of the stage.
         loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
-        settings: compute settings of the pipeline.
-        routes: named values that the stage sends on besides its output.
 
     Attributes:
         step, first_microbatch: the arguments of the last `begin`.
-        in_place: tracks the layers that write into their inputs.
     """
 
     def __init__(
@@ -208,11 +191,7 @@ class Runner:
         """Run a segment's layers and, after the last layer of the last stage, the loss.
 
         Args:
-            segment: range of layers to run.
-            microbatch: number of the microbatch.
-            state: state of the microbatch, as `join` returns it.
             loss_inputs: target and weight, on the last stage; None elsewhere, and where there is no target.
-            queue: queue of weight gradients if the backward is split.
         """
         isolated_call = self._isolated_call(microbatch)
         context = Context(

@@ -29,7 +29,7 @@ class SavedGraph(NamedTuple):
             stage, microbatch: numbers of both, for the message.
 
         Raises:
-            PenstockError: if the number of gradients is not that of the roots.
+            PenstockError: if the numbers of gradients and of roots differ.
         """
         if grads is None:
             if self.roots:
@@ -49,10 +49,7 @@ class SavedInputs(NamedTuple):
     """A segment that runs again before its backward.
 
     Attributes:
-        segment: range of its layers.
-        inputs: input messages.
         buffers: values of its changing buffers before the first forward.
-        loss_inputs: target and weight, on the last stage.
         output: result of the first forward, to compare with; None after the first microbatch.
     """
 

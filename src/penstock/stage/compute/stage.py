@@ -39,12 +39,7 @@ class Stage:
     """A stage and the state that it keeps for each microbatch between forward and backward.
 
     Args:
-        index: number of the stage in the whole model.
-        module: layers of the stage.
         loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
-        settings: compute settings of the pipeline (default ``Settings()``).
-        routes: named values that the stage sends on besides its output (default none).
-        isolation: checks of the state that the stage must not share with others (default none).
 
     Attributes:
         held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
@@ -101,7 +96,6 @@ class Stage:
         """Begin a step; random draws depend on its number, and on the microbatch's in the global batch.
 
         Args:
-            step: number of the step.
             first_microbatch: number in the global batch of this stage's microbatch 0 (default 0).
         """
         self.split_checks.begin()
@@ -129,8 +123,6 @@ class Stage:
         """Run the layers on a microbatch, keep the state for its backward, and return the output.
 
         Args:
-            microbatch: number of the microbatch in this step.
-            inputs: messages from earlier stages, or of the batch.
             split: whether the backward comes in two halves, `backward_input` and `backward_weight` (default False).
             drop: whether to keep only the inputs; `recompute` must come before the backward (default False).
 
@@ -316,7 +308,6 @@ class Stage:
         """Run the backward of a microbatch: accumulate parameter gradients, and return the inputs' gradients.
 
         Args:
-            microbatch: number of the microbatch in this step.
             grads: gradients from later stages, a message for each route, with one leaf (a tensor or None) for each
                 output leaf that needs one; None on the last stage, where the backward starts from the loss.
 

@@ -29,6 +29,7 @@ from penstock.stage.forward.module_uses import Frame, analyse, calls_its_forward
 from penstock.stage.forward.no_blocks import no_blocks
 from penstock.stage.layers import has_forward_hooks
 
+# Vision models with stages, such as ResNet and Swin, have four or five; deep models have a dozen blocks or more.
 MOST_STAGES = 8
 """Rounds of a loop from which on they are blocks, and are not divided into smaller ones."""
 
@@ -41,14 +42,8 @@ class Candidate:
     """A loop or a call that may run blocks; or another expression, which must be evaluated before them.
 
     Attributes:
-        parameters: number of parameters in the blocks.
-        modules: modules that its rounds call.
-        rounds: statements of each round of a loop, or of each item of an ``nn.Sequential``.
         call: the call or expression; None for a loop.
         value: variable that goes through an ``nn.Sequential``; empty for anything else.
-        within: forward or method that the call runs.
-        arguments: expressions of its parameters.
-        refused: why it cannot be divided.
         chosen: whether it is divided; for `within`, whether anything in it is.
     """
 
@@ -131,7 +126,6 @@ class Plan:
     """Statements of a forward or a method, each with the loops and calls in it that may run blocks.
 
     Attributes:
-        frame: whose statements they are.
         rows: statements without branches that are never taken, with their candidates in the order in which they run.
     """
 
@@ -163,12 +157,8 @@ class BlockFinder:
         """Return a forward with its blocks chosen, and the loop or call that has most of the model's parameters.
 
         The blocks are the rounds of that one, and of each that has similar rounds: of LEAST_SHARE of the parameters, of the
-        same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are no blocks beside loops
-        and beside modules that are made of others, if these have LEAST_SHARE of the parameters.
-
-        Args:
-            frame: the forward.
-            facts: known values of its parameters.
+        same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are blocks only
+        if loops and sequences of modules with children have less than LEAST_SHARE of the parameters.
 
         Raises:
             SplitError: if it has no blocks, or most of its parameters are where they cannot be divided.
@@ -256,6 +246,7 @@ class BlockFinder:
             bind = ast.copy_location(ast.Assign([copy.deepcopy(loop.target)], value), loop)
             body = [Substituted(bound).visit(copy.deepcopy(s)) for s in loop.body]
             names = assigned([loop.target])
+            # Uses within the round are replaced; the variable is set where that cannot be done, and for code after the loop.
             if names - bound.keys() or names & live_before(later, set()):
                 body.insert(0, ast.fix_missing_locations(bind))
             bodies.append(specialised(frame, body, facts))
@@ -330,15 +321,7 @@ class BlockFinder:
     def _of_call(
         self, frame: Frame, call: ast.Call, facts: Mapping[str, Any], later: Sequence[ast.stmt], target: str
     ) -> Candidate | None:
-        """Return the blocks that a call runs; None if it runs none.
-
-        Args:
-            frame: frame of the call.
-            call: the call.
-            facts: known values of variables.
-            later: the statement of the call and those after it.
-            target: variable for a value that goes through an ``nn.Sequential``.
-        """
+        """Return the blocks that a call runs; None if it runs none."""
         known = resolve_module(frame, call.func)
         if known is None:
             method = method_called(frame, call)
@@ -452,11 +435,7 @@ def _share(
     """Let parameters of a forward be the variables that a call passes, where none sees the other's changes.
 
     Args:
-        frame: frame of the call.
-        inner: frame of the forward.
-        call: the call.
-        arguments: expressions of the parameters.
-        statements: the statement of the call and those after it.
+        statements: the statement of the call, and all that follow it.
     """
     changed = assigned(inner.source.tree.body)
     after = _times_named(*statements) - _times_named(call)

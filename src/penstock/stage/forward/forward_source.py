@@ -16,6 +16,7 @@ from typing import Any
 from penstock.errors import SplitError
 
 BY_HAND = "or give the layers yourself, as docs/models.md shows under 'Layers by hand'"
+# Code is compared with a new compilation of its file, which needs the same future imports: they change the code.
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
@@ -26,9 +27,7 @@ class ForwardSource:
     """Source of a method.
 
     Attributes:
-        function: the method.
-        tree: its definition; line numbers are those of the file.
-        owner: class and name, for messages.
+        tree: its definition; line numbers count from the top of the file.
     """
 
     function: FunctionType
@@ -37,7 +36,7 @@ class ForwardSource:
 
     @cached_property
     def local_names(self) -> set[str]:
-        """Names of the method's parameters and variables, and of those of functions within it."""
+        """Names of parameters and variables of the method and of functions within it."""
         arguments = {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         stored = {
             n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
@@ -48,9 +47,7 @@ class ForwardSource:
         """Return the error for a statement that cannot be split.
 
         Args:
-            node: the statement or expression.
             problem: sentence part after "its forward", such as "returns within the loop".
-            fix: lines that the user can write instead.
         """
         line = getattr(node, "lineno", self.tree.lineno)
         file = self.function.__code__.co_filename
@@ -77,8 +74,6 @@ def read_source(function: Any, owner: str, is_property: bool = False) -> Forward
     """Return the source of a method.
 
     Args:
-        function: the method.
-        owner: class and name, for messages.
         is_property: whether it is the getter of a property, which has a decorator (default False).
 
     Raises:
@@ -91,6 +86,7 @@ def read_source(function: Any, owner: str, is_property: bool = False) -> Forward
             f"{BY_HAND}"
         )
     if not isinstance(function, FunctionType):
+        # without the first word, 'or'
         raise SplitError(f"cannot split by {owner}: it is a {type(function).__name__}; {BY_HAND[3:]}")
     code, file = function.__code__, inspect.getsourcefile(function) or function.__code__.co_filename
     text = "".join(linecache.getlines(file, function.__globals__))
@@ -134,11 +130,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def factory_of(definitions: list[ast.stmt], source: ForwardSource) -> CodeType:
-    """Compile definitions within a function whose arguments are the free variables of the source's function.
-
-    Returns:
-        Code of that function.
-    """
+    """Compile definitions within a function whose arguments are the free variables of the source's function."""
     free = [ast.arg(name) for name in source.function.__code__.co_freevars]
     arguments = ast.arguments(posonlyargs=[], args=free, kwonlyargs=[], kw_defaults=[], defaults=[])
     outer = ast.FunctionDef("factory", arguments, definitions, [])

@@ -29,11 +29,7 @@ class Step:
     """Statements of one forward that run one after another.
 
     Attributes:
-        frame: forward of the statements.
-        statements: the statements, as a layer runs them.
-        uses: what they use of the model.
-        element: True if this is a block.
-        keys: names among those of all frames of variables that belong to another one.
+        keys: for variables that belong to another frame, their names among the variables of all frames.
     """
 
     frame: Frame
@@ -43,16 +39,12 @@ class Step:
     keys: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """Return the name of a variable among those of all frames."""
+        """Return the name of a variable among the variables of all frames."""
         return self.keys.get(name) or self.frame.key(name)
 
 
 def steps_of(frame: Frame, facts: Mapping[str, Any]) -> list[Step]:
     """Return the steps of a forward and of the forwards and methods in it that have blocks.
-
-    Args:
-        frame: the forward.
-        facts: known values of its parameters.
 
     Raises:
         SplitError: if it has no blocks, or it is not known which statements run before, between and after them.
@@ -68,11 +60,7 @@ def steps_of(frame: Frame, facts: Mapping[str, Any]) -> list[Step]:
 
 
 class _Steps:
-    """Makes the steps of plans.
-
-    Args:
-        finder: source of numbers for variables that the statements do not have.
-    """
+    """Makes the steps of plans."""
 
     def __init__(self, finder: BlockFinder) -> None:
         self._numbers = finder.numbers
@@ -116,6 +104,7 @@ class _Steps:
                             waiting.append(assign(value, argument, statement))
                     flush()
                     steps += self._rounds(candidate)
+                # The statement, and arguments of calls later in it, may have this call within them.
                 by = Replaced(call, ast.Name(value, ast.Load()))
                 by.visit(statement)
                 for later in candidates:
@@ -148,6 +137,7 @@ class _Steps:
         inside = self.of_plan(within)
         last = inside[-1]
         if last.element or not isinstance(last.statements[-1], ast.Return):
+            # A forward without a return at its end returns None.
             nothing = ast.copy_location(ast.Return(ast.Constant(None)), statement)
             last = Step(inner, [nothing], Uses())
             inside.append(last)
@@ -173,11 +163,7 @@ def _with_lone_blocks(step: Step, least: float) -> list[Step]:
 
 
 def require_no_return(steps: Sequence[Step]) -> None:
-    """Check that no step ends the forward early.
-
-    Raises:
-        SplitError: if one may.
-    """
+    """Check that no step ends the forward early."""
     for step in steps:
         for node in own_returns(step.statements):
             raise refused_return(step.frame, node)

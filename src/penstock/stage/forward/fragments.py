@@ -17,10 +17,9 @@ from penstock.stage.forward.liveness import assigned, live_before, own_returns, 
 
 @dataclass
 class Flow:
-    """Variables of one step, by their names among those of all frames.
+    """Variables of one step, by their names among the variables of all frames.
 
     Attributes:
-        step: the step.
         needs: variables whose values from before the step it may need.
         gives: variables of the step whose values later steps may need.
         assigns: variables that it may assign.
@@ -43,8 +42,6 @@ class Fragment:
     Attributes:
         function: ``function(module, *values)`` returns the new values, or, if `returns`, what the forward returns.
         path: name of the module whose forward it is, in the model.
-        takes: variables that it takes, in the order of the arguments.
-        gives: variables that it returns.
         returns: whether it is the end of the forward.
     """
 
@@ -57,10 +54,6 @@ class Fragment:
 
 def flows(steps: Sequence[Step], available: Iterable[str]) -> list[Flow]:
     """Return the variables that steps take from each other.
-
-    Args:
-        steps: all steps of a forward.
-        available: variables that have values before the first.
 
     Raises:
         SplitError: if a variable may have no value where it is needed.

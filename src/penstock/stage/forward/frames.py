@@ -22,12 +22,6 @@ _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Frame | None = None) -> Frame:
     """Return the frame of a call of a module.
 
-    Args:
-        module: the module.
-        path: name of the module in the model.
-        prefix: beginning of its variables' names among those of all frames.
-        outer: frame that calls it (default none).
-
     Raises:
         SplitError: if calling the module does more than its class's forward, or the forward has no usable source.
     """
@@ -60,11 +54,7 @@ def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Fr
 def method_frame(
     function: Callable[..., Any], module: nn.Module, path: str, prefix: str, outer: Frame | None
 ) -> Frame:
-    """Return the frame of a call of a module's method; arguments as for `forward_frame`.
-
-    Raises:
-        SplitError: if the method has no usable source.
-    """
+    """Return the frame of a call of a module's method."""
     source = read_source(function, f"{type(module).__name__}.{getattr(function, '__name__', 'forward')}")
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.Global | ast.Nonlocal | ast.Delete):

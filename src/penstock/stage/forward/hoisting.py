@@ -57,6 +57,7 @@ def _in_order(node: ast.expr) -> list[ast.expr]:
         case ast.BinOp(left, _, right):
             return [left, right]
         case ast.Compare(left, _, others):
+            # a < b < c does not evaluate c if a < b is false.
             return [left, others[0]]
         case ast.Tuple(parts) | ast.List(parts):
             return parts
@@ -75,7 +76,6 @@ class Replaced(ast.NodeTransformer):
 
     Args:
         node: node to replace, by identity.
-        by: node to put there.
     """
 
     def __init__(self, node: ast.expr, by: ast.expr) -> None:
@@ -86,17 +86,14 @@ class Replaced(ast.NodeTransformer):
 
 
 class Substituted(ast.NodeTransformer):
-    """A tree with expressions in place of variables.
-
-    Args:
-        values: expressions by the variable's name.
-    """
+    """A tree with expressions in place of variables."""
 
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self.values = values
 
     def visit(self, node: ast.AST) -> Any:
         hidden = inner_names(node) & self.values.keys()
+        # Below this node the name means a variable of its own.
         if hidden:
             return Substituted({n: v for n, v in self.values.items() if n not in hidden}).generic_visit(node)
         return super().visit(node)

@@ -25,6 +25,7 @@ UNKNOWN: Any = object()
 GIVEN: Any = object()
 """A value that is not None, and otherwise unknown."""
 
+# Every round becomes an expression of its own; a longer range counts something else than blocks.
 MAX_ROUNDS = 10_000
 _ARITHMETIC: dict[type, Any] = {
     ast.Add: operator.add,
@@ -46,13 +47,7 @@ _COMPARISONS: dict[type, Any] = {
 
 
 def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
-    """Return the value of an expression, or `UNKNOWN`.
-
-    Args:
-        frame: forward of the expression.
-        node: the expression.
-        facts: known values of variables.
-    """
+    """Return the value of an expression, or `UNKNOWN`."""
 
     def of(inner: ast.expr) -> Any:
         return static_value(frame, inner, facts)
@@ -89,6 +84,7 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
         case ast.Compare(left, [operation], [right]) if type(operation) in _COMPARISONS:
             return _compared(operation, of(left), of(right))
         case ast.BoolOp(operation, parts):
+            # `or` ends at the first true part, `and` at the first false one.
             stop = isinstance(operation, ast.Or)
             truths = [_truth(of(part)) for part in parts]
             for truth in truths:
@@ -133,13 +129,7 @@ def without_aliases(frame: Frame, statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def constants(frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> dict[str, int]:
-    """Return the whole numbers of variables that are set once, before any branch, such as ``n = len(self.blocks)``.
-
-    Args:
-        frame: forward of the statements.
-        statements: body of the forward.
-        facts: known values of variables.
-    """
+    """Return the whole numbers of variables that are set once, before any branch, such as ``n = len(self.blocks)``."""
     stored = _times_stored(frame, statements)
     known: dict[str, int] = {}
     for statement in statements:
@@ -161,6 +151,7 @@ def _compared(operation: ast.cmpop, left: Any, right: Any) -> Any:
     identity = isinstance(operation, ast.Is | ast.IsNot)
     if left is GIVEN or right is GIVEN or identity:
         none = left is None or right is None
+        # GIVEN says only that a value is not None, and constants may be other objects when the layers run.
         if not (identity and none):
             return UNKNOWN
         return (left is right) is isinstance(operation, ast.Is)
@@ -188,16 +179,11 @@ def specialised(frame: Frame, statements: list[ast.stmt], facts: Mapping[str, An
 
 
 def rounds(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> list[ast.expr] | None:
-    """Return an expression for the loop variable in each round of a loop over an iterable.
+    """Return an expression for the loop variable in each round of a loop over an iterable; None if they are not known.
 
     Args:
-        frame: forward of the loop.
         node: the iterable: a container of modules, a slice of one, ``range``, ``enumerate``, ``zip``, ``reversed`` or
             ``list`` of these.
-        facts: known values of variables.
-
-    Returns:
-        The expressions; None if they are not known.
     """
     match node:
         case ast.Call(ast.Name(name), arguments, keywords) if frame.is_builtin(name):

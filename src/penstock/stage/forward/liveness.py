@@ -21,7 +21,7 @@ def inner_names(node: ast.AST) -> set[str]:
 
 
 def reads(*nodes: ast.AST | None) -> set[str]:
-    """Return the names whose values some nodes read, those of inner functions included."""
+    """Return the names whose values some nodes read, also within inner functions."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name):
@@ -78,6 +78,7 @@ def surely_assigned(statements: Sequence[ast.stmt]) -> set[str] | None:
             if inner is None:
                 return None
             names |= inner | assigned(i.optional_vars for i in statement.items if i.optional_vars)
+        # `x: int` has no value and assigns nothing.
         elif isinstance(statement, _Assignment) and getattr(statement, "value", True) is not None:
             names |= assigned([statement])
     return names
@@ -89,8 +90,6 @@ def live_before(
     """Return the names whose values from before some statements may be needed.
 
     Args:
-        statements: the statements.
-        after: names needed after them.
         on_continue: names needed at a ``continue`` of an enclosing loop (default `after`).
     """
     onward = after if on_continue is None else on_continue
@@ -110,6 +109,7 @@ def live_before(
                 out = (
                     live | live_before(s.orelse, live, onward) | (head if isinstance(s, ast.While) else set())
                 )
+                # Two passes over the body are enough: the second one knows what the next round needs.
                 again = out | (live_before(s.body, out, out) - targets)
                 live = head | out | (live_before(s.body, again, again) - targets)
             case ast.With():
@@ -117,6 +117,7 @@ def live_before(
                 inner = live_before(s.body, live, onward) - targets
                 live = inner | reads(*(i.context_expr for i in s.items))
             case ast.Try():
+                # An exception may come before any assignment, so what is live after the statement stays live.
                 inner = live_before([*s.body, *s.orelse, *s.finalbody], live, onward)
                 handled = [live_before([*h.body, *s.finalbody], live, onward) for h in s.handlers]
                 live = set.union(live, inner, *handled, reads(*(h.type for h in s.handlers)))

@@ -29,15 +29,11 @@ _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 @dataclass(frozen=True)
 class Frame:
-    """One forward that runs: that of the model, or a forward or a method within it which has blocks.
+    """One forward that runs: the model's, or a forward or a method within it which has blocks.
 
     Attributes:
-        source: source of the forward.
-        module: module whose forward it is.
         path: name of the module in the model; empty for the model itself.
-        self_name: name of the forward's first parameter.
-        names: names of the forward's parameters and variables.
-        prefix: beginning of its variables' names among those of all frames; empty for the outermost one.
+        prefix: beginning of its variables' names among the variables of all frames; empty for the outermost one.
         shared: parameters that are a variable of the frame which calls it, with that variable's name among all frames.
         decided: values of attributes by which a test or a loop was decided, by (name of the module, steps to it from there);
             see `value_at`.
@@ -53,7 +49,7 @@ class Frame:
     decided: dict[tuple[str, Steps], Any] = field(default_factory=dict, compare=False)
 
     def key(self, name: str) -> str:
-        """Return the name of a variable among those of all frames."""
+        """Return the name of a variable among the variables of all frames."""
         return self.shared.get(name) or (f"{self.prefix}.{name}" if self.prefix else name)
 
     def is_builtin(self, name: str) -> bool:
@@ -90,7 +86,6 @@ class Link(NamedTuple):
         kind: "module", "tensor" (a parameter or a buffer), "plain" (another attribute), "method", or "" for anything else.
         value: the module, tensor or attribute; for a method, its function.
         path: name in the model; for a method, the name of its module.
-        owner: module of a method.
     """
 
     node: Any
@@ -256,6 +251,7 @@ class _Chains(ast.NodeTransformer):
     def _own_attribute(
         self, node: ast.Attribute, name: str, module: nn.Module, path: str, place: str
     ) -> Link:
+        # A layer's copy of the model has the model's own mode, so the statement may read it.
         if name == "training":
             return Link(node, "")
         owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
@@ -456,6 +452,7 @@ def _held_module(value: Any, depth: int = 4) -> nn.Module | nn.Parameter | None:
         return value
     if isinstance(value, nn.Module):
         return value if any(True for _ in (*value.parameters(), *value.buffers())) else None
+    # Objects may refer to each other in circles, so the depth is bounded.
     if depth == 0 or isinstance(value, (*_PLAIN, type, types.ModuleType, Tensor)):
         return None
     parts: list[Any] = []
@@ -478,6 +475,7 @@ def _held_module(value: Any, depth: int = 4) -> nn.Module | nn.Parameter | None:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
+    # The variable of the outer function has no value yet.
     except ValueError:
         return False
 

@@ -15,13 +15,7 @@ _STACKS = nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer
 
 
 def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, Any]) -> SplitError:
-    """Return the error for a forward without blocks, with the reason if it is a known one.
-
-    Args:
-        frame: the forward.
-        statements: its statements, without branches that are never taken.
-        facts: known values of variables.
-    """
+    """Return the error for a forward without blocks, with the reason if it is a known one."""
     for statement in statements:
         for node in ast.walk(statement):
             reason = _reason(frame, node)

@@ -16,15 +16,6 @@ from penstock.stage.own_model.piece import trimmed
 class OwnLoss:
     """The end of a forward, from the first statement that uses the target.
 
-    Args:
-        model: the model.
-        flows: the statements, with their variables.
-        takes: variables that the last layer returns.
-        target: name of the target.
-
-    Attributes:
-        module: what the statements use of the model, with the model's mode.
-
     Raises:
         SplitError: if the statements use weights or buffers.
     """
@@ -43,12 +34,8 @@ class OwnLoss:
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss of a microbatch.
 
-        Args:
-            output: value that the last layer returns.
-            target: target of the microbatch.
-
         Raises:
-            PenstockError: if the forward does not return one scalar, alone or beside other values.
+            PenstockError: if the forward does not return one scalar, alone or among other values.
         """
         values = {self._takes[0]: output} if len(self._takes) == 1 else dict(output)
         values[self._target] = target

@@ -80,8 +80,8 @@ def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: 
         print(layers)
         pipe = penstock.Pipeline(layers, microbatches=8)
 
-    With `sample`, the layers run once beside the model, each on a copy of its own. Output, loss and gradients must be equal
-    bit for bit.
+    With `sample`, the model and its layers run once, each layer on a copy of its own. Output, loss and gradients must be
+    equal bit for bit.
 
     Args:
         model: the model. Its parameters are used, and it is not changed.

@@ -22,7 +22,6 @@ class PieceCode:
     """Code of a layer.
 
     Attributes:
-        fragments: steps of the layer, in order.
         takes: variables that it takes: the value itself if there is one, otherwise a dictionary.
         gives: variables that it returns, likewise; empty if it ends the forward.
         named: keyword inputs that it takes, with their defaults; ``inspect.Parameter.empty`` for none.
@@ -35,11 +34,6 @@ class PieceCode:
 
     def run(self, module: nn.Module, value: Any, named: Mapping[str, Any]) -> Any:
         """Run the steps.
-
-        Args:
-            module: copy of the model that has the modules which the steps use.
-            value: value from the layer before.
-            named: keyword inputs.
 
         Raises:
             PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
@@ -60,7 +54,7 @@ class PieceCode:
 
 
 def _watched(values: Mapping[str, Any], keys: Sequence[str]) -> list[Watched]:
-    """Return records of different tensors that share memory, among those of variables that travel together."""
+    """Return records of different tensors that share memory, in variables that travel together."""
     if len(keys) < 2 or torch.compiler.is_compiling():
         return []
     named = {id(x): (key, x) for key in keys for x in leaves_of(values[key]) if isinstance(x, Tensor)}
@@ -93,12 +87,9 @@ def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
 def make_piece(
     model: nn.Module, code: PieceCode, paths: Iterable[str], attributes: set[tuple[str, str]]
 ) -> nn.Module:
-    """Return a layer: a copy of the model with fewer modules, and another forward.
+    """Return a layer: a copy of the model that shares some of its modules, parameters and buffers, with another forward.
 
     Args:
-        model: the model; its modules, parameters and buffers are shared.
-        code: code of the layer.
-        paths: names of the modules, parameters and buffers that the layer has.
         attributes: (name of the module, name of the attribute) of plain attributes that it has.
     """
 
@@ -106,7 +97,7 @@ def make_piece(
         return code.run(self, value, {**defaults, **named})
 
     defaults = {name: value for name, value in code.named.items() if value is not inspect.Parameter.empty}
-    # No name of a user's is that of one of these two.
+    # Names that no keyword input of a user has.
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
         for name in ("_penstock_self", "_penstock_value")
@@ -133,11 +124,8 @@ def trimmed(
     Its mode and its plain attributes are the module's own, so that changes of them count from the next step on.
 
     Args:
-        module: the module; it is not changed.
-        path: name of the module in the model.
         paths: names to keep, in the model; one with a dot behind it keeps the module without its members.
         attributes: (name of the module, name of the attribute) of plain attributes to keep.
-        forward: another forward of the copy (default None).
     """
     copied = live_copy(module, [name for owner, name in attributes if owner == path], forward=forward)
     of_torch = type(module).__module__.startswith("torch.")

@@ -23,10 +23,7 @@ class Piece:
     """Steps that make up one layer.
 
     Attributes:
-        flows: the steps, with their variables.
-        role: role of the layer.
-        paths: names of the modules, parameters and buffers in the model that the layer has.
-        owned: those of them that have no earlier layer.
+        owned: names among `paths` that no earlier layer has.
     """
 
     flows: list[Flow]
@@ -187,10 +184,6 @@ def as_layer(
     """Return one layer.
 
     Args:
-        model: the model.
-        pieces: all layers.
-        number: index of the layer.
-        named: keyword inputs of the model, with their defaults.
         takes: variables that it takes from the layer before.
         gives: variables that it returns; empty if it returns what the forward does.
     """

@@ -50,12 +50,10 @@ def check_sample(
         loss_fn: loss that the model computes, of the last layer's output and the target; None to compare the output, and
             the gradients of random numbers at it. A loss function of the user's own is not called: it may count its calls.
         sample: the batch, and the target if there is a loss.
-        named: keyword arguments.
         own_loss: whether the model takes the target, and returns the loss (default True).
         loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
         stages: stage of each layer (default: each layer is one).
         tensors: values of parameters and buffers by their names in the model (default: its own).
-        autocast: dtype of mixed precision (default None).
 
     Raises:
         SplitError: if anything differs; says what.
@@ -119,7 +117,6 @@ class _Copies:
     """Copies of modules of a model.
 
     Args:
-        model: the model.
         tensors: values by name in the model, of parameters and buffers that have others than the model's own.
     """
 
@@ -131,6 +128,7 @@ class _Copies:
             value = tensors.get(name, p).detach()
             trains = p.requires_grad and p.is_floating_point()
             if trains and _place(value) not in self._noise and not value.any():
+                # 0.02 is a usual scale of initial weights: activations stay small.
                 noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
                 self._noise[_place(value)] = noise.to(value.device, value.dtype)
 
@@ -138,9 +136,7 @@ class _Copies:
         """Return a copy with gradients and buffers of its own.
 
         Args:
-            module: the module; anything else is returned as it is.
             start: beginning of its parameters' names in the model.
-            memo: objects copied before by id, as for ``copy.deepcopy``.
         """
         if not isinstance(module, nn.Module):
             return module
@@ -315,12 +311,12 @@ class _Closeness:
 
     Args:
         exact: whether the device computes the same bits each time.
-        autocast: dtype of mixed precision; None for none.
     """
 
     def __init__(self, exact: bool, autocast: torch.dtype | None) -> None:
         self._exact = exact
         self._autocast = autocast is not None
+        # The rounding of float32 through a whole model, or a few units in the last place of the lower precision.
         self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
 
     def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
@@ -337,6 +333,7 @@ class _Closeness:
         if torch.equal(one, other):
             return True
         # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
+        # A sum of two has one order, and equal bits; only from three terms on does the rounding depend on the order.
         if self._exact and terms < (2 if self._autocast else 3):
             return False
         size = torch.linalg.vector_norm(one.double())
@@ -356,7 +353,7 @@ def _require_equal(name: str, expected: list[Any], result: list[Any], close: _Cl
 def _require_same_gradient(
     name: str, expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness
 ) -> None:
-    """Compare a gradient with that of the layers: `uses` has the parameter's copy, one of each stage, for each layer."""
+    """Compare a gradient with the layers' sum; `uses` has the parameter's copy of each layer, one copy for each stage."""
     if expected is None and not uses:
         return
     parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]

@@ -16,13 +16,10 @@ from penstock.stage.layers import has_forward_hooks
 class UnchangedModel:
     """State of a model that its layers do not follow: its modules, its code, and values by which the split was decided.
 
-    Modes and attributes that statements read are not among them: layers read these in the model itself.
+    It leaves out modes, and attributes that statements read: layers read these in the model itself.
 
     Args:
-        model: the model.
         paths: names of modules, parameters and buffers that layers have.
-        steps: steps of the model's forward.
-        decided: values by which the split was decided, as in `Frame`.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class UnchangedModel:
         ]
 
     def record(self) -> None:
-        """Take the modules, parameters and buffers that the model has now for those of the split."""
+        """Take the modules, parameters and buffers that the model has now as unchanged."""
         self._members = [
             (name, vars(module)[kind], dict(vars(module)[kind]))
             for name, module in self._above

@@ -23,9 +23,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It sees operators below torch's Python functions, so also those that C++ code calls. For operators that are not
     torch's own, it checks whether they advance a default generator.
-
-    Args:
-        layer: name of the layer, for the message.
     """
 
     supports_higher_order_operators = True
@@ -55,11 +52,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def no_checkpoint(self) -> None:
-        """Check that torch.utils.checkpoint does not run the caller: it would draw again in the backward, without isolation.
-
-        Raises:
-            ConfigError: if it is called from within a function that torch.utils.checkpoint runs.
-        """
+        """Check that torch.utils.checkpoint does not run the caller: it would draw again in the backward, not isolated."""
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
@@ -71,11 +64,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class NoForwardMode(TorchFunctionMode):
-    """Mode that raises for forward-mode derivatives, whose state PyTorch keeps for the process, not for a thread.
-
-    Args:
-        layer: name of the layer, for the message.
-    """
+    """Mode that raises for forward-mode derivatives, whose state PyTorch keeps for the process, not for a thread."""
 
     def __init__(self, layer: str) -> None:
         super().__init__()

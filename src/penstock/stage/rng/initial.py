@@ -30,8 +30,6 @@ def build_with_weights(build: Callable[[], nn.Module], prefix: str, seed: int, r
 
     Args:
         build: function that makes the module; the module must have no buffers, since these are not filled.
-        prefix: name of the layer; a parameter's full name is ``prefix.name``.
-        seed: random seed of the weights.
         rule: function ``rule(name, parameter, generator)`` that fills a parameter in place; `name` is within the layer.
     """
     with torch.device("meta"):
@@ -51,11 +49,6 @@ def build_seeded(build: Callable[[], T], seed: int, name: str) -> T:
 
     torch's default generators (of the CPU and, where CUDA is in use, of every device) are seeded for the call, and restored
     after it. Only one thread builds at a time; nothing else should draw from the default generators meanwhile.
-
-    Args:
-        build: function that makes the layer.
-        seed: random seed of the model.
-        name: name of the layer in the whole model.
     """
     layer_seed = seed_of(seed, name)
     generators = cuda_generators()

@@ -32,11 +32,7 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
     alone.
 
     Args:
-        seed: random seed of the model.
-        step: number of the step.
         microbatch: number of the microbatch in the global batch.
-        layer: name of the layer in the whole model.
-        on_draw: function called before every draw (default None).
     """
 
     def __init__(
@@ -84,6 +80,7 @@ def _device_of_new(kwargs: dict[str, Any]) -> torch.device:
         return device
     argument = kwargs.get("device")
     device = torch.get_default_device() if argument is None else torch.device(argument)
+    # A new tensor tells the index of the current device, which is part of a generator's key.
     return device if device.type in ("cpu", "meta") else torch.empty(0, device=device).device
 
 

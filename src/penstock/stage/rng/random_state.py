@@ -39,9 +39,7 @@ class _AuditResult:
     """Result of the audit of a layer in training, or in evaluation.
 
     Attributes:
-        settings: settings of its modules when it was audited.
         draws: whether it drew then or later.
-        step: last step in which the settings were compared.
         valid: False if the layer must be audited again.
     """
 
@@ -61,9 +59,6 @@ class RandomState:
     Random numbers of Python's ``random`` and of NumPy are not affected. Compiled layers must not draw: neither mode can see
     into them.
 
-    Args:
-        seed: random seed of the model.
-
     Attributes:
         in_threads: whether several ranks are threads of this process. Layers are then audited one at a time.
     """
@@ -79,14 +74,7 @@ class RandomState:
         """Call a layer so that its draws depend only on (seed, step, microbatch, name).
 
         Args:
-            name: name of the layer in the whole model.
-            layer: the layer, whose settings are checked if it is a module.
-            step: number of the step.
             microbatch: number of the microbatch in the global batch.
-            call: function that calls the layer.
-
-        Returns:
-            The result of `call`.
 
         Raises:
             ConfigError: if the layer draws in a way that cannot be made independent of the split.

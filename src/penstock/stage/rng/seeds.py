@@ -15,9 +15,6 @@ def seed_of(*parts: object) -> int:
 
     Each part is hashed with its kind and its length before it, so that different keys never give the same bytes.
 
-    Args:
-        parts: parts of the key: strings and integers (or objects with ``__index__``).
-
     Raises:
         TypeError: if a part is neither a string nor an integer.
     """

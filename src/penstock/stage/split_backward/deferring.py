@@ -106,6 +106,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         else:
             output = use.call(use.x, use.weight.detach(), None if use.bias is None else use.bias.detach())
             if not output.requires_grad:
+                # Without a gradient of the input, as for an embedding, the output has no node, so the hook needs one.
                 anchor = torch.empty(0, requires_grad=True, device=output.device)
                 output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
         if queue.on_input is not None:
@@ -138,6 +139,7 @@ class _InterceptedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         context = getattr(_of_thread, "context", None)
+        # Otherwise every call of torch in here would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
             if context is None:  # another thread's parameter, too, whose context is there
                 return func(*args, **(kwargs or {}))

@@ -31,10 +31,6 @@ def takes_a_value(function: Callable[..., Any]) -> bool:
 class FunctionLayer(nn.Module):
     """A layer that calls a function of the value; the function's other parameters take named values.
 
-    Args:
-        name: name of the layer, for the error message.
-        function: function whose first parameter is the value.
-
     Raises:
         SplitError: in the first forward, if the function uses weights: a pipeline would not know of them.
     """

@@ -39,14 +39,6 @@ class SplitChecks:
 
     A change of a parameter's dtype or ``requires_grad``, of a module's training mode, of autocast, or of the dtypes and
     dimensions of the inputs requires another check.
-
-    Args:
-        stage: number of the stage, for messages.
-        module: layers of the stage.
-        strict: raise for layers that fail, instead of running their full backward (default False).
-
-    Attributes:
-        unsplit_layers: names of the layers that failed.
     """
 
     def __init__(self, stage: int, module: StageModule, strict: bool = False) -> None:
@@ -135,7 +127,7 @@ class SplitCheck:
         self._full: dict[int, Tensor] = {}
 
     def run(self, use: WeightUse) -> Tensor:
-        """Call a function as plain PyTorch does, and compare the result with that of detached weights."""
+        """Call a function as plain PyTorch does, and compare the result with a call with detached weights."""
         for weight in (use.weight, use.bias):
             if weight is not None:
                 self._uses[id(weight)] = weight

@@ -21,17 +21,15 @@ Sums = tuple[list[Tensor], list[Tensor]]
 """Parameters, and the gradient of each."""
 
 _SumsByDtype = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
-"""(Parameter id, dtype of its uses) → the parameter, and the sum of the gradients of those uses."""
+"""(Parameter id, dtype of its uses) → the parameter, and the sum of their gradients."""
 
 
 class WeightUse(NamedTuple):
     """One call of a function that owns weights.
 
     Attributes:
-        x: input tensor.
         weight, bias: parameters of the call; the bias may be None.
         call: the function, as ``call(x, weight, bias)``.
-        formula: formula of the weights' gradients.
     """
 
     x: Tensor
@@ -118,9 +116,6 @@ class WeightGradQueue:
 
         Args:
             accumulators: accumulators of the stage by parameter ids; new ones are added, for the next microbatch.
-
-        Raises:
-            PenstockError: if `sums` raises it.
         """
         parameters, gradients = self.sums()
         key = tuple(map(id, parameters))

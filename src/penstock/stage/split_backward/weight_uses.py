@@ -80,6 +80,7 @@ def _embedding(
     def call(x: Tensor, table: Tensor, _: Tensor | None) -> Tensor:
         return F.embedding(x, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
+    # -1 is ATen's value for no padding.
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return WeightUse(
         input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq)
