@@ -52,7 +52,6 @@ class Losses:
 
     Attributes:
         total: losses by microbatch id, 0-d tensors.
-        parts: named parts of the losses by microbatch id, then by name.
         weights: weight of each loss by microbatch id; the weights sum to 1, unless losses are summed.
         rows_in, rows_out: rows of the input and of the target by microbatch; empty where unknown.
     """
@@ -89,9 +88,6 @@ def find_nonfinite(
     """Return the first number of a rank's step that is NaN or infinite, and clear the stages' `finite_sums`.
 
     Args:
-        stages: stages of this rank by number.
-        losses: losses of this rank.
-        last: number of the last stage.
         first: number in the global batch of this replica's microbatch 0.
         ignored_index: function that returns the ignored index if a microbatch has no other target.
         sharded_grads: function that returns the gradients of a stage that are not in its parameters (default None).
@@ -187,11 +183,7 @@ def agree(
     """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags.
 
     Args:
-        channel: this rank's end of the transport; None if there is one rank.
-        rank, collector, ranks: this rank, the rank that collects, and the number of ranks.
-        tag: tag of the messages.
         losses: losses of this rank; those of the other ranks are added.
-        refusal: refusal of this rank; None if its numbers are finite.
         flags: flags of this rank: `TRAINABLE`, `COUNTED`, `GRAPH`; 0 in an evaluation.
     """
     if channel is None:
@@ -226,7 +218,6 @@ def marks_of(digest: int | None, scale: float | None = None) -> int:
     apart have other places on both.
 
     Args:
-        digest: digest of the batch; None if there is nothing to compare.
         scale: factor of this rank's gradients since the last step; None if unknown.
     """
     place = None if scale is None else math.log(scale) / _GRID
@@ -259,7 +250,6 @@ def require_graph(flags: int, step: int) -> None:
 
     Args:
         flags: flags of all ranks of all replicas; 0 in an evaluation.
-        step: number of the step.
     """
     if flags == TRAINABLE | COUNTED:
         raise StageError(

@@ -42,14 +42,7 @@ class Engine:
     """The part of a pipeline that runs the steps of this process's ranks.
 
     Args:
-        local_stages: stages of the ranks.
-        local_ranks: ranks of this process.
         timeout: longest wait between threads; between processes the timeout of `world` counts.
-        world: the pipeline's processes; None if its ranks are threads of one process.
-        device: device of the stages; None for the CPU.
-        replicas: number of replicas of the pipeline.
-        options: options that say how copies of the model are kept the same.
-        threads: CPU threads of each rank that is a thread.
     """
 
     def __init__(
@@ -145,7 +138,6 @@ class Engine:
         """Run one step on this process's ranks, and return their work with its results.
 
         Args:
-            options: options of the step.
             split: function that returns this pipeline's share of the batch; an error in it goes to all ranks.
             check: function of the share, called once all ranks have done the step (default None).
 

@@ -43,18 +43,7 @@ from penstock.stage.compute.stage import Stage
 class Executor:
     """Executor of one rank's ops, step by step.
 
-    Args:
-        program: program of the step.
-        rank: rank to run.
-        stages: stages of the rank by number.
-        channel: the rank's end of the transport; None if there is one rank.
-        shared: sums of gradients over the ranks that hold the same parameters; None if there are none.
-        replica_reduction: sums of gradients over replicas; None if there are none.
-        fixed: check that modules with copies are unchanged; None if there are no copies.
-
     Attributes:
-        ops: rows and functions of the ops, in order.
-        records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
     """
 

@@ -42,24 +42,9 @@ Modules = dict[tuple[int, int], StageModule]
 class LocalStages:
     """Stages of this process's ranks, and the weights that they share with other ranks.
 
-    Args:
-        program: program of a training step, checked.
-        layers_of_stages: layers of each stage.
-        local_ranks: ranks of this process.
-        device: device of the modules; None leaves them where they are built.
-        loss_fn: loss function of the last stage.
-        settings: settings of the stages' computation.
-        compile: modules given to ``torch.compile``; see `compile_modules`.
-        world: the pipeline's processes; None if its ranks are threads of one process.
-        options: options of replicas and tensor parallelism.
-
     Attributes:
-        schedule: the program's schedule.
         split: names of each stage's layers.
         blocks: number of blocks of each stage, as a split counts them.
-        ties: tied weights of the model.
-        routes: routes of the named values.
-        program: program of a training step, with the routes that skip stages.
         modules: stage modules by (rank, stage).
         stages: stages by (rank, stage).
         shared_groups: parameters that other ranks hold, too, by local rank.
@@ -137,11 +122,7 @@ class LocalStages:
         return self._settings.random
 
     def watch_copies(self, replicas: int) -> None:
-        """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers.
-
-        Args:
-            replicas: number of replicas of the pipeline.
-        """
+        """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers."""
         for (rank, _), stage in self.stages.items():
             shared = {id(p) for group in self.shared_groups[rank] for p in group.parameters}
             stage.isolation.copied = [
@@ -176,12 +157,7 @@ class LocalStages:
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
     def make_buckets(self, world: World, zero: bool) -> None:
-        """Make the buckets of this process's gradients, or make them again; every replica calls it.
-
-        Args:
-            world: the pipeline's processes.
-            zero: divide the update of the parameters among the replicas.
-        """
+        """Make the buckets of this process's gradients, or make them again; every replica calls it."""
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
         self.replica_reduction = ReplicaReduction(
@@ -210,11 +186,7 @@ class LocalStages:
         return replace(forwards, skips=self.routes.skips)
 
     def fixed_modules(self, replicas: int) -> FixedModules | None:
-        """Return a check that modules with copies are unchanged; None if there are no copies.
-
-        Args:
-            replicas: number of replicas of the pipeline.
-        """
+        """Return a check that modules with copies are unchanged; None if there are no copies."""
         if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
             return None
         return FixedModules(self.modules.values(), self.ties.over_stages)
@@ -229,14 +201,7 @@ class LocalStages:
     def executor(
         self, trains: bool, rank: int, channel: Channel | None, fixed: FixedModules | None = None
     ) -> Executor:
-        """Return a rank's executor.
-
-        Args:
-            trains: True for training steps, False for evaluations.
-            rank: rank of this process.
-            channel: the rank's end of the transport; None if there is one rank.
-            fixed: check that the executor makes before every step (default none).
-        """
+        """Return a rank's executor."""
         program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
@@ -259,10 +224,6 @@ def build_modules(
     A stage that several of them hold is built for the first holder; the others get modules that share its memory.
 
     Args:
-        layers_of_stages: layers of each stage.
-        placement: ranks that hold each stage.
-        local_ranks: ranks of this process.
-        device: device of the modules; None leaves them where they are built.
         seed: random seed of layers given as functions; their numbers depend on it and on the layer's name alone.
     """
     modules: Modules = {}
@@ -335,7 +296,6 @@ def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity:
     """Give the modules to ``torch.compile``.
 
     Args:
-        modules: stage modules by (rank, stage).
         granularity: "none", "block" (each layer) or "stage" (each stage's layers together).
     """
     for module in modules.values():

@@ -16,9 +16,7 @@ class LayerNames(NamedTuple):
     """Names of the values that a layer takes and produces.
 
     Attributes:
-        layer: name of the layer.
         takes: named values it takes; True for those it requires.
-        gives: named values it produces.
     """
 
     layer: str
@@ -37,11 +35,7 @@ def names_of(module: StageModule) -> list[LayerNames]:
 class ValueRoutes:
     """The routes of a model's named values.
 
-    Args:
-        stages: names of the layers of each stage.
-
     Attributes:
-        stages: routes of the values that each stage sends on.
         skips: (source stage, target stage) of the values that skip the stages between.
 
     Raises:

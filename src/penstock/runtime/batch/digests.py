@@ -25,13 +25,7 @@ _EVERY = 100
 
 
 def batch_digest(values: Iterable[object], number: int, trains: bool) -> int | None:
-    """Return a digest of a step's batch; None if it has no plain tensor, or is not to be compared in this step.
-
-    Args:
-        values: input and target of the step.
-        number: training steps done before this one.
-        trains: True for a training step, False for an evaluation.
-    """
+    """Return a digest of a step's batch; None if it has no plain tensor, or is not to be compared in this step."""
     return digest_of(values) if trains and number < FULL_STEPS else sample_digest_of(values, number)
 
 

@@ -15,12 +15,7 @@ from penstock.runtime.consensus import Losses
 
 
 class Ends(NamedTuple):
-    """Ranks that hold the ends of a pipeline.
-
-    Attributes:
-        local: ranks of this process.
-        first, last: ranks that hold the first and the last stage.
-    """
+    """Ranks that hold the ends of a pipeline."""
 
     local: Sequence[int]
     first: Sequence[int]
@@ -100,13 +95,7 @@ def _or_reason(
 
 
 def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepResult:
-    """Join the work of this process's ranks to the result of a step.
-
-    Args:
-        works: work of each rank, done.
-        microbatches: number of microbatches in the global batch.
-        ends: ranks that hold the ends of the pipeline.
-    """
+    """Join the work of this process's ranks to the result of a step."""
     losses = Losses()
     outputs: dict[int, object] = {}
     grads: dict[int, Any] = {}

@@ -26,11 +26,7 @@ Reduction = str | Callable[[Any], object]
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Return a valid `reduction`.
-
-    Raises:
-        ConfigError: if it is neither "mean", "sum", "valid" nor callable.
-    """
+    """Return a valid `reduction`."""
     if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum", "valid")):
         return reduction
     raise ConfigError(
@@ -57,14 +53,7 @@ def _count_valid(ignore_index: int, target: object) -> int:
 
 
 def require_no_graph(values: Iterable[tuple[str, object]]) -> None:
-    """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline.
-
-    Args:
-        values: arguments of the step, with their names.
-
-    Raises:
-        BatchError: if a tensor in one of them requires a gradient.
-    """
+    """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline."""
     for name, value in values:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(value)):
             raise BatchError(
@@ -80,8 +69,6 @@ def arguments_of(
 
     Args:
         names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
-        loss_fn: loss function.
-        x, y, named: arguments of the step.
 
     Raises:
         BatchError: if the mapping has a key that the model does not know, or one that is given twice.
@@ -126,19 +113,7 @@ def _second_parameter(function: object) -> str | None:
 
 
 class BatchSplitter:
-    """Splitter of each step's batch for one pipeline.
-
-    Args:
-        microbatches: number of microbatches of one pipeline.
-        replicas: number of pipelines that share the global batch.
-        replica: index of this pipeline among the replicas.
-        device: device of the microbatches; None leaves them where they are.
-        reduction: "mean", "sum", "valid" or a function, by which the microbatches' losses are reduced.
-        ignore_index: target that the loss function ignores.
-        routes: routes of the named values that the layers take.
-        holds_first, holds_last: whether this process holds the first and the last stage.
-        compares: whether to compare this process's batch with that of the other processes in every step.
-    """
+    """Splitter of each step's batch for one pipeline."""
 
     def __init__(
         self,
@@ -169,8 +144,6 @@ class BatchSplitter:
         Args:
             x: input of the model; None on processes without the first stage.
             y: target; None on processes without the last stage, or in an evaluation without loss.
-            named: keyword inputs of layers by name.
-            options: options of the step.
 
         Raises:
             BatchError: if the input or the target is missing, cannot be split, or they have different numbers of rows.
@@ -264,11 +237,8 @@ def loss_weights(
     """Return the weights of the microbatches' losses.
 
     Args:
-        targets: targets by microbatch.
-        rows: number of rows of each target.
         reduction: "mean" to weight by rows (divide by the number of microbatches if rows are equal), "sum" to add, or a
             function that returns a target's weight.
-        scale: factor of the loss in the backward (default 1).
 
     Raises:
         BatchError: if the function's counts are not finite, are negative, or are all 0.

@@ -19,13 +19,7 @@ class StepOptions:
     """Options of one step, the same on every rank.
 
     Attributes:
-        trains: run backwards after the forwards; otherwise evaluate.
-        outputs: keep the last stage's outputs.
-        input_grads: keep the gradients of the inputs.
-        check_finite: refuse the step if a loss or a gradient is NaN or infinite.
         number: training steps done before this one.
-        reduces: reduce the gradients over replicas in this step.
-        loss_scale: factor of the loss in the backward, for float16.
     """
 
     trains: bool = True
@@ -44,12 +38,9 @@ class LocalBatch:
     Attributes:
         inputs: inputs of the first stage by microbatch, as `StageState` if the step has named values; empty if this
             process does not hold the first stage.
-        targets: targets by microbatch; empty if this process does not hold the last stage.
-        weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
-        ignore_index: target that the loss function ignores.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -86,8 +77,6 @@ class Work:
     """One rank's share of a step; the executor fills in the results.
 
     Attributes:
-        batch: the pipeline's share of the batch.
-        options: options of the step.
         has_graph: whether a loss that counts had a graph to start a backward from.
         flags: flags of all ranks after the step; see `penstock.runtime.consensus.require_graph`.
         losses: losses of this rank, and of all ranks after the step.

@@ -25,8 +25,6 @@ class _Group:
     """Parameters that are one parameter to the user; the first is the user's own.
 
     Attributes:
-        name: name in the whole model.
-        members: the parameters.
         hooked: whether hooks on the first are copied to the others. Not for tied weights: each of their uses has its own
             gradient, and a hook must see the sum (see `FixedModules`).
     """
@@ -42,12 +40,7 @@ class _Group:
         self._hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
 
     def sync(self) -> None:
-        """Apply a change of one member to all.
-
-        Raises:
-            ReplicaError: if members were given different values.
-            ConfigError: if one has a hook that runs after its gradient was accumulated.
-        """
+        """Apply a change of one member to all."""
         pointer, dtype, shape, strides = self._memory
         first, moved = self.members[0], False
         for p in self.members:
@@ -97,7 +90,6 @@ class Aliases:
     Args:
         parameters: (name in the whole model, parameter) of all modules of the process, the user's own first; a tied
             weight has the first of its names.
-        tied: names of weights that several stages have.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tied: Iterable[str] = ()) -> None:
@@ -124,11 +116,7 @@ class Aliases:
 
 
 def require_no_late_hook(name: str, parameter: Tensor) -> None:
-    """Raise if a hook runs after the gradient was accumulated: it would see a part of it. Hooks of buckets are allowed.
-
-    Raises:
-        ConfigError: if the parameter has such a hook.
-    """
+    """Raise if a hook runs after the gradient was accumulated: it would see a part of it. Hooks of buckets are allowed."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     if not all(_is_internal(hook) for hook in hooks.values()):
         raise ConfigError(

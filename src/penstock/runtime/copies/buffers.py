@@ -33,11 +33,7 @@ _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
 def require_rule(rule: object) -> Rule:
-    """Return a valid rule.
-
-    Raises:
-        ConfigError: if it is not "refuse", "mean" or "first".
-    """
+    """Return a valid rule."""
     if rule not in ("refuse", "mean", "first"):
         raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', got {rule!r}")
     return rule
@@ -48,8 +44,6 @@ class NamedBuffer(NamedTuple):
 
     Attributes:
         name: name in the whole model.
-        owner: module that owns it.
-        attribute: name in its owner.
     """
 
     name: str
@@ -82,12 +76,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 class _StageCopy:
-    """One copy of a stage, and the buffers that steps change in it.
-
-    Attributes:
-        buffers: persistent buffers by name.
-        before: values before the step.
-    """
+    """One copy of a stage, and the buffers that steps change in it."""
 
     def __init__(self, module: StageModule) -> None:
         self.buffers = {buffer.name: buffer for buffer in stage_buffers(module)}

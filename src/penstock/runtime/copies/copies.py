@@ -17,14 +17,7 @@ from penstock.stage.values import same_values
 
 
 class Copies:
-    """Copies in this process and in others.
-
-    Args:
-        local_stages: stages of this process.
-        world: the pipeline's processes; None if its ranks are threads.
-        replicas: number of replicas.
-        options: options that say how copies are kept the same.
-    """
+    """Copies in this process and in others."""
 
     def __init__(
         self,
@@ -112,10 +105,6 @@ class Copies:
 
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
         """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it.
-
-        Args:
-            trains: True before a training step.
-            wait_for_parameters: function that waits for parameters that are being collected.
 
         Raises:
             ReplicaError: if copies differ, or cannot get a change of a module.

@@ -28,12 +28,7 @@ def whole_model_modules(stages: Iterable[StageModule]) -> Iterator[tuple[str, nn
 
 
 class FixedModules:
-    """Modules and parameters of stages, as they were when the pipeline was built.
-
-    Args:
-        stages: modules of the stages.
-        tied: names of weights that several stages have.
-    """
+    """Modules and parameters of stages, as they were when the pipeline was built."""
 
     def __init__(self, stages: Iterable[StageModule], tied: Iterable[str] = ()) -> None:
         modules = list(whole_model_modules(stages))

@@ -35,7 +35,6 @@ class ModuleCopies:
     """Modules that have copies in this process.
 
     Args:
-        stages: modules of this process's stages, which give modules their names.
         pairs: (module, its copies): the module that the user changes, and those that get its changes.
     """
 
@@ -111,7 +110,6 @@ def _plain(values: Mapping[str, Any], known: dict[int, Any]) -> dict[str, Any]:
     """Return the attributes whose values can be given to copies, in a form that a change in place does not change.
 
     Args:
-        values: attributes of a module.
         known: forms of objects by id, since modules may share a config; filled in.
     """
     plain = {}

@@ -25,7 +25,6 @@ class CopiedTensor(NamedTuple):
 
     Attributes:
         group: name of the tensors compared at once: a stage, or a weight that several stages share.
-        name: name in the whole model.
         kind: "parameter" or "buffer".
         tensor: this process's copy, or its shard.
     """
@@ -71,8 +70,6 @@ class ReplicaCheck:
 
     Args:
         tensors: returns this process's tensors that other processes may have copies of; called at every check.
-        where: name of this process in error messages.
-        exchange: gives every process's value to all of them.
     """
 
     def __init__(
@@ -125,7 +122,6 @@ def difference_error(
     """Return the error for tensors whose copies differ.
 
     Args:
-        kinds: "parameter" or "buffer", by name.
         differing: places that have the same value, by name and value's number.
     """
     name, places = next(iter(differing.items()))

@@ -30,12 +30,6 @@ class HangDetector:
 
     A rank hangs if one of its ops runs for longer than the timeout, at which the ranks that wait for it give up. A rank that
     waits does not hang; its wait has the same timeout.
-
-    Args:
-        timeout: timeout of a wait.
-        progress: numbers of each rank of this process.
-        names: name of each rank in messages.
-        program: program of the step.
     """
 
     def __init__(

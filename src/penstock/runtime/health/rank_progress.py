@@ -65,11 +65,7 @@ def call_of(progress: RankProgress, number: int) -> str:
 
 
 def other_calls(calls: Mapping[int, str]) -> str:
-    """Say which ranks make which calls, where all should make the same.
-
-    Args:
-        calls: names of the calls by rank.
-    """
+    """Say which ranks make which calls, where all should make the same."""
     by_name: dict[str, list[int]] = {}
     for rank in sorted(calls):
         by_name.setdefault(calls[rank], []).append(rank)
@@ -118,7 +114,6 @@ def blocking_rank(rank: int, progress: Sequence[RankProgress | None]) -> int:
     """Follow the waits from an awaited rank to the rank that does not wait itself.
 
     Args:
-        rank: rank that another rank waits for.
         progress: numbers by rank; None where they cannot be read.
     """
     seen: set[int] = set()

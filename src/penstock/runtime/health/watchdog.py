@@ -17,10 +17,6 @@ class Watchdog:
 
     A rank that hangs cannot raise an error, and its process would never end. So the watchdog writes the stacks, tells the
     other processes, and ends this one with the exit code `HUNG`.
-
-    Args:
-        peer_registry: registry of all processes.
-        detector: detector for this process's rank.
     """
 
     def __init__(self, peer_registry: PeerRegistry, detector: HangDetector) -> None:

@@ -38,8 +38,6 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     Args:
         ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
         dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
-        rounds: steps of every measurement (default 15).
-        name: name of the cluster.
 
     Returns:
         A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
@@ -130,9 +128,7 @@ def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     """Return the bytes per second of a device at which gradients are reduced over replicas.
 
     Args:
-        dp: number of replicas, as many as the processes.
         overhead: seconds of a step besides its ops and the reduction.
-        rounds: number of steps.
     """
     x = torch.zeros(dp, 4)
     seconds = []

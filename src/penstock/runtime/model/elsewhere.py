@@ -24,9 +24,7 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
     them, as ``torch.nn.utils.prune`` and spectral_norm leave them, are on meta, too.
 
     Args:
-        layers: layers of the whole model.
         own: modules of this process: its stages, and the loss function.
-        given: the module that the layers are of; None if they were given as a list.
 
     Returns:
         Tensors that others had to replace, without values. While they exist, no other object has their id.

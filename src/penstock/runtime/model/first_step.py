@@ -34,15 +34,6 @@ class FirstStepCheck:
 
     In processes the first pipeline's rank of the last stage checks. It gets the weights of the other ranks and the input
     for as long as the check takes.
-
-    Args:
-        layers: layers of the model.
-        loss_fn: loss function of the pipeline.
-        stages: stage of each layer.
-        parameters: parameters and buffers of this process.
-        world: the processes; None if the ranks are threads of one process.
-        checker: rank that checks.
-        autocast: dtype of mixed precision; None for none.
     """
 
     def __init__(
@@ -62,9 +53,6 @@ class FirstStepCheck:
 
     def run(self, batch: LocalBatch) -> None:
         """Check the layers, after a step whose gradients no optimizer has used yet; every process of the run calls it.
-
-        Args:
-            batch: this process's share of the step's batch.
 
         Raises:
             SplitError: on every process, if loss or gradients differ; nothing was updated.

@@ -24,12 +24,7 @@ class PipelineModel:
     """Parameters, state and modes of the stages of one process.
 
     Args:
-        parameters: parameters and buffers by name.
-        modules: function that returns the modules of all stages of this process.
-        wait: function that waits until the parameters have their final values.
         given: the module that the user gave; None if it was a list of layers.
-        world: the processes of the pipeline; None if its ranks are threads of one process.
-        others: modules that this process uses beside its stages (default none).
     """
 
     def __init__(
@@ -152,11 +147,7 @@ class PipelineModel:
         self._places = self._parameters.places()  # layers built on the meta device have new ones
 
     def _require_same_parameters(self) -> None:
-        """Check that no parameter was replaced by another, which the optimizer would not have.
-
-        Raises:
-            ConfigError: if one was; names it.
-        """
+        """Check that no parameter was replaced by another, which the optimizer would not have."""
         for name, members, inner, parameter in self._places:
             if members.get(inner, parameter) is not parameter:
                 raise ConfigError(
@@ -197,7 +188,6 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
     """Return a context in which modules and all within them are in evaluation mode.
 
     Args:
-        modules: the modules.
         loss_fn: a loss function; the modules that it is or calls are among them.
     """
     modes = [

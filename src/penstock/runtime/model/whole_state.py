@@ -18,7 +18,6 @@ def gather_state(own: Mapping[str, Any], world: World, keeps: bool) -> dict[str,
 
     Args:
         own: this rank's part, on the CPU.
-        world: processes of the pipeline.
         keeps: whether this process needs the result; otherwise it is empty.
     """
     rounds: list[dict[str, Any]] = [{}]

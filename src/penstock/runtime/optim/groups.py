@@ -25,10 +25,7 @@ class Group:
     """One group as the user gave it.
 
     Attributes:
-        label: name of the group in errors.
-        match: function that returns whether the group takes a parameter.
         names: names that the user listed; each must exist.
-        options: optimizer options of the group.
     """
 
     label: str

@@ -28,9 +28,6 @@ def choose_interface(launch: Launch | None) -> None:
 
     It is needed if the host's name does not resolve to an address that other hosts can reach. The interface is then the one
     towards the host of rank 0, or the only one with an address besides loopback. With several the choice remains gloo's.
-
-    Args:
-        launch: this process among those that a launcher started; None if it says nothing.
     """
     if launch is None or VARIABLE in os.environ:
         return

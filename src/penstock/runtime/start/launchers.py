@@ -36,15 +36,10 @@ class Launch:
     """This process among the processes that a launcher started.
 
     Attributes:
-        launcher: name of the launcher in messages.
-        rank, size: rank of this process and number of processes.
         local_rank, local_size: the same on this machine; None if unknown.
         address: host of rank 0, where the processes meet; empty if unknown.
         port: port on that host; 0 if unknown.
-        advice: text that says how to set a missing address.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
-        from_torch: whether torch itself reads the same variables.
-        size_variable: variable that says that there are several processes.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
         job: name of the launcher's job, the same for all its processes and no others; empty if unknown.
     """

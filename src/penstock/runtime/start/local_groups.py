@@ -22,10 +22,6 @@ from penstock.runtime.start.restarts import name_of_this_start
 class LocalGroups:
     """Groups within some processes of the run; all of these make one with the same arguments.
 
-    Args:
-        ranks: the processes, by their ranks in ``torch.distributed``.
-        timeout: longest time that it may take to agree on the name.
-
     Raises:
         RuntimeError: if not all of the processes come in time.
     """
@@ -42,8 +38,6 @@ class LocalGroups:
 
         Args:
             lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
-            backend: backend of the group; None for that of ``torch.distributed``.
-            timeout: timeout of the group.
 
         Returns:
             The group; None if no line has this process.

@@ -29,7 +29,6 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
     """Initialise ``torch.distributed`` through the file in `STORE`, or at the launcher's address.
 
     Args:
-        rank, size: rank of this process and number of processes.
         timeout: timeout of the run; the longest one is that of the process group.
 
     Raises:

@@ -24,10 +24,6 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
 
     Each meeting is one sum over all ranks, which no rank has before all ranks have contributed.
 
-    Args:
-        world: connected processes.
-        clock: function that returns seconds (default ``time.perf_counter``).
-
     Returns:
         Alignment, the same on every rank: the offset from each clock to rank 0's, and its error. The error is 0 on rank 0's
         machine, where all read one clock, and on others about half of the quickest meeting.
@@ -44,10 +40,6 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
 
 def gather_trace(world: World, part: Trace) -> Trace:
     """Join the processes' traces of a step, with their clocks aligned; every rank calls it, after the step.
-
-    Args:
-        world: connected processes.
-        part: trace of this process, from `measured_trace`.
 
     Returns:
         The trace of the step, the same on every rank; ``info["clock_error"]`` is the largest error between the times of two

@@ -15,9 +15,6 @@ from penstock.trace.events import Trace
 def measured_trace(executors: Sequence[Executor]) -> Trace:
     """Join the records of the executors of one process, on one clock; waits for their GPUs.
 
-    Args:
-        executors: executors of ranks that have run the same step.
-
     Returns:
         The trace, with times in seconds from the first op's start; ``info["origin"]`` is that moment in seconds of
         ``time.perf_counter``. ``info["whole_backward"]`` names the layers whose backward could not be split, if any.

@@ -73,8 +73,6 @@ def write_notice(buffer: memoryview, step: int, failure: Failure) -> int:
     """Write a frame with a notice, and return its size in bytes.
 
     Args:
-        buffer: memory of the frame.
-        step: number of the step, as in messages.
         failure: the failure, whose text is cut off at the frame's end.
     """
     text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
@@ -101,7 +99,6 @@ class Leaf(NamedTuple):
     """A tensor among the leaves of a value.
 
     Attributes:
-        dtype, shape: dtype and shape of the tensor.
         needs_grad: whether the receiver sends back a gradient for it.
         strided: its memory layout; None if contiguous.
     """
@@ -119,7 +116,6 @@ class MessageLayout:
     Attributes:
         tensors: for each leaf its tensor's description, or None if the leaf is plain.
         plain: plain leaves in order.
-        structure: pytree spec, or None.
     """
 
     tensors: tuple[Leaf | None, ...]

@@ -78,13 +78,7 @@ class _Frame:
 
 
 class Bulk(NamedTuple):
-    """The communicator of one directed edge for values on a device.
-
-    Attributes:
-        group: process group of the two ranks.
-        peer: rank of the other process in it.
-        device: device of the values.
-    """
+    """The communicator of one directed edge for values on a device."""
 
     group: dist.ProcessGroup
     peer: int
@@ -105,7 +99,6 @@ class Bulk(NamedTuple):
 
         Args:
             sends: whether this end sends the byte.
-            timeout: timeout of the wait.
             rank: rank of the peer in its pipeline, for the error.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -333,15 +326,7 @@ def _joined(tensors: list[Tensor], layout: MessageLayout, device: torch.device |
 def _begin(
     start: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, tag: int, rank: int
 ) -> dist.Work:
-    """Begin to send or receive; raise PeerError if the connection is already known to be broken.
-
-    Args:
-        start: ``send`` or ``recv`` of a group.
-        tensor: tensor to send from or receive into.
-        peer: rank of the peer in the group.
-        tag: tag of the message.
-        rank: rank of the peer in the pipeline, for the error.
-    """
+    """Begin to send or receive; raise PeerError if the connection is already known to be broken."""
     try:
         return start([tensor], peer, tag)
     except RuntimeError as error:

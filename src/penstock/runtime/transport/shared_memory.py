@@ -66,8 +66,6 @@ class Host(NamedTuple):
 
     Attributes:
         machine: text that processes share if they see each other's memory and process ids; empty if not supported.
-        pid: process id.
-        pipe: file descriptor of the pipe that wakes it.
     """
 
     machine: str
@@ -127,12 +125,7 @@ class WakePipe:
         """Wait until ``ready()`` is true.
 
         Args:
-            ready: condition to wait for.
-            counters: counters of the ring.
             sleeps: index of the counter that asks the other process to wake this one.
-            host: address of the other process.
-            timeout: timeout in seconds.
-            peer: rank of the other process.
             action: action awaited from that rank, as an infinitive, for the error.
             check: function that raises if nothing can come any more, called every few milliseconds (default None).
 

@@ -18,7 +18,6 @@ class Strided(NamedTuple):
     """Positions of a tensor's elements in memory.
 
     Attributes:
-        shape: shape of the tensor.
         strides: strides of the tensor, in elements.
         conj: whether the tensor's conjugate bit is set, so that memory has the conjugates of its elements.
     """

@@ -133,10 +133,7 @@ def thread_channels(
     and one for the gradients of each group that both ranks are in.
 
     Args:
-        program: program of the step.
-        timeout: timeout of a send or receive.
         holders: groups of ranks that have the same parameters and sum their gradients (default none).
-        streams: CUDA streams of the ranks; None on the CPU (default).
     """
     ranks = range(program.schedule.ranks)
     edges: dict[tuple[int, int], tuple[_Messages, _Places]] = {}

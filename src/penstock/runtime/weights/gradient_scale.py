@@ -33,11 +33,7 @@ _FIRST, _EVERY = 20, 100
 
 
 class GradientScale:
-    """The factor by which a program scaled this rank's gradients since the last step.
-
-    Args:
-        parameters: parameters of this rank's stages.
-    """
+    """The factor by which a program scaled this rank's gradients since the last step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         real = (p for p in parameters if p.is_floating_point())

@@ -17,8 +17,6 @@ def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage],
     recomputed layer, which is back in memory during its backward.
 
     Args:
-        schedule: schedule whose order gives the microbatches in flight.
-        rank: rank that runs the stages.
         stages: stages of the rank by number, after a step in which every layer was recomputed and measured.
         limit: bytes of activations that the rank may hold.
 

@@ -44,9 +44,7 @@ class RankThreads:
     """One thread per rank.
 
     Args:
-        ranks: number of ranks.
         timeout: timeout after which a rank that keeps the others waiting counts as hung.
-        streams: CUDA streams of the ranks; None on the CPU (default).
         threads: CPU threads of each rank (default 1); torch keeps this setting per thread.
     """
 
@@ -79,7 +77,6 @@ class RankThreads:
         """Run one job a rank and wait for all.
 
         Args:
-            jobs: jobs by rank.
             stop: function called with the reason if the jobs must end early; it must end every wait of theirs.
             detector: detector of hanging ranks; without one a job hangs if it takes longer than the first timeout (default
                 None).

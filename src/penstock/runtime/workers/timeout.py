@@ -29,7 +29,6 @@ class Timeout:
     """The timeout that every wait reads when it begins.
 
     Args:
-        timeout: seconds that a wait may last.
         first: the same until the first training step ends, and during the first evaluation (default: `timeout`).
 
     Attributes:
@@ -54,11 +53,7 @@ class Timeout:
 
     @contextlib.contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Return a context for one step, with the `first` timeout until a step of its kind has succeeded.
-
-        Args:
-            trains: whether the step trains; otherwise it evaluates.
-        """
+        """Return a context for one step, with the `first` timeout until a step of its kind has succeeded."""
         self.seconds = self.timeout if trains in self._done else self.first
         try:
             yield

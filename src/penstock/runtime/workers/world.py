@@ -39,7 +39,6 @@ class World:
         rank, size: rank and world size as in ``torch.distributed``; once joined, within this process's pipeline.
         channel: this rank's end of the edges between ranks, once connected.
         mesh: the processes of the run on their axes, once joined; None for one pipeline.
-        timeout: timeout of every wait.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -81,7 +80,6 @@ class World:
         """Open the communicators; every process of the mesh calls it.
 
         Args:
-            timeout: seconds that a wait may last.
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
             first: the same until the first step ends, this call included (default: `timeout`).
@@ -206,10 +204,8 @@ class World:
         """Open the Program's edges, after `join`; every rank calls it with the same Program.
 
         Args:
-            program: program of the step.
             holders: groups of ranks that have the same parameters and sum their gradients.
             device: device of the stages' values, with a communicator for each directed edge; None on the CPU (default).
-            backend: backend of those communicators (default "nccl").
         """
         assert self._messages is not None, "joined"
         sizes = self._edge_sizes(program, holders)
@@ -356,11 +352,7 @@ class World:
 
 
 def current_world() -> World | None:
-    """Return the processes of this run; None if there is only this one.
-
-    Raises:
-        ConfigError: as `find_launch`.
-    """
+    """Return the processes of this run; None if there is only this one."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     launch = find_launch()
