@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
@@ -18,13 +18,11 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.hang import HangDetector
-from penstock.runtime.health.late import LateRanks
-from penstock.runtime.health.watchdog import Watchdog
+from penstock.runtime.health.hang import HangDetector, Watchdog
+from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
-from penstock.runtime.tracing.gather import gather_trace
-from penstock.runtime.tracing.recorder import measured_trace
+from penstock.runtime.tracing.gather import gather_trace, measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.shared import broadcast_shared
@@ -32,6 +30,7 @@ from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
+from penstock.schedule.ops import Kind
 from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
 
@@ -345,3 +344,46 @@ class Engine:
             self._watch.close()
         if self._world is not None:
             self._world.disconnect(failed=self._status != "idle")
+
+
+class LateRanks:
+    """The ranks that were at work when the last training step failed, and the op each was in.
+
+    They may still change gradients after the failed step has returned to the caller.
+    """
+
+    def __init__(self) -> None:
+        self._late: list[tuple[Executor, int]] = []
+
+    def note(self, executors: Sequence[Executor], ranks: Iterable[int]) -> None:
+        """Remember the ops that ranks are in, before the caller can zero their gradients."""
+        self._late += [(executors[n], executors[n].progress[ROW]) for n in ranks]
+
+    def require_no_gradients(self) -> None:
+        """Refuse one step if a late rank has run a backward since; call it once all of them have ended.
+
+        Raises:
+            PenstockError: if a late rank has added to gradients.
+        """
+        late, self._late = self._late, []
+        if ranks := sorted({executor.rank for executor, row in late if _changed_gradients(executor, row)}):
+            raise PenstockError(
+                f"rank {', '.join(map(str, ranks))} was still in the backward when an earlier step had failed or was "
+                "interrupted, and added to gradients after that; it has ended now. Call zero_grad() and repeat the step"
+            )
+
+
+def _changed_gradients(executor: Executor, row: int) -> bool:
+    """Return whether a rank has added to gradients since the op at `row`."""
+    progress, program = executor.progress, executor.program
+    last = progress[ROW]
+    if last == END:
+        if executor.shared is not None:
+            return True  # the step's end sums gradients over ranks
+        stop = program.schedule.rows(executor.rank).stop
+    else:
+        stop = (
+            last if progress[WAITS] else rows_of(program, last).stop
+        )  # a rank that waits has not begun its op
+    kinds = program.schedule.kind[row:stop] if row != END else ()
+    return any(kind not in (Kind.F, Kind.R) for kind in kinds)

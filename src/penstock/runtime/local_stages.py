@@ -19,12 +19,12 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.recompute_choice import choose_recompute
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
@@ -192,7 +192,7 @@ class LocalStages:
         return FixedModules(self.modules.values(), self.ties.over_stages)
 
     def choose_recompute(self, memory: int) -> None:
-        """Choose the layers of each rank to recompute; see `penstock.runtime.weights.recompute_choice`."""
+        """Choose the layers of each rank to recompute; see `choose_recompute`."""
         for rank, stages_of_rank in enumerate(self.schedule.placement.stages_of):
             stages = {s: self.stages[rank, s] for s in stages_of_rank if (rank, s) in self.stages}
             if stages:
@@ -304,3 +304,43 @@ def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity:
                 layer.compile()
         elif granularity == "stage":
             module.compile_run()
+
+
+def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage], limit: int) -> None:
+    """Let a rank's stages recompute as few layers as the limit allows, those first that free the most bytes.
+
+    The rank's peak memory is the one that the checker predicts (`penstock.schedule.memory.peak`), plus the largest
+    recomputed layer, which is back in memory during its backward.
+
+    Args:
+        stages: stages of the rank by number, after a step in which every layer was recomputed and measured.
+        limit: bytes of activations that the rank may hold.
+
+    Raises:
+        ConfigError: if the rank exceeds the limit with every layer recomputed; says how many bytes it needs.
+    """
+    kept = {s: [layer.kept for layer in stage.layer_bytes()] for s, stage in stages.items()}
+    inputs = {s: [layer.inputs for layer in stage.layer_bytes()] for s, stage in stages.items()}
+    recomputed = {s: [False] * len(kept[s]) for s in stages}
+
+    def peak_bytes() -> int:
+        saved = [0] * schedule.stages
+        largest = 0
+        for s in stages:
+            for full, few, again in zip(kept[s], inputs[s], recomputed[s], strict=True):
+                saved[s] += few if again else full
+                largest = max(largest, full if again else 0)
+        return int(peak(schedule, saved)[rank]) + largest
+
+    order = sorted((inputs[s][n] - kept[s][n], s, n) for s in stages for n in range(len(kept[s])))
+    for _, s, n in order:
+        if peak_bytes() <= limit:
+            break
+        recomputed[s][n] = True
+    if (needed := peak_bytes()) > limit:
+        raise ConfigError(
+            f"rank {rank} holds {needed} bytes of activations even with every layer recomputed, and may hold {limit}; "
+            "use smaller microbatches, more ranks, or a schedule that holds fewer"
+        )
+    for s, stage in stages.items():
+        stage.set_recompute(recomputed[s])

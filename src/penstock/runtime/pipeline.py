@@ -17,7 +17,6 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.runtime.batch.result import Ends, StepResult, step_result
 from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,
@@ -26,7 +25,7 @@ from penstock.runtime.batch.splitter import (
     require_no_graph,
     require_reduction,
 )
-from penstock.runtime.batch.work import LocalBatch, StepOptions
+from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split

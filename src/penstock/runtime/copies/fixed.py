@@ -1,4 +1,4 @@
-"""Refuse to replace modules and parameters that have copies.
+"""Refuse changes of modules and parameters that cannot reach their copies.
 
 Gradients of copies (replicas, stages on several ranks, tied weights) are joined parameter by parameter. A parameter added
 or replaced after the pipeline was built would be trained on one copy only.
@@ -7,14 +7,15 @@ or replaced after the pipeline was built would be trained on one copy only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.errors import ReplicaError
+from penstock.errors import ConfigError, ReplicaError
+from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.tensor.plan import sums_gradients
-from penstock.runtime.copies.aliases import require_no_late_hook
 from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
 
@@ -77,3 +78,17 @@ class FixedModules:
                     name,
                 )
             require_no_late_hook(name, p)
+
+
+def require_no_late_hook(name: str, parameter: Tensor) -> None:
+    """Raise if a hook runs after the gradient was accumulated: it would see a part of it. Hooks of buckets are allowed."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if not all(_is_internal(hook) for hook in hooks.values()):
+        raise ConfigError(
+            f"parameter {name} has a hook that runs after its gradient was accumulated, and a copy on another rank or "
+            "replica, whose gradient is added later; use a hook of the gradient (register_hook), or an optimizer"
+        )
+
+
+def _is_internal(hook: object) -> bool:
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), GradientBuckets)

@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, SplitError, first_line
 from penstock.host import memory
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
-from penstock.runtime.model.whole_state import gather_state
+from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.runner import LossFunction

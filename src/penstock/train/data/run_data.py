@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.batch.result import StepResult
+from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.bigram import bigram_bits, bigram_counts
