@@ -22,6 +22,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
 
+# In the order of causes, since of two refusals the smaller one counts.
 _BATCHES, _SCALES, _ROWS, _IGNORED, _LOSS, _GRADIENT, _WEIGHT = range(7)
 
 TRAINABLE, COUNTED, GRAPH = 1, 2, 4
@@ -35,7 +36,7 @@ class Refusal(NamedTuple):
     Attributes:
         kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
             input and target, only ignored targets in a microbatch, or NaN or infinity in a loss, in the gradient that a
-            stage sends back, or in that of a weight.
+            stage sends back, or in the gradient of a weight.
         depth: number of stages between this one and the last; of ignored targets, the index that is ignored.
         microbatch: number of the microbatch; -1 for a weight.
     """
@@ -120,6 +121,7 @@ def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
 
 def _narrowed(number: Tensor) -> Tensor:
     """Return a float32 that is finite exactly if the number is, which may be too large for float32."""
+    # Of a finite number 0 * x is 0, and of any other NaN.
     return (number * 0 if number.dtype is torch.float64 else number).float()
 
 
@@ -183,7 +185,7 @@ def agree(
     """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags.
 
     Args:
-        losses: losses of this rank; those of the other ranks are added.
+        losses: losses of this rank; the losses of the other ranks are added.
         flags: flags of this rank: `TRAINABLE`, `COUNTED`, `GRAPH`; 0 in an evaluation.
     """
     if channel is None:
@@ -205,13 +207,14 @@ def agree(
     return verdict, flags
 
 
+# Each mark takes its bits twice. With the flags that makes 63, which an int64 carries without its sign.
 _FLAGS = 3  # number of flags; the marks are the bits above them
 _MARKS = (20, 5, 5)  # bits of the marks: of the batch's digest, and of the scale of gradients on two grids
 _GRID = 0.1  # of the logarithm of a scale
 
 
 def marks_of(digest: int | None, scale: float | None = None) -> int:
-    """Return marks that, or-ed with those of another rank, show whether its batch or its scale of gradients differs.
+    """Return marks that, or-ed with the marks of another rank, show whether its batch or its scale of gradients differs.
 
     A number and its complement are or-ed. If two numbers differ, a bit is then set in both. A scale has its place on two
     grids, shifted by half a step, so that rounding moves it to another place on one of them at most. Scales that are 10 %
@@ -287,6 +290,7 @@ def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
     ids, total, weights, verdict, rows_in, rows_out, *rest = message.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
+    # A column for each name, then the names.
     names = rest[len(rest) // 2 :]
     numbers = ids.tolist()
     losses.total.update(zip(numbers, total, strict=True))

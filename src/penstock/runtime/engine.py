@@ -72,6 +72,7 @@ class Engine:
             self._connect(world, device)
         elif local_stages.schedule.ranks > 1:
             self._start_threads(threads)
+        # Once connected, holders of one stage have the first holder's values, which `Copies` notes as equal.
         self._copies = Copies(local_stages, world, replicas, options)
         local_stages.watch_copies(replicas)
         self._fixed = local_stages.fixed_modules(replicas)
@@ -243,6 +244,7 @@ class Engine:
         if trains not in self._executors:
             self._executors[trains] = self._make_executors(trains)
         executors = self._executors[trains]
+        # An evaluation has rows of its own, by which the watchdog describes where the rank is.
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
         return executors
@@ -264,6 +266,7 @@ class Engine:
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         if self._world is not None and self._world.mesh is not None:
+            # Their compiled ops refer to the reduction that is replaced.
             self._executors.clear()
             self.local_stages.make_buckets(self._world, zero)
 
@@ -287,6 +290,7 @@ class Engine:
         def run(rank: int) -> None:
             results[rank] = job(rank)
 
+        # Such jobs send no messages, so there is no wait to end.
         self._rank_threads.run([partial(run, rank) for rank in self.local_ranks], lambda why: None)
         return [results[rank] for rank in self.local_ranks]
 
@@ -340,6 +344,7 @@ class Engine:
             self.local_stages.replica_reduction.detach(wait=self._status == "idle")
         if self._rank_threads is not None:
             self._rank_threads.close()
+        # Before the registry closes the descriptors that the watchdog polls.
         if self._watch is not None:
             self._watch.close()
         if self._world is not None:

@@ -74,6 +74,7 @@ class Executor:
         if self.trains and (in_processes or replica_reduction is not None):
             self._scale = GradientScale(p for stage in stages.values() for p in stage.module.parameters())
         self.device = device_of([stage.module for stage in stages.values()])
+        # Two moments for each op: its start and its end.
         self.records = OpRecords(count, clock(self.device, 2 * count))
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
@@ -98,6 +99,7 @@ class Executor:
             ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
             WaitTimeoutError: if a wait exceeds the timeout.
         """
+        # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
         try:
@@ -145,12 +147,14 @@ class Executor:
 
     def _run_ops(self) -> None:
         progress = self.progress
+        # The loop stores each op's row as it goes, so a step spends no statement on it.
         for progress[ROW], op in self.ops:
             op()
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values() if self.trains else ():
             stage.end()
+        # Replicas add the sums over holders, so these come first.
         if self.shared is not None:
             self.shared.finish()
         if self.replica_reduction is not None and self.trains:
@@ -181,7 +185,7 @@ class Executor:
         return self.replica_reduction.step(step, reduces)
 
     def _agree(self) -> tuple[Refusal | None, int]:
-        """Report this rank's losses, refusal and flags, and return those of all ranks."""
+        """Report this rank's losses, refusal and flags, and return the refusal and the flags of all ranks."""
         work = self._state.work
         refusal, flags = None, 0
         if work.options.check_finite and self.trains:

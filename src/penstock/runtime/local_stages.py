@@ -221,7 +221,7 @@ def build_modules(
 ) -> Modules:
     """Build the stages of this process's ranks, each once.
 
-    A stage that several of them hold is built for the first holder; the others get modules that share its memory.
+    A stage that several of them hold is built for the first holder; the other holders get modules that share its memory.
 
     Args:
         seed: random seed of layers given as functions; their numbers depend on it and on the layer's name alone.

@@ -245,6 +245,7 @@ class Pipeline(PipelineModel):
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        # Last, since it takes the values of what this process does not hold.
         super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
         if self._emptied:
             self._container.record()
@@ -426,6 +427,7 @@ class Pipeline(PipelineModel):
             trains,
             outputs,
             input_grads,
+            # A scaler looks for NaN and infinity itself, and skips the update.
             self.execution.check_finite and scaler is None,
             self.steps,
             self.reduce_gradients,

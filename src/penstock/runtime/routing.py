@@ -108,5 +108,5 @@ def _producers(layers: Sequence[LayerNames]) -> dict[str, int]:
 
 
 def gathered(parts: Mapping[int, list[LayerNames]]) -> list[list[LayerNames]]:
-    """Return the layers' names by stage, from those of this process or of all (`World.gather_dict`)."""
+    """Return the layers' names by stage; `parts` has the stages of this process, or of all (`World.gather_dict`)."""
     return [[LayerNames(*names) for names in parts[s]] for s in sorted(parts)]

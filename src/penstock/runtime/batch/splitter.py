@@ -27,7 +27,6 @@ from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_o
 Reduction = str | Callable[[Any], object]
 """``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""
 
-
 FULL_STEPS = 3
 """First training steps in which every number of a batch counts; later, a sample of them does."""
 
@@ -146,6 +145,7 @@ class BatchSplitter:
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         self.ignore_index = ignore_index
+        # One replica warns for all, since each splits the whole batch.
         self._compares_counts = reduction == "mean" and microbatches * replicas > 1 and replica == 0
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last

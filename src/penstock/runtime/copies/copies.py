@@ -25,19 +25,18 @@ from penstock.stage.values import same_values
 
 _Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
-
 _VALUES = bool, int, float, complex, str, bytes, types.NoneType, torch.dtype
 _PLAIN = frozenset([*_VALUES, types.FunctionType, types.BuiltinFunctionType])
 """Types of values that copies may share."""
 
 _DEEPEST = 6
-"""Nesting to which containers and objects are followed."""
+"""Nesting to which containers and objects are followed; a limit, since objects may refer to each other in a circle."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Copies:
-    """Copies in this process and in others."""
+    """Copies within this process, and copies that other processes hold."""
 
     def __init__(
         self,
@@ -133,6 +132,7 @@ class Copies:
         self._buffers.sync()
         if not trains:
             return
+        # The first step is due, too: copies may differ from the start.
         due = self._check_every > 0 and self._trained % self._check_every == 0
         self._trained += 1
         if due:
@@ -290,6 +290,7 @@ def _plain(values: Mapping[str, Any], known: dict[int, Any]) -> dict[str, Any]:
     plain = {}
     for key, value in values.items():
         if type(value) in _PLAIN:
+            # A forward that was replaced is refused by `_structure`.
             if key != "forward":
                 plain[key] = value
         elif key not in INTERNAL:

@@ -56,12 +56,14 @@ def _sums(tensor: Tensor) -> Tensor:
     if shard.is_complex():
         shard = torch.view_as_real(shard)
     octets = shard.contiguous().view(-1).view(torch.uint8)
+    # A view as int64 must begin at a multiple of 8 bytes.
     if octets.storage_offset() % 8:
         octets = octets.clone()
     length = len(octets) // (8 * CHUNKS)
     sums = octets[: length * 8 * CHUNKS].view(torch.int64).view(CHUNKS, length).sum(1)
     rest = octets[length * 8 * CHUNKS :].to(torch.int64)  # fewer than 8 for each chunk
     positions = torch.arange(len(rest), device=rest.device)
+    # Powers of 3 are odd, so modulo 2**64 no change of a byte is lost; each byte of a chunk has another power.
     return sums.index_add_(0, positions % CHUNKS, rest * 3 ** (1 + positions // CHUNKS))
 
 

@@ -29,7 +29,7 @@ SHORT_GRACE = 1.0
 
 
 class HangDetector:
-    """Detector of hanging ranks among those of this process, by their progress.
+    """Detector of hanging ranks of this process, by their progress.
 
     A rank hangs if one of its ops runs for longer than the timeout, at which the ranks that wait for it give up. A rank that
     waits does not hang; its wait has the same timeout.
@@ -119,4 +119,5 @@ def _end(peer_registry: PeerRegistry, detector: HangDetector) -> None:
     peer_registry.report_error(text)
     dump_stacks(text)
     sys.stdout.flush()
+    # sys.exit would end this thread alone, and the rank that hangs would keep the process.
     os._exit(HUNG)

@@ -70,7 +70,7 @@ class _Page:
 
 
 class PeerRegistry:
-    """The pages of this process and of the others on this machine.
+    """The pages of all processes of the run on this machine.
 
     Attributes:
         calls: number of collective calls of this process that are under way, one within the other.
@@ -130,6 +130,7 @@ class PeerRegistry:
 
     def watch(self, seconds: float) -> str | None:
         """Wait up to `seconds` for other processes to end, and return `failed`."""
+        # poll takes milliseconds.
         for descriptor, _ in self._poll.poll(1000 * seconds):
             self._poll.unregister(descriptor)
             os.close(descriptor)

@@ -11,11 +11,12 @@ from typing import Protocol
 
 from penstock.schedule.program import Program
 
+# Behind the names of the last calls there is room for what `peers` keeps at the end of a page.
 STEP, ROW, WAITS, CALLS, FIELDS = 0, 1, 2, 3, 16
 """Indices of the step (0 between steps), the row of the running op, 1 + the awaited rank (0 if none), and the number of
 collective calls, after which the last `KEPT` of these follow; their number."""
 KEPT = 8
-"""Calls whose names are kept. Ranks whose steps flow into each other are at most four calls apart."""
+"""Calls whose names are kept; ranks are only a few calls apart, since a step ends when all of them agree."""
 END = -1
 """Row after the last op, while the step ends."""
 

@@ -49,7 +49,7 @@ _WAYS = (
     _Way("interleaved-1f1b", 3),
     _Way("1f1b", recompute="full"),
 )
-"""Layouts that differ in what ops cost: by their size, by what runs beside them, and by what they prepare and repeat."""
+"""Layouts that differ in what ops cost: by size, by what runs at the same time, and by what they prepare and repeat."""
 
 
 def profile_layers(
@@ -125,7 +125,7 @@ def calibrate(
 
     Args:
         build: function that returns the model as `penstock.Pipeline` takes it, a new one on each call.
-        share: share of the steps that counts, the fastest: the others shared the machine (default 0.5).
+        share: share of the steps that counts, the fastest: slower ones had less of the machine (default 0.5).
     """
     ways = [way for way in _WAYS if ranks * way.virtual <= profile.blocks and (ranks > 1 or way.virtual == 1)]
     batches = [

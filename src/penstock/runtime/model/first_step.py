@@ -86,7 +86,7 @@ class FirstStepCheck:
         return self._compare(lambda: (batch.inputs[0], self._own()), batch.targets[0])
 
     def _in_processes(self, world: World, batch: LocalBatch) -> _Outcome:
-        """Return the outcome on the rank that checks; the others of the pipeline send it what it lacks, and return none."""
+        """Return the outcome on the rank that checks; the pipeline's other ranks send it what it lacks, and return none."""
         checks = world.rank == self._checker
         skipped, sent = _SHARDED if self._sharded() else None, None
         if batch.inputs and not checks:
@@ -160,6 +160,7 @@ class FirstStepCheck:
             missing: bytes of weights that are not in this process.
         """
         gradients = sum(p.nbytes for p in self._layers.model.parameters() if p.requires_grad)
+        # 2: the gradients of the model itself, and of its layers.
         needed, free = missing + 2 * gradients, memory()
         on_host = not any(p.is_cuda for _, p in self._parameters.named_parameters())
         if free is None or not on_host or needed <= free.available:

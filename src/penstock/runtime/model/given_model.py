@@ -20,7 +20,7 @@ class GivenModel(NamedTuple):
 
     Attributes:
         module: the module that the layers are of; None if the model was given as a list.
-        reduction: default reduction of the loss: that of `causal_lm_loss` is by valid tokens, as in transformers.
+        reduction: default reduction of the loss: with `causal_lm_loss` by valid tokens, as in transformers.
     """
 
     layers: list[Layer]

@@ -22,7 +22,6 @@ from penstock.stage.own_model.loss_piece import OwnLoss
 Place = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter or buffer in it, and the tensor."""
 
-
 ROUND_BYTES = 1 << 26
 """Bytes that a rank sends in one round, from which on the next begins; a larger tensor is alone in its round."""
 

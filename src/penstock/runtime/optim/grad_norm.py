@@ -98,8 +98,8 @@ def _norm_of(parameter: nn.Parameter, grad: Tensor, is_shard: bool) -> tuple[Ten
     """Return the norm of a gradient in float64, and its dtype's index.
 
     Args:
-        is_shard: whether this process's shard alone counts. Otherwise that of a gradient that the caller's own code
-            sharded (FSDP2, ``parallelize_module``) is the norm of all its shards, and all their processes call this.
+        is_shard: whether this process's shard alone counts. Otherwise the norm is over all shards of a gradient that the
+            caller's own code sharded (FSDP2, ``parallelize_module``), and all their processes call this.
     """
     if grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
         parameter.grad = grad = grad.coalesce()

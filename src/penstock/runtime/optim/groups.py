@@ -37,7 +37,7 @@ class Group:
 def assign(
     pipe: Pipeline, given: Sequence[Mapping[str, Any]] | None
 ) -> tuple[dict[int, list[Named]], list[dict[str, Any]]]:
-    """Put every parameter into the first group that takes it, and the others into one more group at the end.
+    """Put every parameter into the first group that takes it, and what no group takes into one more at the end.
 
     Every process calls it, with the same groups.
 

@@ -34,7 +34,7 @@ _KEYS = {
 
 
 _MAIN = "main weight"
-"""Key of a main weight beside the entries of a torch optimizer, whose names have no spaces."""
+"""Key of a main weight among the entries of a torch optimizer, whose names have no spaces."""
 
 
 class StatefulOptimizer(Protocol):

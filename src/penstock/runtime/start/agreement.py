@@ -25,8 +25,8 @@ from penstock.stage.layers import Layer, whole_name
 
 Facts = Mapping[str, str]
 
-_SHOWN = 5
-_LONGEST = 120
+# Differences that an error shows, and characters of each value.
+_SHOWN, _LONGEST = 5, 120
 _OPS = "ops of rank"
 
 

@@ -28,7 +28,8 @@ from penstock.errors import ConfigError
 
 Environment = Mapping[str, str]
 
-_LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16  # below the ports that Linux gives to outgoing connections
+# They end at 32767: from 32768 on, Linux gives ports to outgoing connections.
+_LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
     """Initialise ``torch.distributed`` through the file in `STORE`, or at the launcher's address.
 
     Args:
-        timeout: timeout of the run; the longest one is that of the process group.
+        timeout: timeout of the run; the process group gets the longest one.
 
     Raises:
         ConfigError: if no address is set; says which variables to set.
@@ -125,7 +125,7 @@ def choose_interface(launch: Launch | None) -> None:
 
 
 def address_of_name() -> str:
-    """Return the address on which gloo listens by itself, that of the host's name; empty if it has none here."""
+    """Return the address of the host's name, on which gloo listens by itself; empty if this host does not have it."""
     with suppress(OSError):
         for family, kind, number, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM

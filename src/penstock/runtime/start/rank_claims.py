@@ -25,7 +25,7 @@ _COUNT = f"{_PREFIX}/count"
 _FIRST_INTERVAL = 0.01  # seconds between two looks at the store
 _LONGEST_INTERVAL = 0.5  # seconds: one store serves every process
 _GRACE = 2.0  # seconds
-_SOON = timedelta(seconds=10)
+_SOON = timedelta(seconds=10)  # longest wait for another rank 0, which has come already if there is one
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, job: str = "") -> TCPStore:

@@ -18,6 +18,7 @@ from penstock.trace.clock import Alignment, align
 from penstock.trace.events import Trace
 from penstock.trace.join import join
 
+# The tightest bounds of all meetings count (see `align`), so a few are enough.
 MEETINGS = 12
 
 sendable(Trace)  # marked here, since `trace` must not import torch, and the encoding does

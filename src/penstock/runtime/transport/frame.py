@@ -87,7 +87,9 @@ class Strided(NamedTuple):
 
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
+# Bits of `Header.flags`.
 INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
+# More than these come from shapes that always change; both ends then start again, so that memory stays bounded.
 MAX_LAYOUTS = 256
 
 _HEADER = struct.Struct("<4sIqqqqq")

@@ -128,6 +128,7 @@ class GroupOutgoing:
         bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
+        # One more than messages under way, for the one that is being written.
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[_Sent] = deque()
         self._layouts = SentLayouts()
@@ -168,7 +169,7 @@ class GroupOutgoing:
         self._pending.append(_Sent(works, None, frame, self._filler))
 
     def wait_sent(self, max_pending: int = 0) -> None:
-        """Wait until at most `max_pending` messages are under way, and release the memory of the others."""
+        """Wait until at most `max_pending` messages are under way, and release the memory of those that have arrived."""
         while len(self._pending) > max_pending:
             works, on_device, frame, _ = self._pending.popleft()
             for work in works:
@@ -316,6 +317,7 @@ class GroupIncoming:
 def _joined(tensors: list[Tensor], layout: MessageLayout, device: torch.device | None) -> Tensor:
     """Return a payload in one piece: the tensor itself if there is one, or a buffer with all of them."""
     if len(tensors) == 1:
+        # The memory of a negative view has the numbers before the negation.
         return tensors[0].detach().contiguous().resolve_neg()
     joined = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
     for view, tensor in zip(layout.views(joined), tensors, strict=True):

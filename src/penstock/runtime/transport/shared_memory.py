@@ -52,6 +52,7 @@ from penstock.runtime.transport.frame import (
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
+# A cache line apart: two processes write them, and in one line each write would cost the other a miss.
 _TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # indices of the ring's counters, in 8-byte words
 _RING_HEAD = 4096
 _SLOT = HEADER_BYTES + FRAME_BYTES
@@ -140,6 +141,7 @@ class WakePipe:
         process, poll = self._poll_of(peer, host.pid)
         while True:
             counters[sleeps] = 1
+            # Once more, since the other process may have written before it could see the flag.
             if ready():
                 counters[sleeps] = 0
                 return
@@ -269,6 +271,7 @@ class SharedOutgoing:
 
     def send(self, step: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
+        # Twice: for the header, and for the address of a payload's segment behind the layout.
         require_fits(self.peer, len(encoded), FRAME_BYTES - 2 * HEADER_BYTES)
         start, size = aligned(HEADER_BYTES + len(encoded)), layout.payload_bytes
         inline = start + size <= FRAME_BYTES

@@ -173,6 +173,7 @@ class LocalParameters:
                         inner: distribute_like(state[whole], value)
                         for inner, whole, value in layer_state(name, layer)
                     },
+                    # A layer on the meta device has no memory to copy into.
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
 

@@ -25,6 +25,7 @@ from penstock.parallel.dtensor import is_dtensor, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal
 from penstock.stage.module import StageModule
 
+# More contributions than any step makes: the gradient is complete only when `complete` says so.
 _UNKNOWN = 1 << 60
 
 Exchange = Callable[[Any], list[Any]]

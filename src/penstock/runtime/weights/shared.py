@@ -123,7 +123,7 @@ class SharedGradients:
                 )
 
     def finish(self) -> None:
-        """Add every group's gradients over its holders.
+        """Sum each shared parameter's gradient over the ranks that hold it.
 
         Raises:
             ReplicaError: if a parameter is frozen on some of the holders only.
@@ -143,6 +143,7 @@ class SharedGradients:
             for n, (parameter, old) in enumerate(zip(group.parameters, before, strict=True)):
                 grads: list[Tensor] = [row[n] for row in rows if row[n] is not None]
                 parameter.grad = old
+                # In the holders' order, the same on every rank, so that all of them have the same bits.
                 if grads:
                     total = from_local_like(reduce(torch.add, grads[1:], grads[0]), parameter)
                     parameter.grad = total if old is None else old.add_(total)

@@ -68,6 +68,7 @@ class Collectives:
             TypeError: if the value cannot be encoded; nothing has been sent then.
         """
         members = group or self.everyone
+        # A group for GPUs alone: its waits cannot be cut into short ones, and NCCL's watchdog has the timeout.
         if "cpu:" not in dist.get_backend_config(members):
             return gather_values(value, members)
         return gather_values(

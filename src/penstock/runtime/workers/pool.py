@@ -126,6 +126,7 @@ class LocalProcesses:
         """End the processes; may be called twice, and `run` starts new ones."""
         for process, connection in self._workers:
             connection.close()
+            # An idle worker ends once its connection is closed; one that is in a call is killed.
             process.join(0.5)
             if process.is_alive():
                 process.kill()

@@ -297,7 +297,7 @@ def _dismiss(inboxes: Sequence[_Inbox]) -> None:
 
 
 def _first(errors: Sequence[BaseException]) -> BaseException:
-    """Return the error that caused the others."""
+    """Return the first error that does not report the failure of another rank."""
     return next((e for e in errors if not isinstance(e, PeerError)), errors[0])
 
 

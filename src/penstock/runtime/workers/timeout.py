@@ -48,7 +48,7 @@ class Timeout:
 
     @property
     def longest(self) -> float:
-        """The longer timeout in seconds, for slow work beside the steps, such as writing files."""
+        """The longer timeout in seconds, for slow work between steps, such as writing files."""
         return max(self.timeout, self.first)
 
     @contextlib.contextmanager

@@ -58,6 +58,7 @@ class World:
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
         self._more_groups: list[dist.ProcessGroup] = []
+        # `join` replaces it.
         self.timeout = Timeout(60.0)
 
     @property
@@ -166,7 +167,7 @@ class World:
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
 
-        Every process makes those of all lines, in one order, unless the mesh has some of the processes only.
+        Every process makes the communicators of all lines, in one order, unless the mesh has some of the processes only.
         """
         if self._local_groups is not None:
             with named_errors(f"no connection between the processes {lines}"):
@@ -254,7 +255,7 @@ class World:
         return bulk
 
     def _register_peers(self, channel: ProcessChannel) -> None:
-        """Open the pages of all processes on this machine, including those of other pipelines."""
+        """Open the pages of all processes on this machine, in other pipelines, too."""
         number, pipeline, name = dist.get_rank(), min(self._ranks), f"rank {self.rank}"
         if self.mesh is not None:
             axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
@@ -265,7 +266,7 @@ class World:
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
         if any(collectives.all_gather(not registry.sees_all(entries), None, "meet")):
-            # Not all processes can see all others, so all of them use the attendance, or none.
+            # One process that cannot see all pages is enough: either all of them use the attendance, or none.
             names = {
                 rank: f"{entry.name} on host {entry.host}"
                 for rank, entry in zip(self._members, entries, strict=True)
@@ -342,6 +343,7 @@ class World:
             # A rank that has ended, never comes or makes another call no longer matters: it is told, too.
             with contextlib.suppress(TransportError, CallOrderError):
                 self.collectives.barrier(self._reductions, "close")
+        # First, so that a process that sees the connections end does not take this one for failed.
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
