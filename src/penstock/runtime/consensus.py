@@ -1,4 +1,4 @@
-"""The end of a step: all ranks finish it or none, and all get every loss.
+"""The end of a step: all ranks finish it or none, all get every loss, and their batches and gradient scales agree.
 
 Each rank reports to the collector, the rank of the last stage, when its ops are done: the losses it has, and the first
 number that is not finite. The collector answers with all losses and one verdict. A rank that failed has sent its failure
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.encoding import sendable
 from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
@@ -299,3 +300,68 @@ def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
         losses.parts[n] = {name: column[index] for name, column in zip(names, rest, strict=False)}
     flags, *refusal = verdict.tolist()
     return Refusal(*refusal) if refusal else None, flags
+
+
+_WATCHED, _NUMBERS = 2, 16
+"""Gradients that are watched, and numbers of each."""
+
+_LARGEST = 2**20
+"""Numbers of the largest gradient that may be kept alive until the next step."""
+
+_DISTINCT = 4
+"""Magnitudes that a common factor is read from: of fewer, gradients clipped by value may look scaled."""
+
+_SPREAD = 1.02
+"""Largest ratio between factors that count as one, since gradients may be bfloat16."""
+
+_FIRST, _EVERY = 20, 100
+"""Steps in which gradients on a device are watched, since reading them waits for it: the first, then every n-th."""
+
+
+class GradientScale:
+    """The factor by which a program scaled this rank's gradients since the last step, which all ranks must have in common.
+
+    ``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters that it is given. In processes these are the ones of
+    the process's own stages, so every rank would scale its gradients by another factor. `Pipeline.clip_grad_norm_` takes
+    the norm over all ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        real = (p for p in parameters if p.is_floating_point())
+        unique = {id(p): p for p in real if _DISTINCT <= p.numel() <= _LARGEST}
+        self._parameters = sorted(unique.values(), key=lambda p: p.numel())
+        self._seen: list[tuple[Tensor, int, list[float]]] = []
+
+    def remember(self, number: int) -> None:
+        """Note some gradients at the end of a training step, by the number of steps before it."""
+        with_grad = (
+            p.grad for p in self._parameters if p.grad is not None and p.grad.layout is torch.strided
+        )
+        grads = list(islice(with_grad, _WATCHED))
+        waits = any(grad.device.type != "cpu" for grad in grads)
+        if waits and number >= _FIRST and number % _EVERY:
+            grads = []
+        self._seen = [(grad, grad._version, _numbers(grad)) for grad in grads]
+
+    def factor(self) -> float | None:
+        """Return the factor, 1.0 if nothing was scaled; None if it cannot be told. Gradients are let go."""
+        seen, self._seen = self._seen, []
+        if all(grad._version == version for grad, version, _ in seen):
+            return 1.0 if seen else None
+        return _common_factor(
+            [pair for grad, _, before in seen for pair in zip(before, _numbers(grad), strict=False)]
+        )
+
+
+def _numbers(grad: Tensor) -> list[float]:
+    numbers: list[float] = local(grad.detach()).reshape(-1)[:_NUMBERS].double().tolist()
+    return numbers
+
+
+def _common_factor(pairs: list[tuple[float, float]]) -> float | None:
+    """Return the one factor between the numbers of all pairs; None if there is none, or too few numbers tell it."""
+    usable = [(a, b) for a, b in pairs if a and math.isfinite(a) and math.isfinite(b)]
+    if len({abs(a) for a, _ in usable}) < _DISTINCT:
+        return None
+    ratios = [b / a for a, b in usable]
+    return ratios[0] if min(ratios) > 0 and max(ratios) <= min(ratios) * _SPREAD else None

@@ -18,6 +18,7 @@ from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,
     TRAINABLE,
+    GradientScale,
     Refusal,
     agree,
     compare_marks,
@@ -31,7 +32,6 @@ from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_pro
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
-from penstock.runtime.weights.gradient_scale import GradientScale
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of

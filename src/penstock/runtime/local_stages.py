@@ -80,6 +80,7 @@ class LocalStages:
             require_own_axes(modules, world, self.schedule)
 
         run_each(build, world.all_gather if world is not None else None)
+        # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)

@@ -220,6 +220,7 @@ class OpCompiler:
         return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
 
     def _compile_input(self, microbatch: int) -> _Receive:
+        # The work is looked up when the op runs: each step has its own.
         state = self._state
         return lambda: state.work.input(microbatch)
 

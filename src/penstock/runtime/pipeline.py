@@ -308,11 +308,6 @@ class Pipeline(PipelineModel):
         return shards.owned() if shards is not None else [p for _, p in self.rank_parameters(rank)]
 
     @property
-    def has_shared_weights(self) -> bool:
-        """True if a weight or a stage of this pipeline is on several ranks."""
-        return any(len(ranks) > 1 for ranks in self._local.holders)
-
-    @property
     def shards(self) -> Shards | None:
         """Shards of the parameters that this process updates, if replicas divide the update (ZeRO); otherwise None."""
         return self._engine.shards

@@ -55,6 +55,7 @@ class ValueRoutes:
                     self._inputs.setdefault(name, []).append(names.layer)
                     if required:
                         self._required.setdefault(name, []).append(names.layer)
+                    # A value of the batch passes every stage before the one that takes it.
                     for before in range(stage):
                         onward[before].add(name)
                     continue

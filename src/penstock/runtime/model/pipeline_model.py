@@ -265,7 +265,7 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
         own: modules of this process: its stages, and the loss function.
 
     Returns:
-        Tensors that others had to replace, without values. While they exist, no other object has their id.
+        Tensors that had to be replaced by new ones, now without values. While they exist, no other object has their id.
     """
     mine = {id(module): module for top in own for module in top.modules()}
     kept = {id(tensor) for _, _, tensor in _places(mine.values())}

@@ -76,8 +76,8 @@ def require_same_pipeline(
     """Check that all processes build the same pipeline with the same versions; every process calls it.
 
     Args:
-        schedule: the schedule. Its ops are compared, and its name if it is that of a family or function: files may have
-            other paths.
+        schedule: the schedule. Its ops are compared, and the name of a family or function, but not of a file, which may
+            have other paths.
         layers: layers of the model; parameters are compared by name, shape and dtype where a layer is built already.
     """
     facts = dict(version_facts())

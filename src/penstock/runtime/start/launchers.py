@@ -37,9 +37,9 @@ class Launch:
     """This process among the processes that a launcher started.
 
     Attributes:
-        local_rank, local_size: the same on this machine; None if unknown.
+        local_rank, local_size: rank and number of processes on this machine; None if unknown.
         address: host of rank 0, where the processes meet; empty if unknown.
-        port: port on that host; 0 if unknown.
+        port: port on the host of rank 0; 0 if unknown.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
         job: name of the launcher's job, the same for all its processes and no others; empty if unknown.

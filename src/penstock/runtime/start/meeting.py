@@ -55,6 +55,7 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
         return
     launch = find_launch()
     choose_interface(launch)
+    # Even where a store takes its place, since it refuses an address that is missing before anything waits.
     url = meeting_url()
     with named_errors(f"the {size} processes did not all meet{_launcher_rank()}"):
         store: Store | None = store_of_this_start(rank, size, longest)

@@ -32,7 +32,7 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     """Open the store of a run: rank 0 serves it, the others connect to it. Return it once every rank has come.
 
     Args:
-        timeout: longest time that this may take; also the timeout of the store.
+        timeout: longest wait for all ranks; also the timeout of the store.
 
     Raises:
         ConfigError: if a rank comes twice, or the processes do not agree on their number or the job; on each of them.

@@ -127,11 +127,11 @@ class WakePipe:
 
         Args:
             sleeps: index of the counter that asks the other process to wake this one.
-            action: action awaited from that rank, as an infinitive, for the error.
+            action: action awaited from rank `peer`, as an infinitive, for the error.
             check: function that raises if nothing can come any more, called every few milliseconds (default None).
 
         Raises:
-            PeerError: if that process has ended, or another one without closing its pipeline.
+            PeerError: if the process of `peer` has ended, or another one without closing its pipeline.
             WaitTimeoutError: if the timeout is exceeded.
         """
         for _ in range(self.spins):

@@ -80,6 +80,7 @@ class ThreadChannel:
             self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
+        # In place of a message for ranks that wait to receive, and of a free place for ranks that wait to send.
         for messages, _ in self._out.values():
             messages.put((-1, failure))
         for _, places in self._in.values():

@@ -37,10 +37,10 @@ class ReplicaReduction:
     Args:
         reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
             sharded.
-        exchange: function that takes this process's value and returns those of the processes with the same rank in every
-            replica.
+        exchange: function that takes this process's value and returns the values of the processes with the same rank in
+            every replica.
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
-            those of the other ranks (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
+            the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
 
     Attributes:
@@ -125,7 +125,7 @@ class ReplicaReduction:
         """Return a context for one step, in which `complete` and `finish` are called.
 
         Args:
-            reduces: False leaves the gradients to be reduced with those of a later step.
+            reduces: False leaves the gradients to be reduced together with a later step's.
         """
         if self.buckets is None:
             yield

@@ -29,7 +29,8 @@ class Timeout:
     """The timeout that every wait reads when it begins.
 
     Args:
-        first: the same until the first training step ends, and during the first evaluation (default: `timeout`).
+        first: seconds that a wait may last until the first training step ends, and during the first evaluation (default:
+            `timeout`).
 
     Attributes:
         seconds: seconds that a wait may last now.

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-# Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
-from torch.distributed.distributed_c10d import _set_pg_timeout
+# Private, since there is no public way to name a group or to make one without the other processes, nor to change a group's
+# timeout: groups keep the one they are made with, and the first step needs a longer one.
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from penstock.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
@@ -21,8 +22,8 @@ from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch
-from penstock.runtime.start.local_groups import LocalGroups
 from penstock.runtime.start.meeting import meet, named_errors
+from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
@@ -83,7 +84,7 @@ class World:
         Args:
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
-            first: the same until the first step ends, this call included (default: `timeout`).
+            first: seconds that a wait may last until the first step ends, this call included (default: `timeout`).
             compare: function that is called once all processes have met, before what depends on their arguments.
 
         Raises:
@@ -377,3 +378,49 @@ def _backends() -> str | None:
 
 def _device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class LocalGroups:
+    """Groups within some processes of the run, for a mesh that has only these; all of them make one with the same arguments.
+
+    ``torch.distributed.new_group`` is called by all processes of the run, or else names a group by the number of groups that
+    this process has: after one was destroyed, the next would read its addresses from the store. Here the processes of a
+    mesh agree on a name that was never used.
+
+    Raises:
+        RuntimeError: if not all of the processes come in time.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        world: Any = dist.group.WORLD
+        store = dist.PrefixStore(f"penstock/{'-'.join(map(str, ranks))}", world.get_group_store())  # type: ignore[attr-defined]
+        position = list(ranks).index(dist.get_rank())
+        self._name = name_of_this_start(store, position, len(ranks), timeout)
+        self._made = 0
+
+    def make(self, lines: Sequence[Sequence[int]], backend: str | None, timeout: timedelta) -> Any:
+        """Make the group of the line that has this process; every process calls it, each in the same order.
+
+        Args:
+            lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
+
+        Returns:
+            The group; None if no line has this process.
+        """
+        self._made += 1
+        rank = dist.get_rank()
+        line = next((line for line in lines if rank in line), None)
+        if line is None:
+            return None
+        world: Any = dist.group.WORLD
+        group, _ = _new_process_group_helper(
+            len(line),
+            list(line).index(rank),
+            list(line),
+            dist.Backend(backend or _world.pg_map[world][0]),
+            world.get_group_store(),
+            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]
+            timeout=timeout,
+        )
+        _world.pg_group_ranks[group] = {other: n for n, other in enumerate(line)}
+        return group
