@@ -62,7 +62,7 @@ class FixedModules:
                 changed = (key for key in {**before, **members} if members.get(key) is not before.get(key))
                 member = next((f".{key}" for key in changed), "")
                 raise ReplicaError(
-                    f"{name}{member}: the {kind} of {name} are others than when the pipeline was built, and "
+                    f"{name}{member}: {kind} of {name} were added, removed or replaced after the pipeline was built, and "
                     "there are copies of them (dp, stages on several ranks, or tied weights), which would not follow; "
                     "change values in place (p.data = ..., load_state_dict without assign=True), or make a new Pipeline"
                 )
