@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
-    from penstock.runtime.batch.result import StepResult as StepResult
+    from penstock.runtime.batch.work import StepResult as StepResult
     from penstock.runtime.measuring.calibration import profile_layers as profile_layers
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
@@ -117,7 +117,7 @@ _HOME = {
     "StageShapeError": "penstock.errors",
     "StartEvent": "penstock.train.callbacks.callback",
     "StepEvent": "penstock.train.callbacks.callback",
-    "StepResult": "penstock.runtime.batch.result",
+    "StepResult": "penstock.runtime.batch.work",
     "StoppedError": "penstock.errors",
     "Trace": "penstock.trace.events",
     "TraceEvent": "penstock.train.callbacks.callback",

@@ -19,7 +19,7 @@ from penstock.errors import (
     StageError,
 )
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.digests import digest_of
+from penstock.runtime.batch.splitter import digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches

@@ -1,4 +1,4 @@
-"""The end of a step: all ranks finish it or none, and all get every loss.
+"""The end of a step: all ranks finish it or none, all get every loss, and their batches and gradient scales agree.
 
 Each rank reports to the collector, the rank of the last stage, when its ops are done: the losses it has, and the first
 number that is not finite. The collector answers with all losses and one verdict. A rank that failed has sent its failure
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.encoding import sendable
 from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
@@ -22,6 +23,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
 
+# In the order of causes, since of two refusals the smaller one counts.
 _BATCHES, _SCALES, _ROWS, _IGNORED, _LOSS, _GRADIENT, _WEIGHT = range(7)
 
 TRAINABLE, COUNTED, GRAPH = 1, 2, 4
@@ -35,7 +37,7 @@ class Refusal(NamedTuple):
     Attributes:
         kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
             input and target, only ignored targets in a microbatch, or NaN or infinity in a loss, in the gradient that a
-            stage sends back, or in that of a weight.
+            stage sends back, or in the gradient of a weight.
         depth: number of stages between this one and the last; of ignored targets, the index that is ignored.
         microbatch: number of the microbatch; -1 for a weight.
     """
@@ -52,7 +54,6 @@ class Losses:
 
     Attributes:
         total: losses by microbatch id, 0-d tensors.
-        parts: named parts of the losses by microbatch id, then by name.
         weights: weight of each loss by microbatch id; the weights sum to 1, unless losses are summed.
         rows_in, rows_out: rows of the input and of the target by microbatch; empty where unknown.
     """
@@ -89,9 +90,6 @@ def find_nonfinite(
     """Return the first number of a rank's step that is NaN or infinite, and clear the stages' `finite_sums`.
 
     Args:
-        stages: stages of this rank by number.
-        losses: losses of this rank.
-        last: number of the last stage.
         first: number in the global batch of this replica's microbatch 0.
         ignored_index: function that returns the ignored index if a microbatch has no other target.
         sharded_grads: function that returns the gradients of a stage that are not in its parameters (default None).
@@ -124,6 +122,7 @@ def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
 
 def _narrowed(number: Tensor) -> Tensor:
     """Return a float32 that is finite exactly if the number is, which may be too large for float32."""
+    # Of a finite number 0 * x is 0, and of any other NaN.
     return (number * 0 if number.dtype is torch.float64 else number).float()
 
 
@@ -187,11 +186,7 @@ def agree(
     """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags.
 
     Args:
-        channel: this rank's end of the transport; None if there is one rank.
-        rank, collector, ranks: this rank, the rank that collects, and the number of ranks.
-        tag: tag of the messages.
-        losses: losses of this rank; those of the other ranks are added.
-        refusal: refusal of this rank; None if its numbers are finite.
+        losses: losses of this rank; the losses of the other ranks are added.
         flags: flags of this rank: `TRAINABLE`, `COUNTED`, `GRAPH`; 0 in an evaluation.
     """
     if channel is None:
@@ -213,20 +208,20 @@ def agree(
     return verdict, flags
 
 
+# Each mark takes its bits twice. With the flags that makes 63, which an int64 carries without its sign.
 _FLAGS = 3  # number of flags; the marks are the bits above them
 _MARKS = (20, 5, 5)  # bits of the marks: of the batch's digest, and of the scale of gradients on two grids
 _GRID = 0.1  # of the logarithm of a scale
 
 
 def marks_of(digest: int | None, scale: float | None = None) -> int:
-    """Return marks that, or-ed with those of another rank, show whether its batch or its scale of gradients differs.
+    """Return marks that, or-ed with the marks of another rank, show whether its batch or its scale of gradients differs.
 
     A number and its complement are or-ed. If two numbers differ, a bit is then set in both. A scale has its place on two
     grids, shifted by half a step, so that rounding moves it to another place on one of them at most. Scales that are 10 %
     apart have other places on both.
 
     Args:
-        digest: digest of the batch; None if there is nothing to compare.
         scale: factor of this rank's gradients since the last step; None if unknown.
     """
     place = None if scale is None else math.log(scale) / _GRID
@@ -259,7 +254,6 @@ def require_graph(flags: int, step: int) -> None:
 
     Args:
         flags: flags of all ranks of all replicas; 0 in an evaluation.
-        step: number of the step.
     """
     if flags == TRAINABLE | COUNTED:
         raise StageError(
@@ -297,6 +291,7 @@ def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
     ids, total, weights, verdict, rows_in, rows_out, *rest = message.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
+    # A column for each name, then the names.
     names = rest[len(rest) // 2 :]
     numbers = ids.tolist()
     losses.total.update(zip(numbers, total, strict=True))
@@ -305,3 +300,68 @@ def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
         losses.parts[n] = {name: column[index] for name, column in zip(names, rest, strict=False)}
     flags, *refusal = verdict.tolist()
     return Refusal(*refusal) if refusal else None, flags
+
+
+_WATCHED, _NUMBERS = 2, 16
+"""Gradients that are watched, and numbers of each."""
+
+_LARGEST = 2**20
+"""Numbers of the largest gradient that may be kept alive until the next step."""
+
+_DISTINCT = 4
+"""Magnitudes that a common factor is read from: of fewer, gradients clipped by value may look scaled."""
+
+_SPREAD = 1.02
+"""Largest ratio between factors that count as one, since gradients may be bfloat16."""
+
+_FIRST, _EVERY = 20, 100
+"""Steps in which gradients on a device are watched, since reading them waits for it: the first, then every n-th."""
+
+
+class GradientScale:
+    """The factor by which a program scaled this rank's gradients since the last step, which all ranks must have in common.
+
+    ``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters that it is given. In processes these are the ones of
+    the process's own stages, so every rank would scale its gradients by another factor. `Pipeline.clip_grad_norm_` takes
+    the norm over all ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        real = (p for p in parameters if p.is_floating_point())
+        unique = {id(p): p for p in real if _DISTINCT <= p.numel() <= _LARGEST}
+        self._parameters = sorted(unique.values(), key=lambda p: p.numel())
+        self._seen: list[tuple[Tensor, int, list[float]]] = []
+
+    def remember(self, number: int) -> None:
+        """Note some gradients at the end of a training step, by the number of steps before it."""
+        with_grad = (
+            p.grad for p in self._parameters if p.grad is not None and p.grad.layout is torch.strided
+        )
+        grads = list(islice(with_grad, _WATCHED))
+        waits = any(grad.device.type != "cpu" for grad in grads)
+        if waits and number >= _FIRST and number % _EVERY:
+            grads = []
+        self._seen = [(grad, grad._version, _numbers(grad)) for grad in grads]
+
+    def factor(self) -> float | None:
+        """Return the factor, 1.0 if nothing was scaled; None if it cannot be told. Gradients are let go."""
+        seen, self._seen = self._seen, []
+        if all(grad._version == version for grad, version, _ in seen):
+            return 1.0 if seen else None
+        return _common_factor(
+            [pair for grad, _, before in seen for pair in zip(before, _numbers(grad), strict=False)]
+        )
+
+
+def _numbers(grad: Tensor) -> list[float]:
+    numbers: list[float] = local(grad.detach()).reshape(-1)[:_NUMBERS].double().tolist()
+    return numbers
+
+
+def _common_factor(pairs: list[tuple[float, float]]) -> float | None:
+    """Return the one factor between the numbers of all pairs; None if there is none, or too few numbers tell it."""
+    usable = [(a, b) for a, b in pairs if a and math.isfinite(a) and math.isfinite(b)]
+    if len({abs(a) for a, _ in usable}) < _DISTINCT:
+        return None
+    ratios = [b / a for a, b in usable]
+    return ratios[0] if min(ratios) > 0 and max(ratios) <= min(ratios) * _SPREAD else None

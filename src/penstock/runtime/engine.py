@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
@@ -18,13 +18,11 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.hang import HangDetector
-from penstock.runtime.health.late import LateRanks
-from penstock.runtime.health.watchdog import Watchdog
+from penstock.runtime.health.hang import HangDetector, Watchdog
+from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
-from penstock.runtime.tracing.gather import gather_trace
-from penstock.runtime.tracing.recorder import measured_trace
+from penstock.runtime.tracing.gather import gather_trace, measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.shared import broadcast_shared
@@ -32,6 +30,7 @@ from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
+from penstock.schedule.ops import Kind
 from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
 
@@ -42,14 +41,7 @@ class Engine:
     """The part of a pipeline that runs the steps of this process's ranks.
 
     Args:
-        local_stages: stages of the ranks.
-        local_ranks: ranks of this process.
         timeout: longest wait between threads; between processes the timeout of `world` counts.
-        world: the pipeline's processes; None if its ranks are threads of one process.
-        device: device of the stages; None for the CPU.
-        replicas: number of replicas of the pipeline.
-        options: options that say how copies of the model are kept the same.
-        threads: CPU threads of each rank that is a thread.
     """
 
     def __init__(
@@ -80,6 +72,7 @@ class Engine:
             self._connect(world, device)
         elif local_stages.schedule.ranks > 1:
             self._start_threads(threads)
+        # Once connected, holders of one stage have the first holder's values, which `Copies` notes as equal.
         self._copies = Copies(local_stages, world, replicas, options)
         local_stages.watch_copies(replicas)
         self._fixed = local_stages.fixed_modules(replicas)
@@ -145,7 +138,6 @@ class Engine:
         """Run one step on this process's ranks, and return their work with its results.
 
         Args:
-            options: options of the step.
             split: function that returns this pipeline's share of the batch; an error in it goes to all ranks.
             check: function of the share, called once all ranks have done the step (default None).
 
@@ -252,6 +244,7 @@ class Engine:
         if trains not in self._executors:
             self._executors[trains] = self._make_executors(trains)
         executors = self._executors[trains]
+        # An evaluation has rows of its own, by which the watchdog describes where the rank is.
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
         return executors
@@ -273,6 +266,7 @@ class Engine:
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         if self._world is not None and self._world.mesh is not None:
+            # Their compiled ops refer to the reduction that is replaced.
             self._executors.clear()
             self.local_stages.make_buckets(self._world, zero)
 
@@ -296,6 +290,7 @@ class Engine:
         def run(rank: int) -> None:
             results[rank] = job(rank)
 
+        # Such jobs send no messages, so there is no wait to end.
         self._rank_threads.run([partial(run, rank) for rank in self.local_ranks], lambda why: None)
         return [results[rank] for rank in self.local_ranks]
 
@@ -349,7 +344,51 @@ class Engine:
             self.local_stages.replica_reduction.detach(wait=self._status == "idle")
         if self._rank_threads is not None:
             self._rank_threads.close()
+        # Before the registry closes the descriptors that the watchdog polls.
         if self._watch is not None:
             self._watch.close()
         if self._world is not None:
             self._world.disconnect(failed=self._status != "idle")
+
+
+class LateRanks:
+    """The ranks that were at work when the last training step failed, and the op each was in.
+
+    They may still change gradients after the failed step has returned to the caller.
+    """
+
+    def __init__(self) -> None:
+        self._late: list[tuple[Executor, int]] = []
+
+    def note(self, executors: Sequence[Executor], ranks: Iterable[int]) -> None:
+        """Remember the ops that ranks are in, before the caller can zero their gradients."""
+        self._late += [(executors[n], executors[n].progress[ROW]) for n in ranks]
+
+    def require_no_gradients(self) -> None:
+        """Refuse one step if a late rank has run a backward since; call it once all of them have ended.
+
+        Raises:
+            PenstockError: if a late rank has added to gradients.
+        """
+        late, self._late = self._late, []
+        if ranks := sorted({executor.rank for executor, row in late if _changed_gradients(executor, row)}):
+            raise PenstockError(
+                f"rank {', '.join(map(str, ranks))} was still in the backward when an earlier step had failed or was "
+                "interrupted, and added to gradients after that; it has ended now. Call zero_grad() and repeat the step"
+            )
+
+
+def _changed_gradients(executor: Executor, row: int) -> bool:
+    """Return whether a rank has added to gradients since the op at `row`."""
+    progress, program = executor.progress, executor.program
+    last = progress[ROW]
+    if last == END:
+        if executor.shared is not None:
+            return True  # the step's end sums gradients over ranks
+        stop = program.schedule.rows(executor.rank).stop
+    else:
+        stop = (
+            last if progress[WAITS] else rows_of(program, last).stop
+        )  # a rank that waits has not begun its op
+    kinds = program.schedule.kind[row:stop] if row != END else ()
+    return any(kind not in (Kind.F, Kind.R) for kind in kinds)

@@ -18,6 +18,7 @@ from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,
     TRAINABLE,
+    GradientScale,
     Refusal,
     agree,
     compare_marks,
@@ -31,7 +32,6 @@ from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_pro
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
-from penstock.runtime.weights.gradient_scale import GradientScale
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
@@ -43,18 +43,7 @@ from penstock.stage.compute.stage import Stage
 class Executor:
     """Executor of one rank's ops, step by step.
 
-    Args:
-        program: program of the step.
-        rank: rank to run.
-        stages: stages of the rank by number.
-        channel: the rank's end of the transport; None if there is one rank.
-        shared: sums of gradients over the ranks that hold the same parameters; None if there are none.
-        replica_reduction: sums of gradients over replicas; None if there are none.
-        fixed: check that modules with copies are unchanged; None if there are no copies.
-
     Attributes:
-        ops: rows and functions of the ops, in order.
-        records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
     """
 
@@ -85,6 +74,7 @@ class Executor:
         if self.trains and (in_processes or replica_reduction is not None):
             self._scale = GradientScale(p for stage in stages.values() for p in stage.module.parameters())
         self.device = device_of([stage.module for stage in stages.values()])
+        # Two moments for each op: its start and its end.
         self.records = OpRecords(count, clock(self.device, 2 * count))
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
@@ -109,6 +99,7 @@ class Executor:
             ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
             WaitTimeoutError: if a wait exceeds the timeout.
         """
+        # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
         try:
@@ -156,12 +147,14 @@ class Executor:
 
     def _run_ops(self) -> None:
         progress = self.progress
+        # The loop stores each op's row as it goes, so a step spends no statement on it.
         for progress[ROW], op in self.ops:
             op()
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values() if self.trains else ():
             stage.end()
+        # Replicas add the sums over holders, so these come first.
         if self.shared is not None:
             self.shared.finish()
         if self.replica_reduction is not None and self.trains:
@@ -192,7 +185,7 @@ class Executor:
         return self.replica_reduction.step(step, reduces)
 
     def _agree(self) -> tuple[Refusal | None, int]:
-        """Report this rank's losses, refusal and flags, and return those of all ranks."""
+        """Report this rank's losses, refusal and flags, and return the refusal and the flags of all ranks."""
         work = self._state.work
         refusal, flags = None, 0
         if work.options.check_finite and self.trains:

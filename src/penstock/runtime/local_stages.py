@@ -19,12 +19,12 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.recompute_choice import choose_recompute
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
@@ -42,24 +42,9 @@ Modules = dict[tuple[int, int], StageModule]
 class LocalStages:
     """Stages of this process's ranks, and the weights that they share with other ranks.
 
-    Args:
-        program: program of a training step, checked.
-        layers_of_stages: layers of each stage.
-        local_ranks: ranks of this process.
-        device: device of the modules; None leaves them where they are built.
-        loss_fn: loss function of the last stage.
-        settings: settings of the stages' computation.
-        compile: modules given to ``torch.compile``; see `compile_modules`.
-        world: the pipeline's processes; None if its ranks are threads of one process.
-        options: options of replicas and tensor parallelism.
-
     Attributes:
-        schedule: the program's schedule.
         split: names of each stage's layers.
         blocks: number of blocks of each stage, as a split counts them.
-        ties: tied weights of the model.
-        routes: routes of the named values.
-        program: program of a training step, with the routes that skip stages.
         modules: stage modules by (rank, stage).
         stages: stages by (rank, stage).
         shared_groups: parameters that other ranks hold, too, by local rank.
@@ -95,6 +80,7 @@ class LocalStages:
             require_own_axes(modules, world, self.schedule)
 
         run_each(build, world.all_gather if world is not None else None)
+        # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
@@ -137,11 +123,7 @@ class LocalStages:
         return self._settings.random
 
     def watch_copies(self, replicas: int) -> None:
-        """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers.
-
-        Args:
-            replicas: number of replicas of the pipeline.
-        """
+        """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers."""
         for (rank, _), stage in self.stages.items():
             shared = {id(p) for group in self.shared_groups[rank] for p in group.parameters}
             stage.isolation.copied = [
@@ -176,12 +158,7 @@ class LocalStages:
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
     def make_buckets(self, world: World, zero: bool) -> None:
-        """Make the buckets of this process's gradients, or make them again; every replica calls it.
-
-        Args:
-            world: the pipeline's processes.
-            zero: divide the update of the parameters among the replicas.
-        """
+        """Make the buckets of this process's gradients, or make them again; every replica calls it."""
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
         self.replica_reduction = ReplicaReduction(
@@ -210,17 +187,13 @@ class LocalStages:
         return replace(forwards, skips=self.routes.skips)
 
     def fixed_modules(self, replicas: int) -> FixedModules | None:
-        """Return a check that modules with copies are unchanged; None if there are no copies.
-
-        Args:
-            replicas: number of replicas of the pipeline.
-        """
+        """Return a check that modules with copies are unchanged; None if there are no copies."""
         if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
             return None
         return FixedModules(self.modules.values(), self.ties.over_stages)
 
     def choose_recompute(self, memory: int) -> None:
-        """Choose the layers of each rank to recompute; see `penstock.runtime.weights.recompute_choice`."""
+        """Choose the layers of each rank to recompute; see `choose_recompute`."""
         for rank, stages_of_rank in enumerate(self.schedule.placement.stages_of):
             stages = {s: self.stages[rank, s] for s in stages_of_rank if (rank, s) in self.stages}
             if stages:
@@ -229,14 +202,7 @@ class LocalStages:
     def executor(
         self, trains: bool, rank: int, channel: Channel | None, fixed: FixedModules | None = None
     ) -> Executor:
-        """Return a rank's executor.
-
-        Args:
-            trains: True for training steps, False for evaluations.
-            rank: rank of this process.
-            channel: the rank's end of the transport; None if there is one rank.
-            fixed: check that the executor makes before every step (default none).
-        """
+        """Return a rank's executor."""
         program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
@@ -256,13 +222,9 @@ def build_modules(
 ) -> Modules:
     """Build the stages of this process's ranks, each once.
 
-    A stage that several of them hold is built for the first holder; the others get modules that share its memory.
+    A stage that several of them hold is built for the first holder; the other holders get modules that share its memory.
 
     Args:
-        layers_of_stages: layers of each stage.
-        placement: ranks that hold each stage.
-        local_ranks: ranks of this process.
-        device: device of the modules; None leaves them where they are built.
         seed: random seed of layers given as functions; their numbers depend on it and on the layer's name alone.
     """
     modules: Modules = {}
@@ -335,7 +297,6 @@ def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity:
     """Give the modules to ``torch.compile``.
 
     Args:
-        modules: stage modules by (rank, stage).
         granularity: "none", "block" (each layer) or "stage" (each stage's layers together).
     """
     for module in modules.values():
@@ -344,3 +305,43 @@ def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity:
                 layer.compile()
         elif granularity == "stage":
             module.compile_run()
+
+
+def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage], limit: int) -> None:
+    """Let a rank's stages recompute as few layers as the limit allows, those first that free the most bytes.
+
+    The rank's peak memory is the one that the checker predicts (`penstock.schedule.memory.peak`), plus the largest
+    recomputed layer, which is back in memory during its backward.
+
+    Args:
+        stages: stages of the rank by number, after a step in which every layer was recomputed and measured.
+        limit: bytes of activations that the rank may hold.
+
+    Raises:
+        ConfigError: if the rank exceeds the limit with every layer recomputed; says how many bytes it needs.
+    """
+    kept = {s: [layer.kept for layer in stage.layer_bytes()] for s, stage in stages.items()}
+    inputs = {s: [layer.inputs for layer in stage.layer_bytes()] for s, stage in stages.items()}
+    recomputed = {s: [False] * len(kept[s]) for s in stages}
+
+    def peak_bytes() -> int:
+        saved = [0] * schedule.stages
+        largest = 0
+        for s in stages:
+            for full, few, again in zip(kept[s], inputs[s], recomputed[s], strict=True):
+                saved[s] += few if again else full
+                largest = max(largest, full if again else 0)
+        return int(peak(schedule, saved)[rank]) + largest
+
+    order = sorted((inputs[s][n] - kept[s][n], s, n) for s in stages for n in range(len(kept[s])))
+    for _, s, n in order:
+        if peak_bytes() <= limit:
+            break
+        recomputed[s][n] = True
+    if (needed := peak_bytes()) > limit:
+        raise ConfigError(
+            f"rank {rank} holds {needed} bytes of activations even with every layer recomputed, and may hold {limit}; "
+            "use smaller microbatches, more ranks, or a schedule that holds fewer"
+        )
+    for s, stage in stages.items():
+        stage.set_recompute(recomputed[s])

@@ -41,7 +41,6 @@ class StepState:
     """State of a rank in a step, on which its ops work.
 
     Attributes:
-        work: the rank's share of the step.
         inputs: inputs of its last forward, for error messages.
         local: messages between stages of this rank, by tag.
     """
@@ -60,7 +59,6 @@ class OpRecords:
     """Times and memory of a rank's ops in its last step.
 
     Args:
-        count: ops of the rank.
         now: clock of the rank's device; see `penstock.runtime.tracing.clocks.clock`.
 
     Attributes:
@@ -111,18 +109,7 @@ class BackwardKinds(NamedTuple):
 
 
 class OpCompiler:
-    """Compiler of one rank's instructions into ops.
-
-    Args:
-        program: program of the step.
-        rank: rank whose ops are compiled.
-        stages: stages of the rank by number.
-        channel: the rank's end of the transport; None if there is one rank.
-        state: state that the ops work on.
-        records: where the ops record times and memory.
-        gradients: gradients to reduce when those of a stage are complete.
-        trains: whether the forwards keep what a backward needs.
-    """
+    """Compiler of one rank's instructions into ops."""
 
     def __init__(
         self,
@@ -233,6 +220,7 @@ class OpCompiler:
         return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
 
     def _compile_input(self, microbatch: int) -> _Receive:
+        # The work is looked up when the op runs: each step has its own.
         state = self._state
         return lambda: state.work.input(microbatch)
 

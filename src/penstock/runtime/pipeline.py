@@ -17,7 +17,6 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.runtime.batch.result import Ends, StepResult, step_result
 from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,
@@ -26,7 +25,7 @@ from penstock.runtime.batch.splitter import (
     require_no_graph,
     require_reduction,
 )
-from penstock.runtime.batch.work import LocalBatch, StepOptions
+from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
@@ -246,6 +245,7 @@ class Pipeline(PipelineModel):
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        # Last, since it takes the values of what this process does not hold.
         super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
         if self._emptied:
             self._container.record()
@@ -306,11 +306,6 @@ class Pipeline(PipelineModel):
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
         shards = self.shards
         return shards.owned() if shards is not None else [p for _, p in self.rank_parameters(rank)]
-
-    @property
-    def has_shared_weights(self) -> bool:
-        """True if a weight or a stage of this pipeline is on several ranks."""
-        return any(len(ranks) > 1 for ranks in self._local.holders)
 
     @property
     def shards(self) -> Shards | None:
@@ -427,6 +422,7 @@ class Pipeline(PipelineModel):
             trains,
             outputs,
             input_grads,
+            # A scaler looks for NaN and infinity itself, and skips the update.
             self.execution.check_finite and scaler is None,
             self.steps,
             self.reduce_gradients,

@@ -16,9 +16,7 @@ class LayerNames(NamedTuple):
     """Names of the values that a layer takes and produces.
 
     Attributes:
-        layer: name of the layer.
         takes: named values it takes; True for those it requires.
-        gives: named values it produces.
     """
 
     layer: str
@@ -37,11 +35,7 @@ def names_of(module: StageModule) -> list[LayerNames]:
 class ValueRoutes:
     """The routes of a model's named values.
 
-    Args:
-        stages: names of the layers of each stage.
-
     Attributes:
-        stages: routes of the values that each stage sends on.
         skips: (source stage, target stage) of the values that skip the stages between.
 
     Raises:
@@ -61,6 +55,7 @@ class ValueRoutes:
                     self._inputs.setdefault(name, []).append(names.layer)
                     if required:
                         self._required.setdefault(name, []).append(names.layer)
+                    # A value of the batch passes every stage before the one that takes it.
                     for before in range(stage):
                         onward[before].add(name)
                     continue
@@ -114,5 +109,5 @@ def _producers(layers: Sequence[LayerNames]) -> dict[str, int]:
 
 
 def gathered(parts: Mapping[int, list[LayerNames]]) -> list[list[LayerNames]]:
-    """Return the layers' names by stage, from those of this process or of all (`World.gather_dict`)."""
+    """Return the layers' names by stage; `parts` has the stages of this process, or of all (`World.gather_dict`)."""
     return [[LayerNames(*names) for names in parts[s]] for s in sorted(parts)]

@@ -49,11 +49,7 @@ def resolve_schedule(
     """Return the schedule that a Pipeline's arguments choose.
 
     Args:
-        schedule: name of a family, MODULE:FUNCTION, a schedule, or path of a CSV file.
-        ranks: pipeline ranks, if given.
-        microbatches: microbatches of a step.
         virtual_stages: stages on each rank, for families where it can be chosen; None if it is not given.
-        processes: processes of one pipeline; None in threads.
 
     Raises:
         ScheduleError: if a schedule that is given, not built, does not fit the other arguments.
@@ -122,11 +118,7 @@ def resolve_mesh(
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
-    """Return the device of this process; in processes a GPU without a number is that of LOCAL_RANK.
-
-    Raises:
-        ConfigError: if there is no such device.
-    """
+    """Return the device of this process; in processes a GPU without a number is that of LOCAL_RANK."""
     if device is None:
         return None
     try:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import NonFiniteError
 from penstock.host import process_memory
-from penstock.runtime.batch.result import StepResult
+from penstock.runtime.batch.work import StepResult
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup

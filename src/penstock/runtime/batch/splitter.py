@@ -1,4 +1,4 @@
-"""Split a step's batch into microbatches, and weight their losses."""
+"""Split a step's batch into microbatches, weight their losses, and find out whether processes were given the same batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError
-from penstock.runtime.batch.digests import batch_digest
+from penstock.parallel.data.replica_checks import digest
+from penstock.parallel.dtensor import local
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
+from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
@@ -25,13 +28,18 @@ from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_o
 Reduction = str | Callable[[Any], object]
 """``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""
 
+FULL_STEPS = 3
+"""First training steps in which every number of a batch counts; later, a sample of them does."""
+
+_SAMPLE = 4096
+"""Most numbers in the sample of a tensor."""
+
+_EVERY = 100
+"""Training steps from one sample to the next, if reading it has to wait for a device."""
+
 
 def require_reduction(reduction: object) -> Reduction:
-    """Return a valid `reduction`.
-
-    Raises:
-        ConfigError: if it is neither "mean", "sum", "valid" nor callable.
-    """
+    """Return a valid `reduction`."""
     if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum", "valid")):
         return reduction
     raise ConfigError(
@@ -101,14 +109,7 @@ def _count_valid(ignore_index: int, target: object) -> int:
 
 
 def require_no_graph(values: Iterable[tuple[str, object]]) -> None:
-    """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline.
-
-    Args:
-        values: arguments of the step, with their names.
-
-    Raises:
-        BatchError: if a tensor in one of them requires a gradient.
-    """
+    """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline."""
     for name, value in values:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(value)):
             raise BatchError(
@@ -124,8 +125,6 @@ def arguments_of(
 
     Args:
         names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
-        loss_fn: loss function.
-        x, y, named: arguments of the step.
 
     Raises:
         BatchError: if the mapping has a key that the model does not know, or one that is given twice.
@@ -170,19 +169,7 @@ def _second_parameter(function: object) -> str | None:
 
 
 class BatchSplitter:
-    """Splitter of each step's batch for one pipeline.
-
-    Args:
-        microbatches: number of microbatches of one pipeline.
-        replicas: number of pipelines that share the global batch.
-        replica: index of this pipeline among the replicas.
-        device: device of the microbatches; None leaves them where they are.
-        reduction: "mean", "sum", "valid" or a function, by which the microbatches' losses are reduced.
-        ignore_index: target that the loss function ignores.
-        routes: routes of the named values that the layers take.
-        holds_first, holds_last: whether this process holds the first and the last stage.
-        compares: whether to compare this process's batch with that of the other processes in every step.
-    """
+    """Splitter of each step's batch for one pipeline."""
 
     def __init__(
         self,
@@ -202,6 +189,7 @@ class BatchSplitter:
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         self.ignore_index = ignore_index
+        # One replica warns for all, since each splits the whole batch.
         self._compares_counts = reduction == "mean" and microbatches * replicas > 1 and replica == 0
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
@@ -213,8 +201,6 @@ class BatchSplitter:
         Args:
             x: input of the model; None on processes without the first stage.
             y: target; None on processes without the last stage, or in an evaluation without loss.
-            named: keyword inputs of layers by name.
-            options: options of the step.
 
         Raises:
             BatchError: if the input or the target is missing, cannot be split, or they have different numbers of rows.
@@ -308,11 +294,8 @@ def loss_weights(
     """Return the weights of the microbatches' losses.
 
     Args:
-        targets: targets by microbatch.
-        rows: number of rows of each target.
         reduction: "mean" to weight by rows (divide by the number of microbatches if rows are equal), "sum" to add, or a
             function that returns a target's weight.
-        scale: factor of the loss in the backward (default 1).
 
     Raises:
         BatchError: if the function's counts are not finite, are negative, or are all 0.
@@ -341,3 +324,48 @@ def _number(count: object) -> float:
     if isinstance(count, Tensor):
         return float(count.item()) if count.numel() == 1 else math.nan
     return float(count) if isinstance(count, int | float) else math.nan
+
+
+def batch_digest(values: Iterable[object], number: int, trains: bool) -> int | None:
+    """Return a digest of a step's batch; None if it has no plain tensor, or is not to be compared in this step."""
+    return digest_of(values) if trains and number < FULL_STEPS else sample_digest_of(values, number)
+
+
+def digest_of(values: Iterable[object]) -> int | None:
+    """Return a digest of all numbers of the tensors in some values; None if there is no plain tensor."""
+    plain = _plain_tensors(values)
+    return digest(repr(checksums(plain)).encode()) if plain else None
+
+
+def sample_digest_of(values: Iterable[object], number: int = 0) -> int | None:
+    """Return a digest of the tensors' shapes and of a sample of their numbers; it takes microseconds.
+
+    None if there is no plain tensor, or if reading them has to wait for a device and `number` is not a multiple of 100.
+    """
+    plain = _plain_tensors(values)
+    if not plain or (number % _EVERY and any(leaf.device.type != "cpu" for leaf in plain)):
+        return None
+    found = 0
+    for leaf in plain:
+        found = crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), found)
+        found = crc32(_sample(leaf), found)
+    return found
+
+
+def _plain_tensors(values: Iterable[object]) -> list[Tensor]:
+    leaves = [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return the bytes of numbers that are spread over a tensor, with every row among them if there are not too many."""
+    sample = local(tensor.detach())
+    while sample.numel() > _SAMPLE:
+        longest = max(range(1, sample.dim()), key=lambda d: sample.shape[d], default=0)
+        dim = longest if sample.shape[longest] > 1 else 0
+        step = min(math.ceil(sample.numel() / _SAMPLE), sample.shape[dim])
+        sample = sample[(slice(None),) * dim + (slice(step // 2, None, step),)]
+    sample = sample.resolve_conj().resolve_neg()
+    if sample.is_complex():
+        sample = torch.view_as_real(sample)
+    return sample.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -27,17 +27,14 @@ Values = dict[str, Tensor]
 """Buffers of a copy of a stage that a step changed, by name in the whole model."""
 
 Gather = Callable[[dict[int, Values]], dict[int, list[Values]]]
-"""Function from the changes of this process's copy of each stage to those of all copies, first replica first."""
+"""Function from the changes of this process's copy of each stage to the changes of all copies, first replica first."""
 
+# BatchNorm1d, 2d and 3d have the forward of one base class.
 _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
 def require_rule(rule: object) -> Rule:
-    """Return a valid rule.
-
-    Raises:
-        ConfigError: if it is not "refuse", "mean" or "first".
-    """
+    """Return a valid rule."""
     if rule not in ("refuse", "mean", "first"):
         raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', got {rule!r}")
     return rule
@@ -48,8 +45,6 @@ class NamedBuffer(NamedTuple):
 
     Attributes:
         name: name in the whole model.
-        owner: module that owns it.
-        attribute: name in its owner.
     """
 
     name: str
@@ -63,7 +58,7 @@ class NamedBuffer(NamedTuple):
 
 
 def stage_buffers(module: StageModule, persistent: bool = True) -> list[NamedBuffer]:
-    """Return a stage's persistent buffers, or the others, each once."""
+    """Return a stage's persistent buffers, or its scratch buffers, each once."""
     buffers: dict[tuple[int, str], NamedBuffer] = {}
     for layer_name, layer in module.named_layers():
         saved = layer.state_dict(keep_vars=True).keys()
@@ -82,12 +77,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 class _StageCopy:
-    """One copy of a stage, and the buffers that steps change in it.
-
-    Attributes:
-        buffers: persistent buffers by name.
-        before: values before the step.
-    """
+    """One copy of a stage, and the buffers that steps change in it."""
 
     def __init__(self, module: StageModule) -> None:
         self.buffers = {buffer.name: buffer for buffer in stage_buffers(module)}
@@ -116,7 +106,7 @@ class _StageCopy:
         self.record()
 
     def record(self) -> None:
-        """Record that the values are those of every copy."""
+        """Record that every copy has these values now."""
         self._versions = {name: _version(buffer.value) for name, buffer in self.buffers.items()}
 
     def record_scratch(self) -> None:
@@ -164,7 +154,7 @@ class BufferCopies:
     """Copies of a process's stages, whose buffers get the same values after every step.
 
     Args:
-        stages: copies of each stage in this process by stage number, those of the first holder first.
+        stages: copies of each stage in this process by stage number, the first holder's copy first.
         rule: rule for buffers other than statistics of batch normalization, if copies differ. "refuse" ends the step;
             "mean" takes the mean over the copies that changed it (of integers the first); "first" takes the first.
         gather: exchange between processes; None if all copies are here.
@@ -238,6 +228,7 @@ class BufferCopies:
         if any(problems):
             self.restore()
             first = next(text for text in problems if text)
+            # Processes exchange texts alone; the first word in quotes is the buffer's name.
             raise ReplicaError(first, first.split("'")[1])
         for s, copies in self._copies.items():
             for copy in copies:
@@ -280,6 +271,7 @@ def _join_statistics(copy: _StageCopy, buffer: NamedBuffer, changes: Sequence[Va
     if buffer.name == counter:
         return before + sum(updates)
     momentum: float | None = buffer.owner.momentum  # type: ignore[assignment]  # of an nn.Module
+    # In float64, since differences of nearly equal statistics are added.
     start, joined = before.double(), before.double()
     total = counted
     for values, count in zip(changes, updates, strict=True):

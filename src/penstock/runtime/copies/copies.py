@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
 
-from penstock.parallel.dtensor import is_sharded
-from penstock.runtime.copies.aliases import Aliases
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ReplicaError
+from penstock.parallel.dtensor import gradient_dtype, is_sharded
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
-from penstock.runtime.copies.module_copies import ModuleCopies
+from penstock.runtime.copies.fixed import require_no_late_hook, whole_model_modules
 from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, difference_error
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.workers.world import World
+from penstock.stage.live import INTERNAL
 from penstock.stage.module import StageModule
 from penstock.stage.values import same_values
 
+_Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+_VALUES = bool, int, float, complex, str, bytes, types.NoneType, torch.dtype
+_PLAIN = frozenset([*_VALUES, types.FunctionType, types.BuiltinFunctionType])
+"""Types of values that copies may share."""
+
+_DEEPEST = 6
+"""Nesting to which containers and objects are followed; a limit, since objects may refer to each other in a circle."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class Copies:
-    """Copies in this process and in others.
-
-    Args:
-        local_stages: stages of this process.
-        world: the pipeline's processes; None if its ranks are threads.
-        replicas: number of replicas.
-        options: options that say how copies are kept the same.
-    """
+    """Copies within this process, and copies that other processes hold."""
 
     def __init__(
         self,
@@ -113,10 +125,6 @@ class Copies:
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
         """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it.
 
-        Args:
-            trains: True before a training step.
-            wait_for_parameters: function that waits for parameters that are being collected.
-
         Raises:
             ReplicaError: if copies differ, or cannot get a change of a module.
         """
@@ -124,6 +132,7 @@ class Copies:
         self._buffers.sync()
         if not trains:
             return
+        # The first step is due, too: copies may differ from the start.
         due = self._check_every > 0 and self._trained % self._check_every == 0
         self._trained += 1
         if due:
@@ -152,8 +161,8 @@ class Copies:
     def _compare_threads(self) -> None:
         for s, (first, *others) in self._modules.items():
             for n, other in enumerate(others, 1):
-                for one, copy in zip(_tensors_of(first), _tensors_of(other), strict=True):
-                    a, b = one.tensor.detach(), copy.tensor.detach()
+                for one, second in zip(_tensors_of(first), _tensors_of(other), strict=True):
+                    a, b = one.tensor.detach(), second.tensor.detach()
                     shared = (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
                     if not shared and not same_values(a, b, True):
                         where = {0: [f"stage {s}, copy 0"], 1: [f"copy {n}"]}
@@ -191,3 +200,248 @@ def _tensors_of(module: StageModule) -> Iterator[CopiedTensor]:
         yield CopiedTensor("", name, "parameter", p)
     for buffer in stage_buffers(module):
         yield CopiedTensor("", buffer.name, "buffer", buffer.value)
+
+
+class ModuleCopies:
+    """Modules that have copies in other threads, kept like the user's modules between two steps.
+
+    Attributes with plain values are copied (``training``, the ``p`` of a dropout, an activation function), and so are
+    containers and objects of such values (a config). A change that would reach one copy only, such as a new layer or a hook,
+    is refused by name.
+
+    Args:
+        pairs: (module, its copies): the module that the user changes, and those that get its changes.
+    """
+
+    def __init__(
+        self, stages: Iterable[StageModule], pairs: Iterable[tuple[nn.Module, Sequence[nn.Module]]]
+    ) -> None:
+        names: dict[int, str] = {}
+        for name, module in whole_model_modules(stages):
+            names.setdefault(id(module), name)
+        self._modules = [
+            _CopiedModule(names.get(id(first), type(first).__name__), first, others)
+            for module, copies in pairs
+            for first, *others in zip(module.modules(), *(c.modules() for c in copies), strict=True)
+            if copies and not isinstance(first, StageModule)
+        ]
+
+    def sync(self) -> None:
+        """Copy changed attributes, before a step.
+
+        Raises:
+            ReplicaError: if the copies cannot get a change; names the module. No attribute was copied then.
+        """
+        for module in self._modules:
+            module.require_same_structure()
+        known: dict[int, Any] = {}
+        for module in self._modules:
+            module.sync(known)
+
+    def record(self) -> None:
+        """Record the modules after a step; attributes that its forwards changed are not copied."""
+        known: dict[int, Any] = {}
+        for module in self._modules:
+            module.record(known)
+
+
+class _CopiedModule:
+    def __init__(self, name: str, module: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self.name = name
+        self.module = module
+        self.copies = [other for other in copies if other is not module]
+        self.record({})
+
+    def record(self, known: dict[int, Any]) -> None:
+        values = vars(self.module)
+        self._structure, self._attributes = _structure(self.module), _plain(values, known)
+        # Keep the objects alive: the id of a dead one may be reused.
+        self._alive = [*values["_parameters"].values(), *values["_modules"].values(), values.get("forward")]
+
+    def require_same_structure(self) -> None:
+        structure = _structure(self.module)
+        if structure == self._structure:
+            return
+        change = next(key for key, value in structure.items() if value != self._structure[key])
+        raise ReplicaError(
+            f"module {self.name!r} ({type(self.module).__name__}) has {change} than when the pipeline was built, which its "
+            "copies in other threads (stages that several ranks hold, a module used on several ranks) cannot follow; "
+            "undo the change, build a new Pipeline, or use one without copies",
+            self.name,
+        )
+
+    def sync(self, known: dict[int, Any]) -> None:
+        attributes = _plain(vars(self.module), known)
+        if attributes == self._attributes:
+            return
+        for key, value in attributes.items():
+            if key not in self._attributes or self._attributes[key] != value:
+                for other in self.copies:
+                    vars(other)[key] = copy.deepcopy(vars(self.module)[key])
+        self._attributes = attributes
+
+
+def _plain(values: Mapping[str, Any], known: dict[int, Any]) -> dict[str, Any]:
+    """Return the attributes whose values can be given to copies, in a form that a change in place does not change.
+
+    Args:
+        known: forms of objects by id, since modules may share a config; filled in.
+    """
+    plain = {}
+    for key, value in values.items():
+        if type(value) in _PLAIN:
+            # A forward that was replaced is refused by `_structure`.
+            if key != "forward":
+                plain[key] = value
+        elif key not in INTERNAL:
+            if id(value) not in known:
+                known[id(value)] = _frozen(value, 0)
+            if (form := known[id(value)]) is not None:
+                plain[key] = form
+    return plain
+
+
+def _frozen(value: Any, depth: int) -> Any:
+    """Return a container or object of plain values as nested tuples; None if there is anything else in it."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, Enum):
+        return kind, value
+    if depth > _DEEPEST:
+        return None
+    if isinstance(value, list | tuple):
+        parts = [_frozen(part, depth + 1) for part in value]
+    elif isinstance(value, dict):
+        parts = [_frozen(part, depth + 1) for item in value.items() for part in item]
+    elif hasattr(value, "__dict__") and not isinstance(
+        value, nn.Module | torch.Tensor | type | types.ModuleType
+    ):
+        parts = [_frozen(part, depth + 1) for item in vars(value).items() for part in item]
+    else:
+        return None
+    return None if None in parts else (kind, *parts)
+
+
+def _structure(module: nn.Module) -> dict[str, object]:
+    """Return the properties that cannot be given to copies; the keys are the words for a change in an error."""
+    values = vars(module)
+    return {
+        "another class": type(module),
+        "another forward": id(values.get("forward")),
+        "other parameters": [(name, id(p)) for name, p in values["_parameters"].items()],
+        "other modules": [(name, id(child)) for name, child in values["_modules"].items()],
+        "other buffers": list(values["_buffers"]),
+        "other hooks": [list(values[hooks]) for hooks in _HOOKS],
+    }
+
+
+class _Group:
+    """Parameters that are one parameter to the user; the first is the user's own.
+
+    Attributes:
+        hooked: whether hooks on the first are copied to the others. Not for tied weights: each of their uses has its own
+            gradient, and a hook must see the sum (see `FixedModules`).
+    """
+
+    def __init__(self, name: str, members: tuple[nn.Parameter, ...], hooked: bool) -> None:
+        self.name = name
+        self.members = members
+        self.hooked = hooked
+        self._handles: list[Any] = []
+        # State of all members after the last `sync`.
+        self._requires_grad = members[0].requires_grad
+        self._memory = _memory(members[0])
+        self._hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
+
+    def sync(self) -> None:
+        """Apply a change of one member to all."""
+        pointer, dtype, shape, strides = self._memory
+        first, moved = self.members[0], False
+        for p in self.members:
+            if p.requires_grad != self._requires_grad:
+                self._requires_grad = p.requires_grad
+                for member in self.members:
+                    member.requires_grad_(self._requires_grad)
+            if p.data_ptr() != pointer or p.dtype != dtype or p.shape != shape or p.stride() != strides:
+                moved = True
+        hooks = tuple((first._backward_hooks or {}).values())
+        if self._requires_grad and self.hooked and hooks != self._hooks:
+            self._copy_hooks(hooks)
+        if getattr(first, "_post_accumulate_grad_hooks", None):
+            require_no_late_hook(self.name, first)
+        if moved:
+            self._move()
+
+    def _copy_hooks(self, hooks: tuple[Callable[[Tensor], Tensor | None], ...]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._hooks = hooks
+        self._handles = [
+            p.register_hook(hook)  # type: ignore[no-untyped-call]  # not annotated in torch
+            for p in self.members[1:]
+            for hook in hooks
+        ]
+
+    def _move(self) -> None:
+        before = self._memory
+        moved = [p for p in self.members if _memory(p) != before]
+        source = moved[0]
+        if any(not _same(p, source) for p in moved):
+            raise ReplicaError(
+                f"parameter {self.name!r} has several copies in this process, and they were given different values; set "
+                "the data of one of them, and the others follow",
+                self.name,
+            )
+        for p in self.members:
+            if p is not source:
+                _share(p, source)
+        self._memory = _memory(source)
+
+
+class Aliases:
+    """Groups of a process's parameters that are one to the user: copies of a stage, and tied weights, in threads.
+
+    Autograd sees separate parameters; they share memory. A change to one applies to all: ``requires_grad``, new memory
+    (``p.data = ...``, ``model.double()``), and hooks on the gradient.
+
+    Args:
+        parameters: (name in the whole model, parameter) of all modules of the process, the user's own first; a tied
+            weight has the first of its names.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tied: Iterable[str] = ()) -> None:
+        by_name: dict[str, dict[int, nn.Parameter]] = {}
+        for name, p in parameters:
+            by_name.setdefault(name, {})[id(p)] = p
+        unhooked = set(tied)
+        several = {name: tuple(group.values()) for name, group in by_name.items() if len(group) > 1}
+        self._groups = [
+            _Group(name, members, name not in unhooked)
+            for name, members in several.items()
+            if not members[0].is_meta
+        ]
+
+    def sync(self) -> None:
+        """Apply changes made since the last step to all parameters of a group.
+
+        Raises:
+            ReplicaError: if parameters of one group were given different values.
+            ConfigError: if one has a hook that runs after its gradient was accumulated.
+        """
+        for group in self._groups:
+            group.sync()
+
+
+def _memory(parameter: Tensor) -> _Memory:
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.device == other.device and same_values(one.detach(), other.detach(), True))
+
+
+def _share(parameter: nn.Parameter, source: nn.Parameter) -> None:
+    """Give a parameter another one's memory; convert its gradient, or drop it if the shape differs."""
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = source.data
+    if grad is not None and grad.shape == parameter.shape:
+        parameter.grad = grad.to(parameter.device, gradient_dtype(parameter))

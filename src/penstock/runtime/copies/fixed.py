@@ -1,4 +1,4 @@
-"""Refuse to replace modules and parameters that have copies.
+"""Refuse changes of modules and parameters that cannot reach their copies.
 
 Gradients of copies (replicas, stages on several ranks, tied weights) are joined parameter by parameter. A parameter added
 or replaced after the pipeline was built would be trained on one copy only.
@@ -7,14 +7,15 @@ or replaced after the pipeline was built would be trained on one copy only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.errors import ReplicaError
+from penstock.errors import ConfigError, ReplicaError
+from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.tensor.plan import sums_gradients
-from penstock.runtime.copies.aliases import require_no_late_hook
 from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
 
@@ -28,12 +29,7 @@ def whole_model_modules(stages: Iterable[StageModule]) -> Iterator[tuple[str, nn
 
 
 class FixedModules:
-    """Modules and parameters of stages, as they were when the pipeline was built.
-
-    Args:
-        stages: modules of the stages.
-        tied: names of weights that several stages have.
-    """
+    """Modules and parameters of stages, as they were when the pipeline was built."""
 
     def __init__(self, stages: Iterable[StageModule], tied: Iterable[str] = ()) -> None:
         modules = list(whole_model_modules(stages))
@@ -66,7 +62,7 @@ class FixedModules:
                 changed = (key for key in {**before, **members} if members.get(key) is not before.get(key))
                 member = next((f".{key}" for key in changed), "")
                 raise ReplicaError(
-                    f"{name}{member}: the {kind} of {name} are others than when the pipeline was built, and "
+                    f"{name}{member}: {kind} of {name} were added, removed or replaced after the pipeline was built, and "
                     "there are copies of them (dp, stages on several ranks, or tied weights), which would not follow; "
                     "change values in place (p.data = ..., load_state_dict without assign=True), or make a new Pipeline"
                 )
@@ -82,3 +78,17 @@ class FixedModules:
                     name,
                 )
             require_no_late_hook(name, p)
+
+
+def require_no_late_hook(name: str, parameter: Tensor) -> None:
+    """Raise if a hook runs after the gradient was accumulated: it would see a part of it. Hooks of buckets are allowed."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if not all(_is_internal(hook) for hook in hooks.values()):
+        raise ConfigError(
+            f"parameter {name} has a hook that runs after its gradient was accumulated, and a copy on another rank or "
+            "replica, whose gradient is added later; use a hook of the gradient (register_hook), or an optimizer"
+        )
+
+
+def _is_internal(hook: object) -> bool:
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), GradientBuckets)

@@ -25,7 +25,6 @@ class CopiedTensor(NamedTuple):
 
     Attributes:
         group: name of the tensors compared at once: a stage, or a weight that several stages share.
-        name: name in the whole model.
         kind: "parameter" or "buffer".
         tensor: this process's copy, or its shard.
     """
@@ -57,12 +56,14 @@ def _sums(tensor: Tensor) -> Tensor:
     if shard.is_complex():
         shard = torch.view_as_real(shard)
     octets = shard.contiguous().view(-1).view(torch.uint8)
+    # A view as int64 must begin at a multiple of 8 bytes.
     if octets.storage_offset() % 8:
         octets = octets.clone()
     length = len(octets) // (8 * CHUNKS)
     sums = octets[: length * 8 * CHUNKS].view(torch.int64).view(CHUNKS, length).sum(1)
     rest = octets[length * 8 * CHUNKS :].to(torch.int64)  # fewer than 8 for each chunk
     positions = torch.arange(len(rest), device=rest.device)
+    # Powers of 3 are odd, so modulo 2**64 no change of a byte is lost; each byte of a chunk has another power.
     return sums.index_add_(0, positions % CHUNKS, rest * 3 ** (1 + positions // CHUNKS))
 
 
@@ -71,8 +72,6 @@ class ReplicaCheck:
 
     Args:
         tensors: returns this process's tensors that other processes may have copies of; called at every check.
-        where: name of this process in error messages.
-        exchange: gives every process's value to all of them.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ def difference_error(
     """Return the error for tensors whose copies differ.
 
     Args:
-        kinds: "parameter" or "buffer", by name.
         differing: places that have the same value, by name and value's number.
     """
     name, places = next(iter(differing.items()))

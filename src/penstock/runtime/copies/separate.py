@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.runtime.copies.aliases import require_no_late_hook
+from penstock.runtime.copies.fixed import require_no_late_hook
 from penstock.schedule.placement import Placement
 from penstock.stage.isolation import Isolation
 from penstock.stage.layers import Layer, whole_name
@@ -27,7 +27,6 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
     """Copy a module; the copy shares its parameters' memory, but has separate gradients and buffers.
 
     Args:
-        module: module to copy.
         memo: objects copied before by id, as for ``copy.deepcopy``, for modules that share parameters; updated.
     """
     memo = {} if memo is None else memo
@@ -91,12 +90,7 @@ class SeparateModules:
 
 
 class Isolations:
-    """Parameters and buffers that stages of different ranks have in common and must not use.
-
-    Args:
-        layers_of_stages: layers of each stage.
-        placement: ranks that hold each stage.
-    """
+    """Parameters and buffers that stages of different ranks have in common and must not use."""
 
     def __init__(self, layers_of_stages: Sequence[Sequence[Layer]], placement: Placement) -> None:
         built = [

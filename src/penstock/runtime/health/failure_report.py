@@ -37,16 +37,7 @@ def explain_error(
     progress: RankProgress,
     inputs: Messages | None,
 ) -> BaseException:
-    """Return the error to raise: it names rank, stage, microbatch and op, unless it comes from another rank.
-
-    Args:
-        error: error that stopped the rank.
-        rank: number of the rank.
-        program: program of the step.
-        channel: the rank's end of the transport; None if there is one rank.
-        progress: numbers of the rank.
-        inputs: inputs of its last forward; None if there was none.
-    """
+    """Return the error to raise: it names rank, stage, microbatch and op, unless it comes from another rank."""
     if isinstance(error, TransportError) and channel is not None and not channel.one_process:
         _show_stacks(error, rank, channel)
     if not isinstance(error, Exception) or (isinstance(error, PeerError) and error.failure is not None):
@@ -80,15 +71,7 @@ def failure_of(
     program: Program,
     progress: RankProgress,
 ) -> Failure:
-    """Return the notice for the other ranks: the first cause, by rank, stage, microbatch and op.
-
-    Args:
-        error: error that stopped the rank.
-        report: what `explain_error` made of it.
-        rank, step: rank and step.
-        program: program of the step.
-        progress: numbers of the rank.
-    """
+    """Return the notice for the other ranks: the first cause, by rank, stage, microbatch and op."""
     if isinstance(error, PeerError) and isinstance(error.failure, Failure):
         return error.failure
     if isinstance(report, Exception):

@@ -1,14 +1,17 @@
-"""Detection of ranks that hang, as opposed to ranks that wait or compute, and the stacks of their processes."""
+"""Detection of ranks that hang, as opposed to ranks that wait or compute, and the watchdog that ends their processes."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from time import monotonic
 
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.health.rank_progress import ROW, STEP, WAITS, RankProgress, describe_progress
 from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
@@ -26,16 +29,10 @@ SHORT_GRACE = 1.0
 
 
 class HangDetector:
-    """Detector of hanging ranks among those of this process, by their progress.
+    """Detector of hanging ranks of this process, by their progress.
 
     A rank hangs if one of its ops runs for longer than the timeout, at which the ranks that wait for it give up. A rank that
     waits does not hang; its wait has the same timeout.
-
-    Args:
-        timeout: timeout of a wait.
-        progress: numbers of each rank of this process.
-        names: name of each rank in messages.
-        program: program of the step.
     """
 
     def __init__(
@@ -84,3 +81,43 @@ def dump_stacks(why: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr is closed, or its reader has ended
         os.write(2, f"penstock: {why}; the stacks of this process (id {os.getpid()}):\n{names}".encode())
         faulthandler.dump_traceback(2, all_threads=True)
+
+
+class Watchdog:
+    """A thread that notices at once when another process ends, and ends this process if its rank hangs.
+
+    It sees what the rank cannot see inside an op or a wait. A rank that hangs cannot raise an error, and its process would
+    never end. So the watchdog writes the stacks, tells the other processes, and ends this one with the exit code `HUNG`.
+    """
+
+    def __init__(self, peer_registry: PeerRegistry, detector: HangDetector) -> None:
+        self.detector = detector
+        peer_registry.describe = lambda progress: describe_progress(detector.program, progress)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_watch, args=(peer_registry, detector, self._stop), name="penstock-watch", daemon=True
+        )
+        # The thread has no reference to this object, so a watchdog that is dropped ends its thread.
+        weakref.finalize(self, self._stop.set).atexit = False
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _watch(peer_registry: PeerRegistry, detector: HangDetector, stop: threading.Event) -> None:
+    while not stop.is_set():
+        peer_registry.watch(POLL_INTERVAL)
+        if detector.hung():
+            _end(peer_registry, detector)
+
+
+def _end(peer_registry: PeerRegistry, detector: HangDetector) -> None:
+    text = f"{detector.describe(0)}, which is longer than the timeout of {detector.timeout.seconds:g} s"
+    peer_registry.report_error(text)
+    dump_stacks(text)
+    sys.stdout.flush()
+    # sys.exit would end this thread alone, and the rank that hangs would keep the process.
+    os._exit(HUNG)

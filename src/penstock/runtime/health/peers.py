@@ -40,12 +40,8 @@ class PeerEntry(NamedTuple):
     """One process of the run.
 
     Attributes:
-        name: its name in messages.
-        rank: its rank in its pipeline.
         pipeline: number that the processes of one pipeline share.
         machine: text that processes share if they can see each other's memory; empty if not supported.
-        pid, descriptor: process id and file descriptor of its page.
-        host: name of its machine.
     """
 
     name: str
@@ -74,12 +70,9 @@ class _Page:
 
 
 class PeerRegistry:
-    """The pages of this process and of the others on this machine.
+    """The pages of all processes of the run on this machine.
 
     Attributes:
-        progress: numbers of this process's rank.
-        describe: function that describes the progress of a rank.
-        rank, pipeline: rank of this process, and number that the processes of its pipeline share.
         calls: number of collective calls of this process that are under way, one within the other.
         failed: description of the first other process seen to end without closing its pipeline; None if there is none.
     """
@@ -137,6 +130,7 @@ class PeerRegistry:
 
     def watch(self, seconds: float) -> str | None:
         """Wait up to `seconds` for other processes to end, and return `failed`."""
+        # poll takes milliseconds.
         for descriptor, _ in self._poll.poll(1000 * seconds):
             self._poll.unregister(descriptor)
             os.close(descriptor)

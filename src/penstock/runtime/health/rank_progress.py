@@ -11,11 +11,12 @@ from typing import Protocol
 
 from penstock.schedule.program import Program
 
+# Behind the names of the last calls there is room for what `peers` keeps at the end of a page.
 STEP, ROW, WAITS, CALLS, FIELDS = 0, 1, 2, 3, 16
 """Indices of the step (0 between steps), the row of the running op, 1 + the awaited rank (0 if none), and the number of
 collective calls, after which the last `KEPT` of these follow; their number."""
 KEPT = 8
-"""Calls whose names are kept. Ranks whose steps flow into each other are at most four calls apart."""
+"""Calls whose names are kept; ranks are only a few calls apart, since a step ends when all of them agree."""
 END = -1
 """Row after the last op, while the step ends."""
 
@@ -65,11 +66,7 @@ def call_of(progress: RankProgress, number: int) -> str:
 
 
 def other_calls(calls: Mapping[int, str]) -> str:
-    """Say which ranks make which calls, where all should make the same.
-
-    Args:
-        calls: names of the calls by rank.
-    """
+    """Say which ranks make which calls, where all should make the same."""
     by_name: dict[str, list[int]] = {}
     for rank in sorted(calls):
         by_name.setdefault(calls[rank], []).append(rank)
@@ -118,7 +115,6 @@ def blocking_rank(rank: int, progress: Sequence[RankProgress | None]) -> int:
     """Follow the waits from an awaited rank to the rank that does not wait itself.
 
     Args:
-        rank: rank that another rank waits for.
         progress: numbers by rank; None where they cannot be read.
     """
     seen: set[int] = set()

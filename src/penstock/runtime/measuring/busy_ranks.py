@@ -38,8 +38,6 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     Args:
         ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
         dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
-        rounds: steps of every measurement (default 15).
-        name: name of the cluster.
 
     Returns:
         A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
@@ -47,6 +45,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     small = _steps(ranks, _SMALL, rounds)
     large = _steps(ranks, _LARGE, max(3, rounds // 3)) if ranks > 1 else small
     latency = small.latency
+    # 4 bytes an element, in fp32.
     size = 4 * (_LARGE - _SMALL)
     slower = large.latency - latency
     bandwidth = size / slower if ranks > 1 and slower > 0 else 1e12
@@ -130,9 +129,7 @@ def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     """Return the bytes per second of a device at which gradients are reduced over replicas.
 
     Args:
-        dp: number of replicas, as many as the processes.
         overhead: seconds of a step besides its ops and the reduction.
-        rounds: number of steps.
     """
     x = torch.zeros(dp, 4)
     seconds = []
@@ -148,6 +145,7 @@ def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
             if n >= 2:
                 seconds.append(spent - float(trace.end.max() - trace.start.min()) - overhead)
     (middle,) = _agree([statistics.median(seconds)])
+    # In a ring, each device sends 2 (dp - 1) / dp of the gradient's bytes.
     return 2 * (dp - 1) * 4 * _REDUCED / dp / max(middle, 1e-6)
 
 
@@ -162,11 +160,13 @@ def _agree(values: Sequence[float]) -> list[float]:
 
 def _matmul_rate(dtype: torch.dtype, size: int = 384) -> float:
     a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    # A multiplication and an addition for each of size**3 products.
     return 2 * size**3 / _seconds(lambda: torch.mm(a, b))
 
 
 def _memory_rate(elements: int = 1 << 22) -> float:
     a, b = torch.zeros(elements), torch.empty(elements)
+    # 4 bytes read and 4 written.
     return 8 * elements / _seconds(lambda: b.copy_(a))
 
 

@@ -49,7 +49,7 @@ _WAYS = (
     _Way("interleaved-1f1b", 3),
     _Way("1f1b", recompute="full"),
 )
-"""Layouts that differ in what ops cost: by their size, by what runs beside them, and by what they prepare and repeat."""
+"""Layouts that differ in what ops cost: by size, by what runs at the same time, and by what they prepare and repeat."""
 
 
 def profile_layers(
@@ -124,16 +124,8 @@ def calibrate(
     """Recalibrate a measured profile on steps of pipelines; in processes, every process calls it.
 
     Args:
-        profile: measured profile of the model.
-        cluster: this machine, as measured.
         build: function that returns the model as `penstock.Pipeline` takes it, a new one on each call.
-        loss_fn: loss function.
-        x, y: input and target of one microbatch.
-        rows: samples of it.
-        ranks: pipeline ranks.
-        steps: steps of each pipeline (default 20), some of each in turn.
-        share: share of the steps that counts, the fastest: the others shared the machine (default 0.5).
-        check_finite: option of the pipelines; see `penstock.ExecutionOptions` (default True).
+        share: share of the steps that counts, the fastest: slower ones had less of the machine (default 0.5).
     """
     ways = [way for way in _WAYS if ranks * way.virtual <= profile.blocks and (ranks > 1 or way.virtual == 1)]
     batches = [

@@ -38,12 +38,6 @@ def resolve_split(
     Args:
         split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs;
             ``{"measured": profile}`` has a traced or measured profile of these layers, or the path of one.
-        layers: layers of the model.
-        loss_fn: loss function.
-        schedule: schedule of the pipeline, whose ranks measure at the same time.
-        world: processes of the run; None if the ranks are threads.
-        seed: seed of layers that are built.
-        autocast: dtype of mixed precision (default None).
 
     Raises:
         SplitError: if "measured" comes without a microbatch or a profile, the profile is of other layers, or blocks are too

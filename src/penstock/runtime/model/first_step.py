@@ -15,7 +15,7 @@ from penstock.host import memory
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
 from penstock.runtime.model.loss_reach import modules_called, names_in
-from penstock.runtime.model.whole_state import gather_state
+from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.runner import LossFunction
@@ -35,15 +35,6 @@ class FirstStepCheck:
 
     In processes the first pipeline's rank of the last stage checks. It gets the weights of the other ranks and the input
     for as long as the check takes.
-
-    Args:
-        layers: layers of the model.
-        loss_fn: loss function of the pipeline.
-        stages: stage of each layer.
-        parameters: parameters and buffers of this process.
-        world: the processes; None if the ranks are threads of one process.
-        checker: rank that checks.
-        autocast: dtype of mixed precision; None for none.
     """
 
     def __init__(
@@ -65,9 +56,6 @@ class FirstStepCheck:
 
     def run(self, batch: LocalBatch) -> None:
         """Check the layers, after a step whose gradients no optimizer has used yet; every process of the run calls it.
-
-        Args:
-            batch: this process's share of the step's batch.
 
         Raises:
             SplitError: on every process, if loss or gradients differ; nothing was updated.
@@ -101,7 +89,7 @@ class FirstStepCheck:
         return self._compare(lambda: (batch.inputs[0], self._own()), batch.targets[0])
 
     def _in_processes(self, world: World, batch: LocalBatch) -> _Outcome:
-        """Return the outcome on the rank that checks; the others of the pipeline send it what it lacks, and return none."""
+        """Return the outcome on the rank that checks; the pipeline's other ranks send it what it lacks, and return none."""
         checks = world.rank == self._checker
         skipped, sent = _SHARDED if self._sharded() else None, None
         if batch.inputs and not checks:
@@ -176,6 +164,7 @@ class FirstStepCheck:
             missing: bytes of weights that are not in this process.
         """
         gradients = sum(p.nbytes for p in self._layers.model.parameters() if p.requires_grad)
+        # 2: the gradients of the model itself, and of its layers.
         needed, free = missing + 2 * gradients, memory()
         on_host = not any(p.is_cuda for _, p in self._parameters.named_parameters())
         if free is None or not on_host or needed <= free.available:

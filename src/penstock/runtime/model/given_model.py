@@ -19,11 +19,8 @@ class GivenModel(NamedTuple):
     """A model as a Pipeline takes it.
 
     Attributes:
-        layers: its layers.
-        loss_fn: loss of the last layer's output.
         module: the module that the layers are of; None if the model was given as a list.
-        container: check that the module still has these layers.
-        reduction: default reduction of the loss: that of `causal_lm_loss` is by valid tokens, as in transformers.
+        reduction: default reduction of the loss: with `causal_lm_loss` by valid tokens, as in transformers.
     """
 
     layers: list[Layer]
@@ -37,7 +34,6 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
     """Return the layers of a model.
 
     Args:
-        model: model as `penstock.Pipeline` takes it.
         loss_fn: loss function; None for the loss that the model itself computes.
 
     Raises:
@@ -62,7 +58,6 @@ def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction 
     """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of.
 
     Args:
-        model: model as `penstock.Pipeline` takes it.
         own_loss: whether the loss is what a model with a forward of its own returns for an input and a target.
     """
     if isinstance(model, ModelLayers):

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Self, SupportsIndex
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.runtime.model.elsewhere import give_values, put_on_meta
 from penstock.runtime.model.loss_reach import modules_called
-from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
+from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
+
+Place = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter or buffer in it, and the tensor."""
+
+ROUND_BYTES = 1 << 26
+"""Bytes that a rank sends in one round, from which on the next begins; a larger tensor is alone in its round."""
 
 
 class PipelineModel:
     """Parameters, state and modes of the stages of one process.
 
     Args:
-        parameters: parameters and buffers by name.
-        modules: function that returns the modules of all stages of this process.
-        wait: function that waits until the parameters have their final values.
         given: the module that the user gave; None if it was a list of layers.
-        world: the processes of the pipeline; None if its ranks are threads of one process.
-        others: modules that this process uses beside its stages (default none).
     """
 
     def __init__(
@@ -149,11 +150,7 @@ class PipelineModel:
         self._places = self._parameters.places()  # layers built on the meta device have new ones
 
     def _require_same_parameters(self) -> None:
-        """Check that no parameter was replaced by another, which the optimizer would not have.
-
-        Raises:
-            ConfigError: if one was; names it.
-        """
+        """Check that no parameter was replaced by another, which the optimizer would not have."""
         for name, members, inner, parameter in self._places:
             if members.get(inner, parameter) is not parameter:
                 raise ConfigError(
@@ -194,7 +191,6 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
     """Return a context in which modules and all within them are in evaluation mode.
 
     Args:
-        modules: the modules.
         loss_fn: a loss function; the modules that it is or calls are among them.
     """
     modes = [
@@ -215,3 +211,99 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
             inner.train(mode)
         for inner, mode in modes:
             inner.training = mode
+
+
+def gather_state(own: Mapping[str, Any], world: World, keeps: bool) -> dict[str, Any]:
+    """Return the states of all ranks; every rank calls it.
+
+    Args:
+        own: this rank's part, on the CPU.
+        keeps: whether this process needs the result; otherwise it is empty.
+    """
+    rounds: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, value in own.items():
+        nbytes = value.nbytes if isinstance(value, Tensor) else 0
+        if rounds[-1] and size + nbytes > ROUND_BYTES:
+            rounds.append({})
+            size = 0
+        rounds[-1][name] = value
+        size += nbytes
+    count = max(world.all_gather(len(rounds)))
+    state: dict[str, Any] = {}
+    for number in range(count):
+        for part in world.all_gather(rounds[number] if number < len(rounds) else {}):
+            if keeps:
+                state.update(part)
+    return state
+
+
+def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Module | None) -> list[Tensor]:
+    """Put the parameters and buffers of layers on the meta device, except those that modules of this process have.
+
+    Their weights would be the ones from before the training, in memory that nothing needs. On meta they take none, and
+    whatever reads them fails or gives a result on meta. They stay the objects that they are, so that everything that refers
+    to them sees it. Attributes that were computed from
+    them, as ``torch.nn.utils.prune`` and spectral_norm leave them, are on meta, too.
+
+    Args:
+        own: modules of this process: its stages, and the loss function.
+
+    Returns:
+        Tensors that had to be replaced by new ones, now without values. While they exist, no other object has their id.
+    """
+    mine = {id(module): module for top in own for module in top.modules()}
+    kept = {id(tensor) for _, _, tensor in _places(mine.values())}
+    of_layers = [m for layer in layers if layer.module is not None for m in layer.module.modules()]
+    rest = {id(m): m for m in of_layers if id(m) not in mine}
+    unowned = {id(t): t for _, _, t in _places(rest.values()) if id(t) not in kept and not t.is_meta}
+    memory = {storage for tensor in unowned.values() if (storage := _memory(tensor))}
+    for module in rest.values():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and (not value.is_leaf or _memory(value) in memory):
+                vars(module)[name] = _empty(value)
+    fixed: dict[int, Tensor] = {}
+    for key, tensor in unowned.items():
+        empty = _empty(tensor)
+        try:
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]  # not annotated
+        except RuntimeError:  # weak references, which nn.LSTM has, and views refer to the object itself
+            fixed[key] = empty
+    everywhere = [*of_layers, *(() if given is None or not fixed else given.modules())]
+    for owner, name, tensor in list(_places(everywhere)):
+        if id(tensor) in fixed:
+            setattr(owner, name, fixed[id(tensor)])
+            tensor.data = tensor.data.new_empty(0)
+    return [unowned[key] for key in fixed]
+
+
+def give_values(layers: Iterable[Layer], values: Mapping[str, Tensor]) -> None:
+    """Give buffers on the meta device their values, by their names in the whole model."""
+    for layer in layers:
+        for inner, buffer in () if layer.module is None else list(layer.module.named_buffers()):
+            value = values.get(whole_name(layer.name, inner, parameter=False))
+            if buffer.is_meta and value is not None:
+                torch.utils.swap_tensors(buffer, value.clone())  # type: ignore[no-untyped-call]  # likewise
+
+
+def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:
+    for module in modules:
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    yield module, name, tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none of its own."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Return a tensor on meta with the shape, dtype and attributes of another; a parameter if that is one."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        vars(empty).update(vars(tensor))
+    return empty

@@ -31,11 +31,7 @@ def build(
     """Return one rank's optimizer.
 
     Args:
-        make: function that makes it from parameter groups and `defaults`.
         main: main weights, which it updates in place of their parameters.
-        groups: (name, parameter) pairs of each group.
-        options: optimizer options of each group.
-        defaults: optimizer options of all groups.
 
     Raises:
         ConfigError: if the options do not fit, or the optimizer needs a closure in its step.
@@ -107,21 +103,13 @@ def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: 
 
 
 def require_zero(zero: object) -> None:
-    """Check the option `zero` of `PipelineOptimizer`.
-
-    Raises:
-        ConfigError: if it is not a valid value.
-    """
+    """Check the option `zero` of `PipelineOptimizer`."""
     if zero not in (False, True, "overlap"):
         raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
 
 
 def require_no_fp16(pipe: Pipeline) -> None:
-    """Raise if a scaler would unscale gradients in fp16.
-
-    Raises:
-        ConfigError: if a parameter that is trained has fp16 gradients.
-    """
+    """Raise if a scaler would unscale gradients in fp16."""
     names = [
         name
         for name, p in pipe.named_parameters()

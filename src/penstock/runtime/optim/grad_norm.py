@@ -18,7 +18,6 @@ class CountedGradient(NamedTuple):
     """A parameter that may have a gradient on this process.
 
     Attributes:
-        position: position of the parameter in the whole model.
         parameter: the parameter, or the shard of it that this replica updates.
         counts: whether this rank's copy counts.
         tensor_parallel: whether other tensor-parallel ranks hold the parameter's other shards.
@@ -35,10 +34,6 @@ class GlobalNorm:
 
     Each parameter's norm is put at its position in one vector; ranks fill in the parameters they hold. So every rank
     computes the norm of the same vector, and the result does not depend on which rank held what.
-
-    Args:
-        parameters: parameters of this process.
-        world: the pipeline's processes; None if its ranks are threads of one process.
     """
 
     def __init__(self, parameters: LocalParameters, world: World | None) -> None:
@@ -50,11 +45,7 @@ class GlobalNorm:
         return self._parameters.positions(self._world)
 
     def gradients(self, shards: Shards | None) -> list[CountedGradient]:
-        """Return the parameters that may have gradients on this process.
-
-        Args:
-            shards: shards of them that this process updates with ZeRO; None without.
-        """
+        """Return the parameters that may have gradients on this process."""
         gradients = []
         for name, parameter, counts in self._parameters.counted():
             sharded = None if shards is None else shards.find(parameter)
@@ -67,10 +58,6 @@ class GlobalNorm:
 
     def clip_(self, max_norm: float, shards: Shards | None) -> Tensor:
         """Clip gradients by their global 2-norm; every process calls it.
-
-        Args:
-            max_norm: largest norm allowed.
-            shards: shards of the parameters that this process updates with ZeRO; None without.
 
         Returns:
             0-d tensor, the norm before clipping.
@@ -111,10 +98,8 @@ def _norm_of(parameter: nn.Parameter, grad: Tensor, is_shard: bool) -> tuple[Ten
     """Return the norm of a gradient in float64, and its dtype's index.
 
     Args:
-        parameter: its parameter.
-        grad: the gradient.
-        is_shard: whether this process's shard alone counts. Otherwise that of a gradient that the caller's own code
-            sharded (FSDP2, ``parallelize_module``) is the norm of all its shards, and all their processes call this.
+        is_shard: whether this process's shard alone counts. Otherwise the norm is over all shards of a gradient that the
+            caller's own code sharded (FSDP2, ``parallelize_module``), and all their processes call this.
     """
     if grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
         parameter.grad = grad = grad.coalesce()

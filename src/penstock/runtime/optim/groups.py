@@ -25,10 +25,7 @@ class Group:
     """One group as the user gave it.
 
     Attributes:
-        label: name of the group in errors.
-        match: function that returns whether the group takes a parameter.
         names: names that the user listed; each must exist.
-        options: optimizer options of the group.
     """
 
     label: str
@@ -40,7 +37,7 @@ class Group:
 def assign(
     pipe: Pipeline, given: Sequence[Mapping[str, Any]] | None
 ) -> tuple[dict[int, list[Named]], list[dict[str, Any]]]:
-    """Put every parameter into the first group that takes it, and the others into one more group at the end.
+    """Put every parameter into the first group that takes it, and what no group takes into one more at the end.
 
     Every process calls it, with the same groups.
 

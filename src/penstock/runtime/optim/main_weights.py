@@ -25,7 +25,6 @@ class MainWeights:
     shares the parameter's memory. Any other parameter is updated itself.
 
     Args:
-        named: (name, parameter) pairs of the rank.
         copies: whether 16-bit parameters get fp32 copies.
         written: parameters that the user writes to, by name, if `named` has ZeRO shards of them (default none).
 

@@ -123,6 +123,7 @@ class PipelineOptimizer:
             keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
             require_no_fp16(pipe)
+        # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
             pipe.make_buckets(bool(zero))
         self.shards = pipe.shards

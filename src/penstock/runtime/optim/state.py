@@ -34,7 +34,7 @@ _KEYS = {
 
 
 _MAIN = "main weight"
-"""Key of a main weight beside the entries of a torch optimizer, whose names have no spaces."""
+"""Key of a main weight among the entries of a torch optimizer, whose names have no spaces."""
 
 
 class StatefulOptimizer(Protocol):
@@ -72,9 +72,6 @@ class _Member(NamedTuple):
     """A parameter in a rank's optimizer.
 
     Attributes:
-        group: number of its parameter group.
-        name: name in the whole model.
-        parameter: the parameter.
         updated: tensor that the torch optimizer updates in its place; None if other replicas update all of it.
         shard: slice of the parameter that `updated` is, with ZeRO; otherwise None.
     """
@@ -127,7 +124,6 @@ def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
     """Return the result of `PipelineOptimizer.state_dict`.
 
     Args:
-        optimizer: optimizer whose state is collected.
         keep: whether to keep the state that replicas join (default True); False only gives it to the other replicas.
     """
     state = common(optimizer)

@@ -25,8 +25,8 @@ from penstock.stage.layers import Layer, whole_name
 
 Facts = Mapping[str, str]
 
-_SHOWN = 5
-_LONGEST = 120
+# Differences that an error shows, and characters of each value.
+_SHOWN, _LONGEST = 5, 120
 _OPS = "ops of rank"
 
 
@@ -35,7 +35,6 @@ def require_same(facts: Facts, collectives: Collectives) -> None:
 
     Args:
         facts: values by name; the first names that differ are shown.
-        collectives: collectives of the processes.
 
     Raises:
         ConfigError: on every process, if they differ, with the names, their values, and the ranks and hosts; a
@@ -77,14 +76,9 @@ def require_same_pipeline(
     """Check that all processes build the same pipeline with the same versions; every process calls it.
 
     Args:
-        collectives: collectives of the processes.
-        schedule: the schedule. Its ops are compared, and its name if it is that of a family or function: files may have
-            other paths.
+        schedule: the schedule. Its ops are compared, and the name of a family or function, but not of a file, which may
+            have other paths.
         layers: layers of the model; parameters are compared by name, shape and dtype where a layer is built already.
-        given: the pipeline's arguments by name.
-
-    Raises:
-        ConfigError, ScheduleError: as `require_same`.
     """
     facts = dict(version_facts())
     for name, value in given.items():

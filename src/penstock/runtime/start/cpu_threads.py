@@ -28,13 +28,7 @@ def omp_threads() -> int:
 
 
 def cpu_threads(exchange: Exchange | None, ranks: int, chosen: int = 0) -> int:
-    """Return the CPU threads of each rank of this process, and set them where the process is one rank.
-
-    Args:
-        exchange: exchange among the processes of the run; None if all ranks are threads of this one.
-        ranks: number of ranks in this process.
-        chosen: number that the user chose for a rank; 0 (default) shares the cores.
-    """
+    """Return the CPU threads of each rank of this process, and set them where the process is one rank."""
     return threads_of_ranks(ranks, chosen) if exchange is None else share_cores(exchange, chosen)
 
 
@@ -42,10 +36,8 @@ def threads_of_ranks(ranks: int, chosen: int = 0, root: Path = host.ROOT) -> int
     """Return the CPU threads of each rank, where the ranks are threads of this process.
 
     Args:
-        ranks: number of ranks that compute at the same time.
         chosen: number that the user chose for a rank; 0 (default) divides ``torch.get_num_threads()``, and where
             OMP_NUM_THREADS is not set, no more than the cgroup's quota allows.
-        root: root of the file system, for tests; see `penstock.host`.
     """
     quota = None if omp_threads() else host.core_quota(root)
     total = torch.get_num_threads() if quota is None else min(torch.get_num_threads(), int(quota))
@@ -56,11 +48,9 @@ def share_cores(exchange: Exchange, chosen: int = 0, root: Path = host.ROOT) -> 
     """Set the CPU threads of this process, which is one rank, and return their number; every process of the run calls it.
 
     Args:
-        exchange: exchange among the processes of the run.
         chosen: number that the user chose; 0 (default) keeps ``torch.get_num_threads()``, but no more than this process's
             share of the cores of its machine unless OMP_NUM_THREADS is set. All processes of the run on one machine share
             its cores, whichever launcher started them, but for cores and quotas that only some may use.
-        root: root of the file system, for tests; see `penstock.host`.
     """
     limits = host.core_limits(root)
     everyone = [host.CoreLimits(*other) for other in exchange(tuple(limits))]

@@ -45,9 +45,6 @@ def find_launch(environment: Environment | None = None) -> Launch | None:
 def meeting_url(environment: Environment | None = None) -> str:
     """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
 
-    Args:
-        environment: environment variables (default: those of this process).
-
     Raises:
         ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would
             try until the timeout. For other names that is right: a service of Kubernetes gets its name later.
@@ -91,7 +88,6 @@ def own_device(devices: int, environment: Environment | None = None) -> int:
     Args:
         devices: number of GPUs it sees. Slurm may show each task its own GPUs alone (``--gpus-per-task``, ``--gpu-bind``);
             they then start at 0 for each task.
-        environment: environment variables (default: those of this process).
     """
     number = local_rank(environment)
     launch = _usable_launch(os.environ if environment is None else environment)

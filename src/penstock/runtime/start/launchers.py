@@ -28,7 +28,8 @@ from penstock.errors import ConfigError
 
 Environment = Mapping[str, str]
 
-_LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16  # below the ports that Linux gives to outgoing connections
+# They end at 32767: from 32768 on, Linux gives ports to outgoing connections.
+_LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,10 @@ class Launch:
     """This process among the processes that a launcher started.
 
     Attributes:
-        launcher: name of the launcher in messages.
-        rank, size: rank of this process and number of processes.
-        local_rank, local_size: the same on this machine; None if unknown.
+        local_rank, local_size: rank and number of processes on this machine; None if unknown.
         address: host of rank 0, where the processes meet; empty if unknown.
-        port: port on that host; 0 if unknown.
-        advice: text that says how to set a missing address.
+        port: port on the host of rank 0; 0 if unknown.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
-        from_torch: whether torch itself reads the same variables.
-        size_variable: variable that says that there are several processes.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
         job: name of the launcher's job, the same for all its processes and no others; empty if unknown.
     """

@@ -25,17 +25,14 @@ _COUNT = f"{_PREFIX}/count"
 _FIRST_INTERVAL = 0.01  # seconds between two looks at the store
 _LONGEST_INTERVAL = 0.5  # seconds: one store serves every process
 _GRACE = 2.0  # seconds
-_SOON = timedelta(seconds=10)
+_SOON = timedelta(seconds=10)  # longest wait for another rank 0, which has come already if there is one
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, job: str = "") -> TCPStore:
     """Open the store of a run: rank 0 serves it, the others connect to it. Return it once every rank has come.
 
     Args:
-        address, port: where rank 0 listens.
-        rank, size: rank of this process and number of processes.
-        timeout: longest time that this may take; also the timeout of the store.
-        job: name of the launcher's job; empty if unknown.
+        timeout: longest wait for all ranks; also the timeout of the store.
 
     Raises:
         ConfigError: if a rank comes twice, or the processes do not agree on their number or the job; on each of them.

@@ -39,8 +39,6 @@ def name_of_this_start(store: Any, rank: int, size: int, timeout: timedelta) -> 
 
     Args:
         store: store of ``torch.distributed``, with the keys of earlier starts.
-        rank, size: rank of this process and number of processes.
-        timeout: longest time that this may take.
 
     Raises:
         RuntimeError: if not all processes come in time.

@@ -20,7 +20,6 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
     """Return a function that returns the current moment: seconds of ``time.perf_counter``, or an event that marks it.
 
     Args:
-        device: CUDA device whose time is read; None for the host.
         moments: number of moments kept at a time. After that many the first event is reused, so that a step makes no new
             events.
     """
@@ -51,7 +50,6 @@ class Readings:
         """Convert the moments of one rank to seconds.
 
         Args:
-            device: CUDA device of the moments; None for the host.
             moments: return values of that device's `clock`, at least one.
         """
         if device is None:

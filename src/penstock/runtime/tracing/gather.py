@@ -1,19 +1,24 @@
-"""One trace of all ranks, from the traces of the processes, on one clock."""
+"""The trace of a measured step: one of each process, and one of all ranks, on one clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock import host
 from penstock.encoding import sendable
+from penstock.runtime.executor import Executor
+from penstock.runtime.tracing.clocks import Readings
 from penstock.runtime.workers.world import World
 from penstock.trace.clock import Alignment, align
 from penstock.trace.events import Trace
 from penstock.trace.join import join
 
+# The tightest bounds of all meetings count (see `align`), so a few are enough.
 MEETINGS = 12
 
 sendable(Trace)  # marked here, since `trace` must not import torch, and the encoding does
@@ -23,10 +28,6 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
     """Measure the offsets between the clocks of the processes; every rank calls it, with the same clock.
 
     Each meeting is one sum over all ranks, which no rank has before all ranks have contributed.
-
-    Args:
-        world: connected processes.
-        clock: function that returns seconds (default ``time.perf_counter``).
 
     Returns:
         Alignment, the same on every rank: the offset from each clock to rank 0's, and its error. The error is 0 on rank 0's
@@ -45,13 +46,61 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
 def gather_trace(world: World, part: Trace) -> Trace:
     """Join the processes' traces of a step, with their clocks aligned; every rank calls it, after the step.
 
-    Args:
-        world: connected processes.
-        part: trace of this process, from `measured_trace`.
-
     Returns:
         The trace of the step, the same on every rank; ``info["clock_error"]`` is the largest error between the times of two
         ranks, in seconds.
     """
     clocks = align_clocks(world)
     return join(world.all_gather(part), clocks)
+
+
+def measured_trace(executors: Sequence[Executor]) -> Trace:
+    """Join the records of the executors of one process, on one clock; waits for their GPUs.
+
+    Returns:
+        The trace, with times in seconds from the first op's start; ``info["origin"]`` is that moment in seconds of
+        ``time.perf_counter``. ``info["whole_backward"]`` names the layers whose backward could not be split, if any.
+    """
+    program = executors[0].program
+    schedule = program.schedule
+    rows = np.concatenate(
+        [np.arange(schedule.rows(e.rank).start, schedule.rows(e.rank).stop) for e in executors]
+    )
+    readings = Readings()
+    start = np.concatenate([readings.seconds(e.device, e.records.start) for e in executors])
+    end = np.concatenate([readings.seconds(e.device, e.records.end) for e in executors])
+    held = np.concatenate([_held(e) for e in executors])
+    origin = start.min()
+    unsplit = {
+        name for e in executors for stage in e.stages.values() for name in stage.split_checks.unsplit_layers
+    }
+    return Trace(
+        schedule.ranks,
+        program.rank[rows],
+        schedule.stage[rows],
+        schedule.kind[rows],
+        schedule.microbatch[rows],
+        start - origin,
+        end - origin,
+        schedule.paired[rows],
+        held,
+        info={
+            "source": "measured",
+            "schedule": schedule.name,
+            "ranks_present": [e.rank for e in executors],
+            "origin": float(origin),
+            **({"whole_backward": sorted(unsplit)} if unsplit else {}),
+        },
+    )
+
+
+def _held(executor: Executor) -> npt.NDArray[np.int64]:
+    """Return the bytes a rank holds after each of its ops, summed over its stages; each record is of the op's stage."""
+    rows = executor.program.schedule.rows(executor.rank)
+    stages = executor.program.schedule.stage[rows]
+    held = np.array(executor.records.held, np.int64)
+    changes = np.zeros(len(held), np.int64)
+    for stage in np.unique(stages):
+        ops = np.flatnonzero(stages == stage)
+        changes[ops] += np.diff(held[ops], prepend=0)
+    return np.cumsum(changes)

@@ -17,13 +17,7 @@ from penstock.stage.values import Message
 
 @sendable
 class Failure(NamedTuple):
-    """Notice that a rank failed, passed on until every rank has it.
-
-    Attributes:
-        rank: rank that failed first.
-        step: number of the step.
-        message: text of its error, with stage, op and microbatch.
-    """
+    """Notice that a rank failed, passed on until every rank has it."""
 
     rank: int
     step: int
@@ -56,7 +50,6 @@ class Channel(Protocol):
         """Begin a step, and drop the messages that a failed step left.
 
         Args:
-            step: number of the step.
             trains: True for a training step (default), False for an evaluation; all ranks must run the same.
         """
 

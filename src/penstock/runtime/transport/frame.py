@@ -22,13 +22,74 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.channel import Failure
-from penstock.runtime.transport.strides import Strided
 from penstock.stage import structures
 from penstock.stage.values import Message
 
+
+class Strided(NamedTuple):
+    """Memory layout of a tensor that is not contiguous, so that another process can restore it.
+
+    Kernels choose by strides in which order they add, so a value has plain PyTorch's bits in another process only if it has
+    the same strides there. Therefore the memory that a tensor spans is sent unchanged. For one without gaps (transposed,
+    channels last, expanded) that is at most its elements, without a copy. If more than half of that memory is gaps, only
+    the elements are sent, and the receiver restores the gaps.
+
+    Attributes:
+        strides: strides of the tensor, in elements.
+        conj: whether the tensor's conjugate bit is set, so that memory has the conjugates of its elements.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    conj: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Strided | None:
+        """Return the memory layout of a tensor; None if it is contiguous or empty."""
+        strides, expected, contiguous = tensor.stride(), 1, True
+        for size, stride in zip(reversed(tensor.shape), reversed(strides), strict=True):
+            contiguous = contiguous and stride == expected
+            expected *= max(size, 1)
+        conj = tensor.is_conj()
+        if not tensor.numel() or (contiguous and not conj):
+            return None
+        return Strided(tuple(tensor.shape), tuple(strides), conj)
+
+    @property
+    def extent(self) -> int:
+        """Number of elements in the memory that the tensor spans."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def mostly_gaps(self) -> bool:
+        """True if gaps are more than half of that memory, so that only the elements are sent."""
+        return self.extent > 2 * torch.Size(self.shape).numel()
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that is sent."""
+        return self.shape if self.mostly_gaps else (self.extent,)
+
+    def sent_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor to send: a view of the memory of `tensor`."""
+        tensor = tensor.conj() if self.conj else tensor
+        return tensor if self.mostly_gaps else tensor.as_strided((self.extent,), (1,))
+
+    def restore(self, received: Tensor) -> Tensor:
+        """Return the tensor with its strides from the one that was sent."""
+        if self.mostly_gaps:
+            memory = received.new_empty(self.extent)
+            memory.as_strided(self.shape, self.strides).copy_(received)
+            received = memory
+        tensor = received.as_strided(self.shape, self.strides)
+        return tensor.conj() if self.conj else tensor
+
+
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
+# Bits of `Header.flags`.
 INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
+# More than these come from shapes that always change; both ends then start again, so that memory stays bounded.
 MAX_LAYOUTS = 256
 
 _HEADER = struct.Struct("<4sIqqqqq")
@@ -73,8 +134,6 @@ def write_notice(buffer: memoryview, step: int, failure: Failure) -> int:
     """Write a frame with a notice, and return its size in bytes.
 
     Args:
-        buffer: memory of the frame.
-        step: number of the step, as in messages.
         failure: the failure, whose text is cut off at the frame's end.
     """
     text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
@@ -101,7 +160,6 @@ class Leaf(NamedTuple):
     """A tensor among the leaves of a value.
 
     Attributes:
-        dtype, shape: dtype and shape of the tensor.
         needs_grad: whether the receiver sends back a gradient for it.
         strided: its memory layout; None if contiguous.
     """
@@ -119,7 +177,6 @@ class MessageLayout:
     Attributes:
         tensors: for each leaf its tensor's description, or None if the leaf is plain.
         plain: plain leaves in order.
-        structure: pytree spec, or None.
     """
 
     tensors: tuple[Leaf | None, ...]

@@ -78,13 +78,7 @@ class _Frame:
 
 
 class Bulk(NamedTuple):
-    """The communicator of one directed edge for values on a device.
-
-    Attributes:
-        group: process group of the two ranks.
-        peer: rank of the other process in it.
-        device: device of the values.
-    """
+    """The communicator of one directed edge for values on a device."""
 
     group: dist.ProcessGroup
     peer: int
@@ -105,7 +99,6 @@ class Bulk(NamedTuple):
 
         Args:
             sends: whether this end sends the byte.
-            timeout: timeout of the wait.
             rank: rank of the peer in its pipeline, for the error.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -135,6 +128,7 @@ class GroupOutgoing:
         bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
+        # One more than messages under way, for the one that is being written.
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[_Sent] = deque()
         self._layouts = SentLayouts()
@@ -175,7 +169,7 @@ class GroupOutgoing:
         self._pending.append(_Sent(works, None, frame, self._filler))
 
     def wait_sent(self, max_pending: int = 0) -> None:
-        """Wait until at most `max_pending` messages are under way, and release the memory of the others."""
+        """Wait until at most `max_pending` messages are under way, and release the memory of those that have arrived."""
         while len(self._pending) > max_pending:
             works, on_device, frame, _ = self._pending.popleft()
             for work in works:
@@ -323,6 +317,7 @@ class GroupIncoming:
 def _joined(tensors: list[Tensor], layout: MessageLayout, device: torch.device | None) -> Tensor:
     """Return a payload in one piece: the tensor itself if there is one, or a buffer with all of them."""
     if len(tensors) == 1:
+        # The memory of a negative view has the numbers before the negation.
         return tensors[0].detach().contiguous().resolve_neg()
     joined = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
     for view, tensor in zip(layout.views(joined), tensors, strict=True):
@@ -333,15 +328,7 @@ def _joined(tensors: list[Tensor], layout: MessageLayout, device: torch.device |
 def _begin(
     start: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, tag: int, rank: int
 ) -> dist.Work:
-    """Begin to send or receive; raise PeerError if the connection is already known to be broken.
-
-    Args:
-        start: ``send`` or ``recv`` of a group.
-        tensor: tensor to send from or receive into.
-        peer: rank of the peer in the group.
-        tag: tag of the message.
-        rank: rank of the peer in the pipeline, for the error.
-    """
+    """Begin to send or receive; raise PeerError if the connection is already known to be broken."""
     try:
         return start([tensor], peer, tag)
     except RuntimeError as error:

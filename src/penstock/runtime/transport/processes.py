@@ -44,11 +44,8 @@ class ProcessChannel:
 
     Args:
         group: communicator for messages between ranks, used for nothing else.
-        exchange: function that returns the values of all ranks, by rank.
         incoming, outgoing: (slots, capacity) of the edge from and to each peer.
-        timeout: timeout of every wait.
         bulk: communicators for values on a device by (sender, receiver); None if stages are on the CPU (default).
-        peer_registry: registry of the processes of this machine (default: a new one).
     """
 
     one_process = False

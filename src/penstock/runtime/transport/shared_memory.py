@@ -52,6 +52,7 @@ from penstock.runtime.transport.frame import (
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
+# A cache line apart: two processes write them, and in one line each write would cost the other a miss.
 _TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # indices of the ring's counters, in 8-byte words
 _RING_HEAD = 4096
 _SLOT = HEADER_BYTES + FRAME_BYTES
@@ -66,8 +67,6 @@ class Host(NamedTuple):
 
     Attributes:
         machine: text that processes share if they see each other's memory and process ids; empty if not supported.
-        pid: process id.
-        pipe: file descriptor of the pipe that wakes it.
     """
 
     machine: str
@@ -127,17 +126,12 @@ class WakePipe:
         """Wait until ``ready()`` is true.
 
         Args:
-            ready: condition to wait for.
-            counters: counters of the ring.
             sleeps: index of the counter that asks the other process to wake this one.
-            host: address of the other process.
-            timeout: timeout in seconds.
-            peer: rank of the other process.
-            action: action awaited from that rank, as an infinitive, for the error.
+            action: action awaited from rank `peer`, as an infinitive, for the error.
             check: function that raises if nothing can come any more, called every few milliseconds (default None).
 
         Raises:
-            PeerError: if that process has ended, or another one without closing its pipeline.
+            PeerError: if the process of `peer` has ended, or another one without closing its pipeline.
             WaitTimeoutError: if the timeout is exceeded.
         """
         for _ in range(self.spins):
@@ -147,6 +141,7 @@ class WakePipe:
         process, poll = self._poll_of(peer, host.pid)
         while True:
             counters[sleeps] = 1
+            # Once more, since the other process may have written before it could see the flag.
             if ready():
                 counters[sleeps] = 0
                 return
@@ -276,6 +271,7 @@ class SharedOutgoing:
 
     def send(self, step: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
+        # Twice: for the header, and for the address of a payload's segment behind the layout.
         require_fits(self.peer, len(encoded), FRAME_BYTES - 2 * HEADER_BYTES)
         start, size = aligned(HEADER_BYTES + len(encoded)), layout.payload_bytes
         inline = start + size <= FRAME_BYTES

@@ -80,6 +80,7 @@ class ThreadChannel:
             self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
+        # In place of a message for ranks that wait to receive, and of a free place for ranks that wait to send.
         for messages, _ in self._out.values():
             messages.put((-1, failure))
         for _, places in self._in.values():
@@ -133,10 +134,7 @@ def thread_channels(
     and one for the gradients of each group that both ranks are in.
 
     Args:
-        program: program of the step.
-        timeout: timeout of a send or receive.
         holders: groups of ranks that have the same parameters and sum their gradients (default none).
-        streams: CUDA streams of the ranks; None on the CPU (default).
     """
     ranks = range(program.schedule.ranks)
     edges: dict[tuple[int, int], tuple[_Messages, _Places]] = {}

@@ -22,9 +22,6 @@ class LocalParameters:
     """Parameters and buffers of one process.
 
     Args:
-        layers: layers of the whole model.
-        stages: stages of this process by number.
-        placement: ranks that hold each stage.
         ties: tied weights; each has the first of its names.
         rank: rank of this process; None if all ranks are threads of this process.
     """
@@ -136,7 +133,6 @@ class LocalParameters:
         A weight with several names is an ``nn.Parameter``: ``load_state_dict(assign=True)`` then makes it one again.
 
         Args:
-            state: state by the first names.
             model: the model; None for the order of the layers.
         """
         names = self.tied_names
@@ -177,6 +173,7 @@ class LocalParameters:
                         inner: distribute_like(state[whole], value)
                         for inner, whole, value in layer_state(name, layer)
                     },
+                    # A layer on the meta device has no memory to copy into.
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
 

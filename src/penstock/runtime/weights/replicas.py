@@ -25,6 +25,7 @@ from penstock.parallel.dtensor import is_dtensor, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal
 from penstock.stage.module import StageModule
 
+# More contributions than any step makes: the gradient is complete only when `complete` says so.
 _UNKNOWN = 1 << 60
 
 Exchange = Callable[[Any], list[Any]]
@@ -36,17 +37,13 @@ class ReplicaReduction:
     Args:
         reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
             sharded.
-        exchange: function that takes this process's value and returns those of the processes with the same rank in every
-            replica.
-        modules: modules of the rank's stages by number.
+        exchange: function that takes this process's value and returns the values of the processes with the same rank in
+            every replica.
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
-            those of the other ranks (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
+            the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
-        bucket_bytes: maximum bytes in a bucket.
-        zero: divide the update of the parameters, and the sums of their gradients, among the replicas (default False).
 
     Attributes:
-        buckets: buckets of the gradients; None if there are none to reduce.
         shards: shards of the parameters that are updated here with `zero`; otherwise None.
     """
 
@@ -128,8 +125,7 @@ class ReplicaReduction:
         """Return a context for one step, in which `complete` and `finish` are called.
 
         Args:
-            number: number of the step.
-            reduces: False leaves the gradients to be reduced with those of a later step.
+            reduces: False leaves the gradients to be reduced together with a later step's.
         """
         if self.buckets is None:
             yield

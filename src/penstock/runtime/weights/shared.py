@@ -32,8 +32,6 @@ class SharedGroup(NamedTuple):
         number: number of the group, the same on every rank.
         holders: ranks that hold the parameters, in the order in which gradients are added.
         stages: stages of this rank that add to the gradients.
-        parameters: parameters of this rank.
-        names: their names in the whole model.
     """
 
     number: int
@@ -51,14 +49,7 @@ def group_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]:
 def shared_groups(
     placement: Placement, ties: Ties, modules: Mapping[int, StageModule], rank: int
 ) -> list[SharedGroup]:
-    """Return a rank's groups that other ranks hold, too, in the order of their numbers.
-
-    Args:
-        placement: ranks that hold each stage.
-        ties: tied weights of the model.
-        modules: modules of the rank's stages by number.
-        rank: rank whose groups are returned.
-    """
+    """Return a rank's groups that other ranks hold, too, in the order of their numbers."""
     tied = {name for names in ties.groups for name in names}
     groups = []
     for number, holders in enumerate(group_holders(placement, ties)):
@@ -82,10 +73,7 @@ class SharedGradients:
     """Sums of one rank's shared gradients over their holders.
 
     Args:
-        shared_groups: groups of this rank that other ranks hold, too.
-        rank: number of this rank.
         tags: first tag of the messages.
-        channel: this rank's end of the transport.
         one_memory: whether holders are threads, which share the parameters' memory, so that the optimizer sees the first
             holder's gradients only.
     """
@@ -135,7 +123,7 @@ class SharedGradients:
                 )
 
     def finish(self) -> None:
-        """Add every group's gradients over its holders.
+        """Sum each shared parameter's gradient over the ranks that hold it.
 
         Raises:
             ReplicaError: if a parameter is frozen on some of the holders only.
@@ -155,6 +143,7 @@ class SharedGradients:
             for n, (parameter, old) in enumerate(zip(group.parameters, before, strict=True)):
                 grads: list[Tensor] = [row[n] for row in rows if row[n] is not None]
                 parameter.grad = old
+                # In the holders' order, the same on every rank, so that all of them have the same bits.
                 if grads:
                     total = from_local_like(reduce(torch.add, grads[1:], grads[0]), parameter)
                     parameter.grad = total if old is None else old.add_(total)
@@ -192,14 +181,7 @@ def broadcast_shared(
     rank: int,
     channel: Channel,
 ) -> None:
-    """Give every holder the first one's parameters and, of copied stages, buffers; every rank calls it before step 1.
-
-    Args:
-        shared_groups: groups of this rank that other ranks hold, too.
-        modules: modules of the rank's stages by number.
-        rank: number of this rank.
-        channel: this rank's end of the transport.
-    """
+    """Give every holder the first one's parameters and, of copied stages, buffers; every rank calls it before step 1."""
     channel.open(0)
 
     def state(group: SharedGroup) -> list[Tensor]:

@@ -18,14 +18,9 @@ from penstock.stage.tied import find_ties, owner_of, set_parameter
 class Ties:
     """Tied weights of a model split into stages.
 
-    Args:
-        layers_of_stages: layers of each stage.
-        placement: ranks that hold each stage.
-
     Attributes:
         groups: names of one parameter; the first is the parameter's name.
         first: first name of a group, by every other name.
-        stages: stages that have each group.
         holders: ranks that hold each group; the copy of the first one counts.
     """
 
@@ -46,9 +41,6 @@ class Ties:
 
     def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
         """Make each group one parameter on every rank; the ranks of this process share its memory.
-
-        Args:
-            modules: stage modules by (rank, stage), for the ranks of this process.
 
         Raises:
             SplitError: if weights to tie differ in shape or dtype.

@@ -25,10 +25,6 @@ REPORT_SECONDS = 3.0
 class Collectives:
     """Collectives of the run's processes, apart from the messages of a step.
 
-    Args:
-        timeout: timeout of a wait for the other processes.
-        peer_registry: registry of the processes of this machine.
-
     Attributes:
         everyone: group of all processes of the run; None if it is that of ``torch.distributed``.
         attendance: attendance of processes whose pages cannot all be read; None if the registry shows all.
@@ -65,15 +61,14 @@ class Collectives:
 
         Args:
             value: value that `penstock.encoding.encode` accepts.
-            group: process group, or None for all processes.
             action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step, since some processes write files first (default False).
 
         Raises:
-            PeerError, WaitTimeoutError: as `finish`.
             TypeError: if the value cannot be encoded; nothing has been sent then.
         """
         members = group or self.everyone
+        # A group for GPUs alone: its waits cannot be cut into short ones, and NCCL's watchdog has the timeout.
         if "cpu:" not in dist.get_backend_config(members):
             return gather_values(value, members)
         return gather_values(
@@ -81,11 +76,7 @@ class Collectives:
         )
 
     def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
-        """Sum a tensor over the processes of a group, in place; every process of the group calls it.
-
-        Raises:
-            PeerError, WaitTimeoutError: as `finish`.
-        """
+        """Sum a tensor over the processes of a group, in place; every process of the group calls it."""
         self.begin_all_reduce(values, group, action)()
 
     def begin_all_reduce(
@@ -103,11 +94,7 @@ class Collectives:
         return lambda: self.finish(work, action, visit=visit)
 
     def barrier(self, group: dist.ProcessGroup | None, action: str) -> None:
-        """Wait until all processes of a group call it.
-
-        Raises:
-            PeerError, WaitTimeoutError: as `finish`.
-        """
+        """Wait until all processes of a group call it."""
         self.all_reduce(torch.zeros(1), group, action)
 
     def finish(
@@ -120,7 +107,6 @@ class Collectives:
         """Wait for a collective on the CPU.
 
         Args:
-            work: handle of the collective.
             action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step (default False).
             visit: return value of `enter` for this collective (default None).

@@ -32,7 +32,6 @@ def require_processes(count: int, memory: int | None = None) -> None:
     """Raise ConfigError if this machine does not have the memory for so many processes.
 
     Args:
-        count: number of processes.
         memory: memory in bytes (default: the memory of this machine or container).
     """
     if memory is None:
@@ -72,12 +71,8 @@ class LocalProcesses:
         """Run ``function(rank, *args)`` in `ranks` processes that form one group.
 
         Args:
-            ranks: number of ranks, at most `count`.
             function: function that can be imported by name, with picklable arguments and result.
             timeout: seconds after which the workers are ended and the call fails (default 600).
-
-        Returns:
-            The results by rank.
 
         Raises:
             Exception: the error of the rank that failed first, with that process's traceback as a note.
@@ -131,6 +126,7 @@ class LocalProcesses:
         """End the processes; may be called twice, and `run` starts new ones."""
         for process, connection in self._workers:
             connection.close()
+            # An idle worker ends once its connection is closed; one that is in a call is killed.
             process.join(0.5)
             if process.is_alive():
                 process.kill()

@@ -24,15 +24,7 @@ T = TypeVar("T")
 
 
 class RunGroup:
-    """This process among the processes of the run.
-
-    Args:
-        collectives: collectives over the processes; None for a single process.
-
-    Attributes:
-        size: number of processes.
-        rank: rank of this process.
-    """
+    """This process among the processes of the run."""
 
     def __init__(self, collectives: Collectives | None) -> None:
         self.size, self.rank = (1, 0) if collectives is None else (collectives.size, collectives.rank)

@@ -45,7 +45,6 @@ class Streams:
     """The CUDA streams of the ranks.
 
     Args:
-        devices: device of each rank; None for a rank on the CPU.
         used: every CUDA device that has values.
     """
 

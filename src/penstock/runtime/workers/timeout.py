@@ -29,8 +29,8 @@ class Timeout:
     """The timeout that every wait reads when it begins.
 
     Args:
-        timeout: seconds that a wait may last.
-        first: the same until the first training step ends, and during the first evaluation (default: `timeout`).
+        first: seconds that a wait may last until the first training step ends, and during the first evaluation (default:
+            `timeout`).
 
     Attributes:
         seconds: seconds that a wait may last now.
@@ -49,16 +49,12 @@ class Timeout:
 
     @property
     def longest(self) -> float:
-        """The longer timeout in seconds, for slow work beside the steps, such as writing files."""
+        """The longer timeout in seconds, for slow work between steps, such as writing files."""
         return max(self.timeout, self.first)
 
     @contextlib.contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Return a context for one step, with the `first` timeout until a step of its kind has succeeded.
-
-        Args:
-            trains: whether the step trains; otherwise it evaluates.
-        """
+        """Return a context for one step, with the `first` timeout until a step of its kind has succeeded."""
         self.seconds = self.timeout if trains in self._done else self.first
         try:
             yield

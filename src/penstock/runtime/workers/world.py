@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-# Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
-from torch.distributed.distributed_c10d import _set_pg_timeout
+# Private, since there is no public way to name a group or to make one without the other processes, nor to change a group's
+# timeout: groups keep the one they are made with, and the first step needs a longer one.
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from penstock.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
@@ -21,8 +22,8 @@ from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch
-from penstock.runtime.start.local_groups import LocalGroups
 from penstock.runtime.start.meeting import meet, named_errors
+from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
@@ -39,7 +40,6 @@ class World:
         rank, size: rank and world size as in ``torch.distributed``; once joined, within this process's pipeline.
         channel: this rank's end of the edges between ranks, once connected.
         mesh: the processes of the run on their axes, once joined; None for one pipeline.
-        timeout: timeout of every wait.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -59,6 +59,7 @@ class World:
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
         self._more_groups: list[dist.ProcessGroup] = []
+        # `join` replaces it.
         self.timeout = Timeout(60.0)
 
     @property
@@ -81,10 +82,9 @@ class World:
         """Open the communicators; every process of the mesh calls it.
 
         Args:
-            timeout: seconds that a wait may last.
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
-            first: the same until the first step ends, this call included (default: `timeout`).
+            first: seconds that a wait may last until the first step ends, this call included (default: `timeout`).
             compare: function that is called once all processes have met, before what depends on their arguments.
 
         Raises:
@@ -168,7 +168,7 @@ class World:
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
 
-        Every process makes those of all lines, in one order, unless the mesh has some of the processes only.
+        Every process makes the communicators of all lines, in one order, unless the mesh has some of the processes only.
         """
         if self._local_groups is not None:
             with named_errors(f"no connection between the processes {lines}"):
@@ -206,10 +206,8 @@ class World:
         """Open the Program's edges, after `join`; every rank calls it with the same Program.
 
         Args:
-            program: program of the step.
             holders: groups of ranks that have the same parameters and sum their gradients.
             device: device of the stages' values, with a communicator for each directed edge; None on the CPU (default).
-            backend: backend of those communicators (default "nccl").
         """
         assert self._messages is not None, "joined"
         sizes = self._edge_sizes(program, holders)
@@ -258,7 +256,7 @@ class World:
         return bulk
 
     def _register_peers(self, channel: ProcessChannel) -> None:
-        """Open the pages of all processes on this machine, including those of other pipelines."""
+        """Open the pages of all processes on this machine, in other pipelines, too."""
         number, pipeline, name = dist.get_rank(), min(self._ranks), f"rank {self.rank}"
         if self.mesh is not None:
             axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
@@ -269,7 +267,7 @@ class World:
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
         if any(collectives.all_gather(not registry.sees_all(entries), None, "meet")):
-            # Not all processes can see all others, so all of them use the attendance, or none.
+            # One process that cannot see all pages is enough: either all of them use the attendance, or none.
             names = {
                 rank: f"{entry.name} on host {entry.host}"
                 for rank, entry in zip(self._members, entries, strict=True)
@@ -346,6 +344,7 @@ class World:
             # A rank that has ended, never comes or makes another call no longer matters: it is told, too.
             with contextlib.suppress(TransportError, CallOrderError):
                 self.collectives.barrier(self._reductions, "close")
+        # First, so that a process that sees the connections end does not take this one for failed.
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
@@ -356,11 +355,7 @@ class World:
 
 
 def current_world() -> World | None:
-    """Return the processes of this run; None if there is only this one.
-
-    Raises:
-        ConfigError: as `find_launch`.
-    """
+    """Return the processes of this run; None if there is only this one."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     launch = find_launch()
@@ -383,3 +378,49 @@ def _backends() -> str | None:
 
 def _device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class LocalGroups:
+    """Groups within some processes of the run, for a mesh that has only these; all of them make one with the same arguments.
+
+    ``torch.distributed.new_group`` is called by all processes of the run, or else names a group by the number of groups that
+    this process has: after one was destroyed, the next would read its addresses from the store. Here the processes of a
+    mesh agree on a name that was never used.
+
+    Raises:
+        RuntimeError: if not all of the processes come in time.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        world: Any = dist.group.WORLD
+        store = dist.PrefixStore(f"penstock/{'-'.join(map(str, ranks))}", world.get_group_store())  # type: ignore[attr-defined]
+        position = list(ranks).index(dist.get_rank())
+        self._name = name_of_this_start(store, position, len(ranks), timeout)
+        self._made = 0
+
+    def make(self, lines: Sequence[Sequence[int]], backend: str | None, timeout: timedelta) -> Any:
+        """Make the group of the line that has this process; every process calls it, each in the same order.
+
+        Args:
+            lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
+
+        Returns:
+            The group; None if no line has this process.
+        """
+        self._made += 1
+        rank = dist.get_rank()
+        line = next((line for line in lines if rank in line), None)
+        if line is None:
+            return None
+        world: Any = dist.group.WORLD
+        group, _ = _new_process_group_helper(
+            len(line),
+            list(line).index(rank),
+            list(line),
+            dist.Backend(backend or _world.pg_map[world][0]),
+            world.get_group_store(),
+            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]
+            timeout=timeout,
+        )
+        _world.pg_group_ranks[group] = {other: n for n, other in enumerate(line)}
+        return group

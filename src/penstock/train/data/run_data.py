@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.batch.result import StepResult
+from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.corpus import Corpus

@@ -7,20 +7,20 @@ import sys
 
 import pytest
 
-from penstock.runtime.start import interface
-from penstock.runtime.start.interface import VARIABLE, choose_interface
+from penstock.runtime.start import meeting
 from penstock.runtime.start.launchers import Launch
+from penstock.runtime.start.meeting import INTERFACE, choose_interface
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")  # so that it is put back
-    del os.environ[VARIABLE]
+    monkeypatch.setenv(INTERFACE, "")  # so that it is put back
+    del os.environ[INTERFACE]
 
 
 def chosen(address: str, **more: int) -> str | None:
     choose_interface(Launch("a launcher", 0, 4, address=address, port=29500, **more))
-    return os.environ.get(VARIABLE)
+    return os.environ.get(INTERFACE)
 
 
 def test_a_run_on_one_machine_stays_on_the_loopback_interface():
@@ -29,24 +29,24 @@ def test_a_run_on_one_machine_stays_on_the_loopback_interface():
 
 def test_nothing_is_set_if_the_user_has_or_if_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch):
     choose_interface(None)
-    assert VARIABLE not in os.environ
-    monkeypatch.setenv(VARIABLE, "ib0")
+    assert INTERFACE not in os.environ
+    monkeypatch.setenv(INTERFACE, "ib0")
     assert chosen("127.0.0.1") == "ib0"
 
 
 def test_a_name_with_an_address_that_others_reach_is_left_to_gloo(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(interface, "address_of_name", lambda: "192.0.2.7")
+    monkeypatch.setattr(meeting, "address_of_name", lambda: "192.0.2.7")
     assert chosen("192.0.2.1") is None
 
 
 def test_processes_that_are_all_on_this_machine_need_no_other_interface(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(interface, "address_of_name", lambda: "127.0.1.1")
+    monkeypatch.setattr(meeting, "address_of_name", lambda: "127.0.1.1")
     assert chosen("name-of-this-host", local_size=4) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the interfaces")
 def test_the_way_to_an_address_of_this_host_is_the_interface_that_has_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(interface, "address_of_name", lambda: "127.0.1.1")
-    for address, name in interface.reachable_interfaces().items():
-        assert interface.interface_towards(address) == name
-    assert chosen("an unknown name", local_size=2) in (None, *interface.reachable_interfaces().values())
+    monkeypatch.setattr(meeting, "address_of_name", lambda: "127.0.1.1")
+    for address, name in meeting.reachable_interfaces().items():
+        assert meeting.interface_towards(address) == name
+    assert chosen("an unknown name", local_size=2) in (None, *meeting.reachable_interfaces().values())

@@ -12,9 +12,8 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.consensus import COUNTED, GRAPH, Refusal, compare_marks, marks_of
+from penstock.runtime.consensus import COUNTED, GRAPH, GradientScale, Refusal, compare_marks, marks_of
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.weights.gradient_scale import GradientScale
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 
