@@ -236,3 +236,17 @@ def test_an_ignored_index_in_the_source_is_found_or_refused():
 def test_classes_that_weigh_differently_are_not_counted():
     with pytest.raises(ConfigError, match="weighs classes"):
         ignore_index_of(nn.CrossEntropyLoss(weight=torch.ones(3)), "valid")
+
+
+def test_a_loss_may_use_variables_that_are_assigned_later():
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        assert pipe is not None
+        return token_loss(out, y)
+
+    assert ignore_index_of(loss, "valid") == -100
+    pipe = Pipeline(net(), loss, microbatches=2)
+    with pipe:
+        assert (
+            pipe.step(torch.zeros(4, LENGTH, dtype=torch.long), torch.zeros(4, LENGTH, dtype=torch.long)).loss
+            is not None
+        )

@@ -135,7 +135,7 @@ def test_changes_that_copies_cannot_follow_are_refused_by_name(schedule: str, sh
         pipe.step(*batch())
         REFUSED[change](net)
         for run in (pipe.step, pipe.step, pipe.evaluate):
-            with pytest.raises(ReplicaError, match=r"0.*than when the pipeline was built"):
+            with pytest.raises(ReplicaError, match=r"0.*pipeline was built"):
                 run(*batch())
         assert pipe.steps == 1
 

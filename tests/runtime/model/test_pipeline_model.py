@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.runtime.model import whole_state
+from penstock.runtime.model import pipeline_model
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.own_model.loss_piece import loss_in
 from tests.support import own_models
@@ -69,7 +69,7 @@ def test_threads_give_the_state_under_all_names_of_tied_weights(schedule: str):
 def in_process(
     rank: int, schedule: str, dp: int, zero: bool, only: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    whole_state.ROUND_BYTES = 1000  # several rounds
+    pipeline_model.ROUND_BYTES = 1000  # several rounds
     with trained(own_models.NanoGPT, schedule, dp, zero) as pipe:
         state = pipe.full_state_dict(rank0_only=only)
         pipe.load_state_dict(pipe.full_state_dict())

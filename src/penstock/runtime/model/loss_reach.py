@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 
@@ -25,11 +26,20 @@ def parts_of(function: object) -> Iterator[object]:
         yield from parts_of(function.__self__)
         yield from parts_of(function.__func__)
     elif isinstance(function, FunctionType):
-        variables = inspect.getclosurevars(function)
-        yield from (*variables.nonlocals.values(), *variables.globals.values())
+        yield from _variables(function).values()
     elif not isinstance(function, nn.Module | type) and callable(function) and hasattr(function, "__dict__"):
         yield from vars(function).values()
         yield type(function).__call__
+
+
+def _variables(function: FunctionType) -> dict[str, object]:
+    """Return the global and free variables that a function uses; those without a value yet are left out."""
+    code, module = function.__code__, function.__globals__
+    found = {name: module[name] for name in code.co_names if name in module}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is assigned later
+            found[name] = cell.cell_contents
+    return found
 
 
 def modules_called(function: object) -> Iterator[nn.Module]:
@@ -75,8 +85,7 @@ def _passed_in(function: FunctionType, keyword: str) -> set[int | None]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):  # no source, or a lambda within an expression
         return {None}
-    variables = inspect.getclosurevars(function)
-    known = {**variables.globals, **variables.nonlocals}
+    known = _variables(function)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     values = [word.value for call in calls for word in call.keywords if word.arg == keyword]
     return {_number(value, known) for value in values} or {None}
