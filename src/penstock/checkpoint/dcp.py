@@ -45,7 +45,7 @@ _CLASSES = {
     ("collections", "OrderedDict"),
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES.values()),
 }  # fmt: skip
-"""What a ``.metadata`` may name, besides paths; calling any of these has no effect."""
+"""Names that a ``.metadata`` may have, besides paths; calling any of these has no effect."""
 _PATHS = re.compile(r"pathlib(\._local)?")
 
 

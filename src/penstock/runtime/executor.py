@@ -152,7 +152,7 @@ class Executor:
             op()
 
     def _finish_gradients(self) -> None:
-        for stage in self.stages.values() if self.trains else ():
+        for stage in self.stages.values():
             stage.end()
         # Replicas add the sums over holders, so these come first.
         if self.shared is not None:

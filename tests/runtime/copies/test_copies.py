@@ -307,7 +307,7 @@ def test_parts_of_cut_matrices_are_compared_over_replicas(processes: LocalProces
         assert "(pp 0, dp 1, tp 1)" in text
 
 
-def renormalising(rank: int, mesh: MeshShape | None, schedule: str) -> str:
+def renormalising(rank: int, mesh: MeshShape | None, schedule: str, trains: bool) -> str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
     ranks = None if mesh is not None else 2
@@ -316,14 +316,16 @@ def renormalising(rank: int, mesh: MeshShape | None, schedule: str) -> str:
     ) as pipe:
         batch = 4 * (mesh.dp if mesh is not None else 1)
         with pytest.raises(PenstockError) as refused:
-            pipe.step(torch.arange(batch) % 8, torch.zeros(batch, 4))
+            (pipe.step if trains else pipe.evaluate)(torch.arange(batch) % 8, torch.zeros(batch, 4))
     return str(refused.value)
 
 
-def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused():
-    assert "the forward writes into parameter 0.weight" in renormalising(0, None, "dualpipe")
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused(trains: bool):
+    assert "the forward writes into parameter 0.weight" in renormalising(0, None, "dualpipe", trains)
 
 
-def test_in_processes_it_is_refused_as_well(processes: LocalProcesses):
-    told = processes.run(2, renormalising, MeshShape(pp=1, dp=2), "1f1b")
+@pytest.mark.parametrize("trains", [True, False])
+def test_in_processes_it_is_refused_as_well(processes: LocalProcesses, trains: bool):
+    told = processes.run(2, renormalising, MeshShape(pp=1, dp=2), "1f1b", trains)
     assert all("the forward writes into parameter 0.weight" in text for text in told)

@@ -25,7 +25,7 @@ from penstock.stage.structures import dumps, loads
 from penstock.stage.values import Message, StageState, flatten, unpack
 
 _Outcome = tuple[str | None, str | None]
-"""What the model's numbers differ in, and why they could not be compared; None where it does not apply."""
+"""Refusal, and reason why nothing was compared; None where it does not apply."""
 
 _SHARDED = "its matrices are sharded"
 
