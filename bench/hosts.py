@@ -23,7 +23,7 @@ from tests.support.hosts.hosts import Hosts, every, missing
 
 from bench.compare import Figures, main
 from bench.sleep import alone, batch, loss, model, oversleep, step_seconds, virtual_of
-from penstock.doctor.links import Edges, round_trips
+from penstock.measure.links import Edges, round_trips
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.tracing.gather import align_clocks

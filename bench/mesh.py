@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.compare import Figures, main
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer

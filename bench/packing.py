@@ -21,8 +21,8 @@ from tests.support import records
 from torch import Tensor
 
 from bench.compare import Figures, alternate, main, ratio
+from penstock.base.scratch import Scratch
 from penstock.runtime.pipeline import Pipeline
-from penstock.scratch import Scratch
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.data.samples.batches import Batch

@@ -28,16 +28,16 @@ from torch import distributed as dist
 from bench.compare import Figures, main
 from bench.memory import watch
 from bench.predict_cases import ROWS, Case, alone, asleep, batch_of, cases, loss_of, model_of
+from penstock.measure.busy_ranks import measure_cluster
+from penstock.measure.calibration import calibrate
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction, predict
+from penstock.plan.profile.cost_split import blocks_by_cost
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import held_activations
 from penstock.plan.run_layout import Layout
-from penstock.profile.cost_split import blocks_by_cost
 from penstock.profile.measured import Effort, measure_layers
-from penstock.profile.model_profile import Profile
-from penstock.runtime.measuring.busy_ranks import measure_cluster
-from penstock.runtime.measuring.calibration import calibrate
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from penstock.garbage import begin_loading, end_loading
+from penstock.base.garbage import begin_loading, end_loading
 from tests.support.children import end_with_this_process
 
 if TYPE_CHECKING:

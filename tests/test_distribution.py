@@ -155,7 +155,7 @@ def test_the_source_distribution_is_the_repository(built: Built, tmp_path: Path)
         "pytest",
         "-p",
         "no:cacheprovider",
-        "tests/test_atomic.py",
+        "tests/base/test_atomic.py",
         "tests/cli/test_main.py::test_it_names_commands_that_exist",
     ]
     printed = run([*words, "-rA"], source, PYTHONPATH=f"{source / 'src'}{os.pathsep}{source}")

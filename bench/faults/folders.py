@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn, randn
 
 from bench.faults.mutate import NUMBERS, any_file, change, npy, spoil, to_json, trap
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 
 BOMB = "bomb.npz"
 Read = Callable[[Path], None]

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.compare import Figures, main
 from bench.faults.samples import KINDS
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import process_context
 
 SECONDS = 30.0

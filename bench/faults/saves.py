@@ -17,13 +17,13 @@ from torch import Tensor
 
 from bench.faults.runs import Victim
 from bench.faults.table import Checks, Outcome, Row
+from penstock.base.errors import DataError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import damage, path_of, read_manifest, steps_in
 from penstock.checkpoint.read import Reader
 from penstock.checkpoint.snapshot import Snapshot
 from penstock.checkpoint.together import Together
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
-from penstock.errors import DataError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.sections.model_section import ModelConfig

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from penstock.launch.supervise import supervise
 from penstock.train.config.file import load
+from penstock.train.launch.supervise import supervise
 from penstock.train.run_folder import AUTO
 
 

@@ -15,36 +15,37 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
+    from penstock.base.errors import BatchError as BatchError
+    from penstock.base.errors import CallOrderError as CallOrderError
+    from penstock.base.errors import ConfigError as ConfigError
+    from penstock.base.errors import DataError as DataError
+    from penstock.base.errors import HangError as HangError
+    from penstock.base.errors import NonFiniteError as NonFiniteError
+    from penstock.base.errors import PeerError as PeerError
+    from penstock.base.errors import PenstockError as PenstockError
+    from penstock.base.errors import ProfileError as ProfileError
+    from penstock.base.errors import ReplicaError as ReplicaError
+    from penstock.base.errors import ScheduleError as ScheduleError
+    from penstock.base.errors import SplitBackwardError as SplitBackwardError
+    from penstock.base.errors import SplitError as SplitError
+    from penstock.base.errors import StageError as StageError
+    from penstock.base.errors import StageShapeError as StageShapeError
+    from penstock.base.errors import StoppedError as StoppedError
+    from penstock.base.errors import TransportError as TransportError
+    from penstock.base.errors import WaitTimeoutError as WaitTimeoutError
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp import read_dcp as read_dcp
-    from penstock.errors import BatchError as BatchError
-    from penstock.errors import CallOrderError as CallOrderError
-    from penstock.errors import ConfigError as ConfigError
-    from penstock.errors import DataError as DataError
-    from penstock.errors import HangError as HangError
-    from penstock.errors import NonFiniteError as NonFiniteError
-    from penstock.errors import PeerError as PeerError
-    from penstock.errors import PenstockError as PenstockError
-    from penstock.errors import ProfileError as ProfileError
-    from penstock.errors import ReplicaError as ReplicaError
-    from penstock.errors import ScheduleError as ScheduleError
-    from penstock.errors import SplitBackwardError as SplitBackwardError
-    from penstock.errors import SplitError as SplitError
-    from penstock.errors import StageError as StageError
-    from penstock.errors import StageShapeError as StageShapeError
-    from penstock.errors import StoppedError as StoppedError
-    from penstock.errors import TransportError as TransportError
-    from penstock.errors import WaitTimeoutError as WaitTimeoutError
+    from penstock.forward.own_layers import split as split
     from penstock.huggingface.adapters.save_adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
     from penstock.huggingface.loss import valid_tokens as valid_tokens
     from penstock.huggingface.save import save_transformers as save_transformers
+    from penstock.measure.calibration import profile_layers as profile_layers
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
     from penstock.runtime.batch.work import StepResult as StepResult
-    from penstock.runtime.measuring.calibration import profile_layers as profile_layers
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
     from penstock.runtime.optim.optimizer import PipelineOptimizer as PipelineOptimizer
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from penstock.stage.layers import Layer as Layer
     from penstock.stage.named import add_loss as add_loss
     from penstock.stage.named import give as give
-    from penstock.stage.own_model.own_layers import split as split
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
     from penstock.train.callbacks.callback import Callback as Callback
@@ -79,50 +79,50 @@ if TYPE_CHECKING:
     from penstock.train.callbacks.callback_list import CallbackList as CallbackList
 
 _HOME = {
-    "BatchError": "penstock.errors",
+    "BatchError": "penstock.base.errors",
     "Callback": "penstock.train.callbacks.callback",
     "CallbackList": "penstock.train.callbacks.callback_list",
     "Checkpoints": "penstock.checkpoint.checkpoints",
-    "CallOrderError": "penstock.errors",
-    "ConfigError": "penstock.errors",
-    "DataError": "penstock.errors",
+    "CallOrderError": "penstock.base.errors",
+    "ConfigError": "penstock.base.errors",
+    "DataError": "penstock.base.errors",
     "EndEvent": "penstock.train.callbacks.callback",
     "EvaluateEvent": "penstock.train.callbacks.callback",
     "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
-    "HangError": "penstock.errors",
+    "HangError": "penstock.base.errors",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
     "MeshShape": "penstock.parallel.mesh",
     "Microbatches": "penstock.stage.values",
-    "NonFiniteError": "penstock.errors",
+    "NonFiniteError": "penstock.base.errors",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optim.optimizer",
     "Pair": "penstock.schedule.ops",
     "ParallelOptions": "penstock.runtime.options",
-    "PeerError": "penstock.errors",
-    "PenstockError": "penstock.errors",
+    "PeerError": "penstock.base.errors",
+    "PenstockError": "penstock.base.errors",
     "Pipeline": "penstock.runtime.pipeline",
     "PipelineOptimizer": "penstock.runtime.optim.optimizer",
     "Placement": "penstock.schedule.placement",
-    "ProfileError": "penstock.errors",
+    "ProfileError": "penstock.base.errors",
     "Program": "penstock.schedule.program",
-    "ReplicaError": "penstock.errors",
+    "ReplicaError": "penstock.base.errors",
     "SaveEvent": "penstock.train.callbacks.callback",
     "Schedule": "penstock.schedule.schedule",
-    "ScheduleError": "penstock.errors",
-    "SplitBackwardError": "penstock.errors",
-    "SplitError": "penstock.errors",
-    "StageError": "penstock.errors",
-    "StageShapeError": "penstock.errors",
+    "ScheduleError": "penstock.base.errors",
+    "SplitBackwardError": "penstock.base.errors",
+    "SplitError": "penstock.base.errors",
+    "StageError": "penstock.base.errors",
+    "StageShapeError": "penstock.base.errors",
     "StartEvent": "penstock.train.callbacks.callback",
     "StepEvent": "penstock.train.callbacks.callback",
     "StepResult": "penstock.runtime.batch.work",
-    "StoppedError": "penstock.errors",
+    "StoppedError": "penstock.base.errors",
     "Trace": "penstock.trace.events",
     "TraceEvent": "penstock.train.callbacks.callback",
-    "TransportError": "penstock.errors",
-    "WaitTimeoutError": "penstock.errors",
+    "TransportError": "penstock.base.errors",
+    "WaitTimeoutError": "penstock.base.errors",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.huggingface.loss",
@@ -131,13 +131,13 @@ _HOME = {
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
-    "profile_layers": "penstock.runtime.measuring.calibration",
+    "profile_layers": "penstock.measure.calibration",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp",
     "register_family": "penstock.schedule.families",
     "save_adapters": "penstock.huggingface.adapters.save_adapters",
     "save_transformers": "penstock.huggingface.save",
-    "split": "penstock.stage.own_model.own_layers",
+    "split": "penstock.forward.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.plan",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",

@@ -16,8 +16,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from penstock.current_folder import current_folder_last
-from penstock.errors import ConfigError, PenstockError
+from penstock.base.current_folder import current_folder_last
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.runtime.batch.splitter import loss_weights
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline

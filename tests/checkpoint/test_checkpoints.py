@@ -9,13 +9,13 @@ import pytest
 import torch
 from bench.faults.saves import DAMAGES, flip
 
+from penstock.base.errors import ConfigError, DataError, PenstockError
+from penstock.base.run_lock import locked
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import read_manifest, steps_in
 from penstock.checkpoint.format.manifest import MANIFEST
 from penstock.checkpoint.read import Reader
-from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import MeshShape
-from penstock.run_lock import locked
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import checkpoint_runs
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps, trained

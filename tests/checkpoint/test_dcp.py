@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import penstock
+from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.dcp import export_dcp, import_dcp
-from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps

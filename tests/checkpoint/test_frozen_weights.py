@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.base.errors import ConfigError, DataError
 from penstock.checkpoint.find import read_manifest
 from penstock.checkpoint.frozen_weights import FrozenDigests, digest, digests_in
-from penstock.errors import ConfigError, DataError
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

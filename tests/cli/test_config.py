@@ -4,8 +4,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from penstock.base.errors import ConfigError
 from penstock.cli import group
-from penstock.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

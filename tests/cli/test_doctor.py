@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock import host
+from penstock.base import host
+from penstock.base.errors import ConfigError
+from penstock.base.output_files import signed
 from penstock.cli import group
-from penstock.errors import ConfigError
-from penstock.output_files import signed
 from penstock.plan.cluster import read_cluster
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.base.errors import ConfigError
 from penstock.cli import group
-from penstock.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 DRAW, SIMULATE = ("schedule", "draw"), ("simulate",)

@@ -17,7 +17,7 @@ from penstock.cli.plan import command
 from penstock.cli.plan_config import pipeline_code
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.profile.model_profile import of_shape
+from penstock.plan.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.planning import SMALL
 

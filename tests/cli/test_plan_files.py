@@ -16,7 +16,7 @@ from penstock.cli.plan import command
 from penstock.cli.plan_files import start_of_script
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.profile.model_profile import of_shape
+from penstock.plan.profile.model_profile import of_shape
 from tests.support.planning import SMALL, timed_profile
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.plan import command
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.profile.model_profile import read_model
+from penstock.plan.profile.model_profile import read_model
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from penstock.base.errors import ConfigError
 from penstock.cli.simulate import command
-from penstock.errors import ConfigError
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.show import analysis

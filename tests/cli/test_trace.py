@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.base.errors import ConfigError, DataError
 from penstock.cli.simulate import command as simulate
 from penstock.cli.trace import command
-from penstock.errors import ConfigError, DataError
 from penstock.show import analysis
 from penstock.show.planned import plan
 from penstock.trace.events import Trace

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock import host
+from penstock.base import host
 from penstock.cli import group, main
 from tests.support.commands import python
 from tests.support.launchers import SRUN, free_port

@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from penstock.base.errors import ConfigError
 from penstock.cli import group
-from penstock.errors import ConfigError
 from penstock.verify import VerifyTarget
 
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 import penstock
 from penstock.doctor.examine import Report, examine
-from penstock.doctor.rounds import Rounds
+from penstock.measure.rounds import Rounds
 from penstock.plan.cluster import read_cluster
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses

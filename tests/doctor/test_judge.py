@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.doctor import judge
-from penstock.doctor.links import pairs
+from penstock.measure.links import pairs
 
 ALL = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "penstock": "0.1.0"}
 

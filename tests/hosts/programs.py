@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.base.errors import PenstockError
 from penstock.cli import main
-from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline

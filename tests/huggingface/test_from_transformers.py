@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import penstock
-from penstock.errors import ConfigError, DataError, SplitError
+from penstock.base.errors import ConfigError, DataError, SplitError
 from penstock.huggingface import families
 from penstock.huggingface.family_of import family_of
 from tests.support import hf_models

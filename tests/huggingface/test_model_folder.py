@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from tests.support import hf_models
 
 

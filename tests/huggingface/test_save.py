@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.huggingface.save import COPIED_FILES
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.huggingface.weights import load, save_part, write_index
 

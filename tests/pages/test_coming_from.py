@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.config import Config, from_mapping
 from tests.support.documentation import DOCS

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.base.errors import ConfigError
 from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape, make_mesh
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline

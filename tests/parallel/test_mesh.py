@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.mesh import AXES, MeshShape, make_mesh, require_fit
 from penstock.runtime.workers.pool import LocalProcesses
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan import cluster as module
 from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, read_cluster
 

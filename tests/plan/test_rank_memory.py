@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.plan.prediction import Prediction, predict
+from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN, held_activations, merged_backwards
-from penstock.profile.model_profile import of_shape
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import peak
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.run_layout import Layout, layout_of
 
 DEGREE = st.integers(1, 10**6)

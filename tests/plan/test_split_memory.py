@@ -8,9 +8,9 @@ import pytest
 
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.profile.closed_form import Workload
-from penstock.profile.model_profile import of_shape
-from penstock.profile.model_shape import ModelShape
+from penstock.plan.profile.closed_form import Workload
+from penstock.plan.profile.model_profile import of_shape
+from penstock.plan.profile.model_shape import ModelShape
 
 SHAPE = ModelShape(
     "gpt", 16, 1024, 16, 16, 64, 4096, 50000, gated=False, tied=True, dropout=True, positions=1024

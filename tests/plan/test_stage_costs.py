@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import read_cluster
+from penstock.plan.profile.closed_form import Workload, block_cost, embedding_cost, head_cost
+from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, layer_times, stage_costs
-from penstock.profile.closed_form import Workload, block_cost, embedding_cost, head_cost
-from penstock.profile.model_profile import of_shape
 from penstock.schedule.placement import Placement
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.plan.cluster import Cluster, Device
 from penstock.plan.prediction import predict
-from penstock.profile.cost_split import blocks_by_cost
-from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.cost_split import blocks_by_cost
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.measured import Effort, measure_layers
-from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.traced import trace_layers
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss

@@ -14,9 +14,9 @@ become_macos()
 import sys
 import torch
 import penstock
-from penstock import host
+from penstock.base import host
 from penstock.doctor.machine import machine_facts
-from penstock.launch.supervise import supervise
+from penstock.train.launch.supervise import supervise
 from penstock.runtime.health.peers import supported
 from penstock.train.config.config import Config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import StageError
+from penstock.base.errors import StageError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import (
+from penstock.base.errors import (
     BatchError,
     CallOrderError,
     ConfigError,

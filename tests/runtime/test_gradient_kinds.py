@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import NonFiniteError, PenstockError
+from penstock.base.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer

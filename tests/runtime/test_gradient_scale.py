@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.consensus import COUNTED, GRAPH, GradientScale, Refusal, compare_marks, marks_of
 from penstock.runtime.pipeline import Pipeline

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers import rank_threads
 from tests.support import plain

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError, StageError
+from penstock.base.errors import ConfigError, StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, StageError
+from penstock.base.errors import PenstockError, StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import BatchError, ConfigError, ScheduleError
+from penstock.base.errors import BatchError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv

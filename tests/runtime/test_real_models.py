@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import BatchError, ConfigError, NonFiniteError, PenstockError, SplitError, StageError
+from penstock.base.errors import (
+    BatchError,
+    ConfigError,
+    NonFiniteError,
+    PenstockError,
+    SplitError,
+    StageError,
+)
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases

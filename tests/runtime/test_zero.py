@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.errors import NonFiniteError, PenstockError
+from penstock.base.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer

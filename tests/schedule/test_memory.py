@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import Budget, held, peak
 from penstock.schedule.ops import Kind, Op

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.ops import Kind

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule

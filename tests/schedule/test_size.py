@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.size import BYTES_PER_OP, BYTES_PER_RANK, MAX_RANKS, require_size
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule

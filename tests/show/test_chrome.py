@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.show.chrome import chrome_events, write_chrome
 from penstock.trace.events import Trace

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.placement import Placement
 from penstock.show.picture import LABELLED, PictureStyle, draw_picture
 from tests.support.measured import measured

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.by import By
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction, predict
+from penstock.plan.profile.model_profile import Profile, of_shape
+from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
-from penstock.profile.model_profile import Profile, of_shape
-from penstock.profile.model_shape import ModelShape
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.show import plan_page

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
 from penstock.show.planned import costs_of, plan

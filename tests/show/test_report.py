@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show import report
 from penstock.show.analysis import StepAnalysis
 from penstock.show.figures import rank_colours

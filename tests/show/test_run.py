@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.show.run import read_run, write_report
 from tests.support.measured import kept_run, measured
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -105,7 +105,7 @@ def test_no_order_of_all_is_faster_and_one_attains_it():
 
 
 def _program(first: tuple[str, ...], second: tuple[str, ...]):
-    from penstock.errors import ScheduleError
+    from penstock.base.errors import ScheduleError
 
     lines = [" ".join(f"{stage}{op}" for op in ops) for stage, ops in enumerate((first, second))]
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate import cost_file

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link

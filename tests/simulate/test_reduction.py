@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.simulate.reduction import reduce_gradients
 from penstock.trace.events import Activity
 from tests.support.simulated import built, timed

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.schedule import jit
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind, parse_op

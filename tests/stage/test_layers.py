@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError, ScheduleError, SplitError, StageError
+from penstock.base.errors import ConfigError, ScheduleError, SplitError, StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.overlap import groups_of
 from penstock.stage.values import pack, unpack

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.stage.partition import by_counts, by_ranges, by_weights, even
 
 

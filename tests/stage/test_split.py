@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, SplitError
+from penstock.base.errors import ConfigError, SplitError
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer, as_layers
 from penstock.stage.module import StageModule

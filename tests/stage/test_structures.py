@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree
 
-from penstock.errors import PenstockError, StageShapeError, TransportError
+from penstock.base.errors import PenstockError, StageShapeError, TransportError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.structures import dumps, loads, require_portable

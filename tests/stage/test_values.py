@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import StageShapeError
+from penstock.base.errors import StageShapeError
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.values import pack, split_batch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.schedule import Schedule

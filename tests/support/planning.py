@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
-from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_profile import Profile, ProfiledLayer
-from penstock.profile.model_shape import ModelShape
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer
+from penstock.plan.profile.model_shape import ModelShape
 
 SMALL = ModelShape("small", 16, 64, 8, 4, 8, 128, 512)
 SEQUENCE = 32

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from tests.support import plain
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.clock import align
 
 

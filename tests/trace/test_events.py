@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.events import Trace
 from tests.support.traces import trace_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.folder import FOLDER, read_file, read_folder, save_step, step_path
 from penstock.trace.join import present
 from tests.support.traces import trace_of

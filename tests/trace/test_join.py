@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 from penstock.trace.join import join, present

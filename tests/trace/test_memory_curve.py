@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
 from penstock.simulate.simulator import simulate

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from penstock.base.errors import ConfigError
 from penstock.cli import group
-from penstock.errors import ConfigError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.auto_plan import choose_plan
 from penstock.train.config.config import Config, from_mapping

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from penstock.base.errors import ConfigError
 from penstock.cli.eval import command
-from penstock.errors import ConfigError
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.evaluate import evaluate

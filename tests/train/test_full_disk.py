@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.base.errors import PenstockError, StoppedError
 from penstock.checkpoint.find import steps_in
-from penstock.errors import PenstockError, StoppedError
 from penstock.train.loop import train
 from penstock.train.report.metrics_writer import MetricsWriter
 from tests.support.tiny_run import text_folder

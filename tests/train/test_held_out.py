@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.config import Config
 from penstock.train.evaluate import evaluate
 from tests.support import records

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError, DataError, NonFiniteError
+from penstock.base.errors import ConfigError, DataError, NonFiniteError
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from penstock.base.errors import ConfigError
 from penstock.checkpoint.convert import export_transformers, resplit
 from penstock.checkpoint.dcp import export_dcp
-from penstock.errors import ConfigError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
-from penstock.run_lock import LOCK
+from penstock.base.errors import ConfigError
+from penstock.base.run_lock import LOCK
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
 from penstock.train.config.sections.train_section import TrainConfig

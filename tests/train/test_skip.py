@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.errors import NonFiniteError
+from penstock.base.errors import NonFiniteError
 from penstock.huggingface import weights
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.base.errors import ConfigError, NonFiniteError
 from penstock.huggingface import weights
 from penstock.train.data.run_data import open_data
 from penstock.train.loop import with_steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import tests.zoo.forwards
 import tests.zoo.kinds  # noqa: F401 - fills KINDS
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
 from tests.zoo.forward import FORWARDS, Forward, fits
 from tests.zoo.habits import HABITS, LOSSES

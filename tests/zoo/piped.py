@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import NonFiniteError, PeerError, PenstockError, WaitTimeoutError
+from penstock.base.errors import NonFiniteError, PeerError, PenstockError, WaitTimeoutError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ExecutionOptions
 from tests.zoo.case import Case, read

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from penstock.forward.loss_piece import loss_in
 from penstock.stage.named import Context, names_taken, set_context
-from penstock.stage.own_model.loss_piece import loss_in
 from penstock.stage.rng.seeds import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from tests.zoo.case import Case
 
 SIMPLEST = {

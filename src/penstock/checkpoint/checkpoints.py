@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import FrozenDigests
@@ -22,8 +24,6 @@ from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
 from penstock.checkpoint.torch_optimizer import TorchOptimizer
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
-from penstock.counts import plural
-from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.data.exchange import run_each
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.optim.state import StatefulOptimizer, common

@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.atomic import replacing
+from penstock.base.atomic import replacing
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.tensor_file import write_tensors
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
 from penstock.checkpoint.format import files
 from penstock.checkpoint.format.manifest import Manifest
@@ -19,11 +22,8 @@ from penstock.checkpoint.frozen_weights import require_all_weights
 from penstock.checkpoint.read import Reader
 from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
-from penstock.counts import plural
-from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
 from penstock.stage.layers import prefixes
-from penstock.tensor_file import write_tensors
 
 
 def open_sound(path: Path) -> Manifest:

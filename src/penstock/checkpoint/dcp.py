@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bounded_io import require_regular
+from penstock.base.bounded_io import require_regular
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.tensor_file import DTYPES
 from penstock.checkpoint.convert import model_weights, open_sound, require_new, rewrite
 from penstock.checkpoint.find import is_checkpoint, step_of
 from penstock.checkpoint.format.json_values import decode, encode
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.read import Reader
-from penstock.errors import ConfigError, DataError
-from penstock.tensor_file import DTYPES
 
 OPTIMIZER_KEYS = ("optim", "optimizer")
 """Keys under which training loops save the optimizer's state, next to ``model``."""

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.bounded_io import MEGABYTE, read_bytes, require_regular
+from penstock.base.bounded_io import MEGABYTE, read_bytes, require_regular
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.tensor_file import TensorEntry, TensorFile
 from penstock.checkpoint.format.files import digest_of
 from penstock.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor, parse
-from penstock.errors import ConfigError, DataError
-from penstock.tensor_file import TensorEntry, TensorFile
 
 FOLDER = "checkpoints"
 """Name of the checkpoints' folder in a run's folder."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 
 KEY = "frozen"
 """Key of the digests in a manifest's values."""

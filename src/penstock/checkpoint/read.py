@@ -12,18 +12,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.tensor_file import TensorFile
 from penstock.checkpoint.find import difference
 from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import digests_in, require_same
-from penstock.errors import ConfigError, DataError
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import from_local_like, is_dtensor, is_sharded, local, local_slices
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.tensor_file import TensorFile
 
 
 class Reader:

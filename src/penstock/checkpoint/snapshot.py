@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.base.errors import ConfigError
+from penstock.base.tensor_file import dtype_name
 from penstock.checkpoint.format.json_values import encode
 from penstock.checkpoint.frozen_weights import KEY, FrozenDigests
-from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import prefixes
-from penstock.tensor_file import dtype_name
 
 BY_NAME = ("parameters", "state", "main_weights")
 """Keys of an optimizer's state that are by parameter; the others are the same on every rank."""

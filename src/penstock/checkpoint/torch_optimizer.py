@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.checkpoint.format.json_values import encode
-from penstock.counts import plural
-from penstock.errors import ConfigError
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named

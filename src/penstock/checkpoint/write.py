@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.atomic import open_synced
+from penstock.base.atomic import open_synced
+from penstock.base.host import to_stderr
+from penstock.base.run_lock import locked
+from penstock.base.tensor_file import StoredFile, dtype_name, write_tensors
 from penstock.checkpoint.find import is_whole, path_of, steps_in
 from penstock.checkpoint.format import files
 from penstock.checkpoint.format.manifest import (
@@ -26,9 +29,6 @@ from penstock.checkpoint.format.manifest import (
 )
 from penstock.checkpoint.snapshot import Snapshot, join_values
 from penstock.checkpoint.together import Together
-from penstock.host import to_stderr
-from penstock.run_lock import locked
-from penstock.tensor_file import StoredFile, dtype_name, write_tensors
 
 
 @dataclass(frozen=True)

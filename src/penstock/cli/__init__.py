@@ -14,8 +14,7 @@ from typing import NoReturn
 import click
 
 from penstock import __version__
-from penstock.cli.output import UNWRITTEN, drop_output
-from penstock.errors import (
+from penstock.base.errors import (
     ConfigError,
     HangError,
     NonFiniteError,
@@ -24,9 +23,10 @@ from penstock.errors import (
     StoppedError,
     TransportError,
 )
-from penstock.garbage import begin_loading
-from penstock.launch.exit_codes import ExitCode, of_signal
-from penstock.launch.parent_death import record_failure
+from penstock.base.garbage import begin_loading
+from penstock.cli.output import UNWRITTEN, drop_output
+from penstock.train.launch.exit_codes import ExitCode, of_signal
+from penstock.train.launch.parent_death import record_failure
 
 FIRST_STEPS = f"""\
 Penstock {__version__}: train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does.

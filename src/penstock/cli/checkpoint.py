@@ -25,8 +25,8 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_(run: Path, as_json: bool) -> None:
     """List the checkpoints of a RUN, the newest first. Reads manifests and file sizes only."""
+    from penstock.base.errors import DataError
     from penstock.checkpoint.find import folder_of, missing, read_manifest, steps_in
-    from penstock.errors import DataError
 
     rows: list[dict[str, Any]] = []
     for step, path in steps_in(folder_of(run)):
@@ -66,8 +66,8 @@ def verify(path: Path, as_json: bool) -> None:
 
     Exit code 1 if one is damaged.
     """
+    from penstock.base.errors import DataError
     from penstock.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
-    from penstock.errors import DataError
 
     paths = [path] if is_checkpoint(path) else [checkpoint for _, checkpoint in steps_in(folder_of(path))]
     rows: list[dict[str, Any]] = []

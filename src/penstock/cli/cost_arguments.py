@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.placement import Placement

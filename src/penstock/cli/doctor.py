@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.errors import ConfigError
 from penstock.cli.output import table_console
-from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ def command(
 
 
 def _show(report: Report, *, started: bool) -> None:
-    from penstock.counts import plural
+    from penstock.base.counts import plural
 
     machines = report.machines
     hosts = len({one["machine"] for one in machines.values()})

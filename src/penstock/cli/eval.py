@@ -36,8 +36,8 @@ def command(
 
     The loss is in nats per token, and the perplexity is its exponential. Bits per byte can be compared across tokenizers.
     """
-    from penstock.launch.parent_death import follow_launcher
     from penstock.train.evaluate import evaluate
+    from penstock.train.launch.parent_death import follow_launcher
     from penstock.train.report.tokenizing import tokenizing_bar
 
     follow_launcher()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from penstock.errors import ConfigError
-from penstock.output_files import OutputFile, kind_of_start, require_outputs
+from penstock.base.errors import ConfigError
+from penstock.base.output_files import OutputFile, kind_of_start, require_outputs
 
 if TYPE_CHECKING:
     from penstock.show.picture import PictureStyle

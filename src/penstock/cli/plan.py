@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.explore.search_result import SearchResult
     from penstock.plan.prediction import Prediction
-    from penstock.profile.model_profile import Profile
+    from penstock.plan.profile.model_profile import Profile
 
 
 @click.command(
@@ -112,8 +112,8 @@ def command(
     from penstock.cli.plan_files import require_writable
     from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
+    from penstock.plan.profile.model_profile import is_profile, read_model
     from penstock.plan.run_layout import Layout
-    from penstock.profile.model_profile import is_profile, read_model
 
     values = layout_values_of(layout_text, fixes, schedules, devices, order_seconds)
     own, asked = is_profile(model), out is not None

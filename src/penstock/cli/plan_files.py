@@ -7,7 +7,7 @@ import os.path
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
@@ -23,8 +23,8 @@ def require_writable(out: Path | None, page: Path | None, order: Path | None, in
     Raises:
         ConfigError: if a path cannot be written, or its file is not one that `penstock plan` wrote and may replace.
     """
+    from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed_kind
     from penstock.cli.plan_config import HEADER
-    from penstock.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed_kind
 
     config = signed_kind("penstock plan", HEADER)
     outputs = (
@@ -41,8 +41,8 @@ def require_writable(out: Path | None, page: Path | None, order: Path | None, in
 
 def write_signed(path: Path, text: str) -> None:
     """Write a config or Python with its checksum; raise `ConfigError` if that is not possible."""
-    from penstock.atomic import write_text
-    from penstock.output_files import signed
+    from penstock.base.atomic import write_text
+    from penstock.base.output_files import signed
 
     try:
         write_text(path, signed(text))

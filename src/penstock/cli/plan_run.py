@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.errors import ConfigError
 from penstock.cli.output import table_console
-from penstock.errors import ConfigError
 from penstock.show.units import finite, is_measured, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.fitting.recalibration import Residual
     from penstock.plan.prediction import Prediction
+    from penstock.plan.profile.model_profile import Profile
+    from penstock.plan.profile.model_shape import ModelShape
     from penstock.plan.run_layout import Layout
-    from penstock.profile.model_profile import Profile
-    from penstock.profile.model_shape import ModelShape
     from penstock.trace.events import Trace
 
 
@@ -145,7 +145,7 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
 
 def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> None:
     """Raise `ConfigError` if a run's model has other sizes than the one that is planned."""
-    from penstock.profile.model_shape import read_shape
+    from penstock.plan.profile.model_shape import read_shape
 
     table = config.get("model", {})
     # A finished run of a Hugging Face model has its config.

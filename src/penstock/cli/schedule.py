@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.counts import describe_size, plural
+from penstock.base.errors import ScheduleError
+from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced, stage_bytes
 from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.cli.schedule_search import search_command
-from penstock.counts import describe_size, plural
-from penstock.errors import ScheduleError
-from penstock.output_files import SCHEDULE, OutputFile, require_outputs
 
 if TYPE_CHECKING:
     from penstock.schedule.families import CatalogueFamily

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.bounded_io import parse_json
-from penstock.errors import ConfigError
+from penstock.base.bounded_io import parse_json
+from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.counts import describe_size
+from penstock.base.errors import ConfigError
 from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
-from penstock.counts import describe_size
-from penstock.errors import ConfigError
-from penstock.launch.exit_codes import of_signal
+from penstock.train.launch.exit_codes import of_signal
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
@@ -89,7 +89,7 @@ def search_command(
     lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and
     `Pipeline(schedule=...)`.
     """
-    from penstock.output_files import SCHEDULE, OutputFile, require_outputs
+    from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.size import require_size
     from penstock.schedule.text import is_csv, write_csv

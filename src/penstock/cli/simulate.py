@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.counts import describe_size
+from penstock.base.errors import ConfigError
+from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
-from penstock.counts import describe_size
-from penstock.errors import ConfigError
-from penstock.output_files import PAGE, OutputFile, require_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ def _write_page(
 
 def _check_options(values: Mapping[str, object], names: list[str]) -> None:
     """Raise ConfigError if none of several schedules takes an option."""
-    from penstock.errors import nearest
+    from penstock.base.errors import nearest
     from penstock.schedule.families import require_family
     from penstock.schedule.text import is_csv
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
+from penstock.base.output_files import PAGE, OutputFile, kind_of_start, require_outputs
 from penstock.cli.figure_options import CHROME
-from penstock.counts import plural
-from penstock.errors import ConfigError
-from penstock.output_files import PAGE, OutputFile, kind_of_start, require_outputs
 
 if TYPE_CHECKING:
     from penstock.show.comparison.run_pair import RunPair

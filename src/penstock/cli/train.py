@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.counts import plural
+from penstock.base.garbage import end_loading
 from penstock.cli.output import outlive_readers
-from penstock.counts import plural
-from penstock.garbage import end_loading
-from penstock.launch.parent_death import follow_launcher
+from penstock.train.launch.parent_death import follow_launcher
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -145,10 +145,10 @@ def command(
     """
     launched = follow_launcher()
     outlive_readers()
-    from penstock.launch.signals import Interrupts
     from penstock.runtime.start.launch_environment import find_launch
     from penstock.train.config.config import HINTS
     from penstock.train.config.file import load
+    from penstock.train.launch.signals import Interrupts
     from penstock.train.loop import train
     from penstock.train.report.progress import reporter
 
@@ -232,8 +232,8 @@ def _print(config: Config) -> None:
 
 
 def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
-    from penstock.launch.supervise import supervise
     from penstock.runtime.start.launch_environment import find_launch
+    from penstock.train.launch.supervise import supervise
 
     if "RANK" in os.environ or find_launch() is not None:
         raise click.UsageError(

@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import distributed as dist
 
+from penstock.base.errors import ConfigError, PenstockError, first_line
+from penstock.base.scratch import Scratch
 from penstock.doctor import judge
 from penstock.doctor.judge import PROBLEM, Finding
-from penstock.doctor.links import measure, unanswered
 from penstock.doctor.machine import add_threads, machine_facts
-from penstock.doctor.measured_cluster import measure_cluster, require_writable
-from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import check_folder
-from penstock.errors import ConfigError, PenstockError, first_line
+from penstock.measure.links import measure, unanswered
+from penstock.measure.measured_cluster import require_writable, write_measured_cluster
+from penstock.measure.rounds import Answer, Rounds
 from penstock.runtime.start.launch_environment import meeting_url
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.timeout import require_timeout
 from penstock.runtime.workers.world import World
-from penstock.scratch import Scratch
 
 UNANSWERED = 1.0
 """Timeout in seconds of the wait that is never answered."""
@@ -181,7 +181,7 @@ def _require_writable_on_rank_0(rounds: Rounds, cluster: Path) -> None:
 
 def _measure(rounds: Rounds, world: World | None, report: Report, cluster: Path) -> None:
     machines = [report.machines[rank]["machine"] for rank in range(rounds.size)]
-    measurement = measure_cluster(rounds, world, machines, cluster)
+    measurement = write_measured_cluster(rounds, world, machines, cluster)
     report.cluster = measurement.table
     report.findings += judge.judge_rates(report.cluster.get("error", 0.0))
     for rank, reason in measurement.trouble:

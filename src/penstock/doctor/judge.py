@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.counts import plural
+from penstock.base.counts import plural
 from penstock.plan.cluster import UNSTEADY
 
 PROBLEM, WARNING = "problem", "warning"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import penstock
-from penstock import host
-from penstock.errors import first_line
+from penstock.base import host
+from penstock.base.errors import first_line
 from penstock.runtime.health.peers import supported
 from penstock.runtime.start.cpu_threads import omp_threads
 from penstock.runtime.start.launch_environment import local_rank, own_device
@@ -118,11 +118,3 @@ def cuda_devices() -> tuple[list[dict[str, Any]], str]:
     except RuntimeError as error:
         return devices, first_line(error)
     return devices, ""
-
-
-def open_now() -> int:
-    """Return how many files and sockets this process has open; 0 if the system does not tell."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0

@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.doctor.rounds import Answer, Rounds
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
+from penstock.measure.rounds import Answer, Rounds
 
 BYTES = 1 << 20
 """Size of the file that each rank writes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from penstock.errors import ConfigError, SplitError
+from penstock.base.errors import ConfigError, SplitError
 
 Attention = Literal["full_attention", "sliding_attention"]
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
+from penstock.base.model_variants import VARIANT_KEYS, refused_variant
 from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily
-from penstock.model_variants import VARIANT_KEYS, refused_variant
 
 
 def family_of(config: Any) -> ModelFamily:

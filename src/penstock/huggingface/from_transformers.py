@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, DataError, SplitError, describe_error
+from penstock.base.errors import ConfigError, DataError, SplitError, describe_error
+from penstock.base.model_variants import refused_architecture
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
@@ -26,7 +27,6 @@ from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_
 from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tables, Tokens, twin
 from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
 from penstock.huggingface.family_of import family_of
-from penstock.model_variants import refused_architecture
 from penstock.stage.layers import BatchNames, Layer
 from penstock.stage.rng.initial import generator_for
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.errors import DataError
-from penstock.tensor_file import DTYPES, TensorFile
+from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.errors import DataError
+from penstock.base.tensor_file import DTYPES, TensorFile
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from penstock.atomic import write_text
-from penstock.errors import ConfigError
+from penstock.base.atomic import write_text
+from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.adapted_model import adapters_of
 from penstock.huggingface.adapters.merge import merged_state
 from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily, require_library

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.atomic import replacing, write_text
-from penstock.errors import PenstockError
+from penstock.base.atomic import replacing, write_text
+from penstock.base.errors import PenstockError
+from penstock.base.tensor_file import TensorFile, write_tensors
 from penstock.huggingface.model_folder import INDEX, WEIGHTS, read_tensors, stored_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.layers import begins_in, prefixes
-from penstock.tensor_file import TensorFile, write_tensors
 
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

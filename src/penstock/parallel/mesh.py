@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from penstock.counts import is_count, plural
-from penstock.errors import ConfigError, nearest
+from penstock.base.counts import is_count, plural
+from penstock.base.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.counts import plural, require_count
-from penstock.errors import ConfigError
+from penstock.base.counts import plural, require_count
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster, LinkSpeed
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
+from penstock.plan.profile.closed_form import PARAMETER_BYTES
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
@@ -30,8 +32,6 @@ from penstock.plan.stage_costs import (
     stage_costs,
 )
 from penstock.plan.timing import collective_seconds
-from penstock.profile.closed_form import PARAMETER_BYTES
-from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
-from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule

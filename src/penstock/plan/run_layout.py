@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from penstock.counts import is_count, require_count
-from penstock.errors import ConfigError, nearest
+from penstock.base.counts import is_count, require_count
+from penstock.base.errors import ConfigError, nearest
 
 Recompute = str | int
 """``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""

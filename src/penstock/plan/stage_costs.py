@@ -10,13 +10,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.counts import plural
-from penstock.errors import ConfigError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster
+from penstock.plan.profile.closed_form import Workload
+from penstock.plan.profile.model_profile import LayerTable, Profile
 from penstock.plan.run_layout import Layout
 from penstock.plan.timing import seconds_of
-from penstock.profile.closed_form import Workload
-from penstock.profile.model_profile import LayerTable, Profile
 from penstock.schedule.placement import Placement
 from penstock.stage.partition import by_counts, even
 

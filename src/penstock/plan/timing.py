@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.plan.cluster import Device, LinkSpeed
-from penstock.profile.layer_cost import DeviceWork
+from penstock.plan.profile.layer_cost import DeviceWork
 
 
 def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: int, link: LinkSpeed) -> float:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.encoding import sendable
-from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
+from penstock.base.encoding import sendable
+from penstock.base.errors import BatchError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.dtensor import local, real_values
 from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage

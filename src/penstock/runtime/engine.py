@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from penstock.errors import CallOrderError, PenstockError, TransportError
+from penstock.base.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from penstock.errors import PenstockError, describe_error
+from penstock.base.errors import PenstockError, describe_error
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
     COUNTED,

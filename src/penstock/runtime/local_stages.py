@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.tensor.plan import tensor_parallel

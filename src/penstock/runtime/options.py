@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.counts import is_count
-from penstock.errors import ConfigError
+from penstock.base.counts import is_count
+from penstock.base.errors import ConfigError
 from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.runtime.copies.buffers import Rule, require_rule
 from penstock.runtime.workers.timeout import FIRST_TIMEOUT, require_timeout

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.counts import require_count
-from penstock.errors import ConfigError, PenstockError
+from penstock.base.counts import require_count
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.forward.own_layers import ModelLayers
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
@@ -28,9 +29,9 @@ from penstock.runtime.batch.splitter import (
 from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
-from penstock.runtime.measuring.measured_split import resolve_split
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
+from penstock.runtime.model.measured_split import resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
@@ -53,7 +54,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import require_values
-from penstock.stage.own_model.own_layers import ModelLayers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.encoding import sendable
-from penstock.errors import BatchError, SplitError, nearest
+from penstock.base.encoding import sendable
+from penstock.base.errors import BatchError, SplitError, nearest
 from penstock.stage.compute.runner import StageRoutes
 from penstock.stage.module import StageModule
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from penstock.counts import plural
-from penstock.errors import ConfigError, ScheduleError, first_line
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, ScheduleError, first_line
 from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.counts import describe_size, plural
-from penstock.errors import ScheduleError
+from penstock.base.counts import describe_size, plural
+from penstock.base.errors import ScheduleError
 from penstock.schedule.index import index, rank_column
 from penstock.schedule.memory import Budget, peak
 from penstock.schedule.ops import Kind

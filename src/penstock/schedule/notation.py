@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair, parse_op
 
 Backward = Literal["auto", "full", "input"]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 
 
 class Kind(IntEnum):

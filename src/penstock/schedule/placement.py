@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.counts import describe_size, plural
-from penstock.errors import ScheduleError
+from penstock.base.counts import describe_size, plural
+from penstock.base.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 

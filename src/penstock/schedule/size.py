@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock import host
-from penstock.errors import ScheduleError
+from penstock.base import host
+from penstock.base.errors import ScheduleError
 
 MAX_RANKS = 100_000
 """Loops over ranks run in Python and would take minutes each for more."""

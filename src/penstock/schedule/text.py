@@ -7,9 +7,9 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.atomic import open_replacing
-from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ScheduleError
+from penstock.base.atomic import open_replacing
+from penstock.base.bounded_io import MEGABYTE, read_bytes
+from penstock.base.errors import ScheduleError
 from penstock.schedule.notation import Backward, Cell, read_cells, require_backward, singles
 from penstock.schedule.ops import Op, Pair
 from penstock.schedule.placement import Placement

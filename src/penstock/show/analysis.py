@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.show.advice import Advice, advise, compare_with_plan, where_time_went
 from penstock.show.planned import PlannedStep, plan
 from penstock.show.units import is_measured

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.atomic import write_text
-from penstock.errors import ConfigError
+from penstock.base.atomic import write_text
+from penstock.base.errors import ConfigError
 from penstock.show.palette import KINDS
 from penstock.trace.events import Activity, Trace
 from penstock.trace.memory_curve import memory_curve

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.units import Unit, finite
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show.blocks import lighter, second_of_pair
 from penstock.show.palette import WITHOUT_MESSAGES
 from penstock.show.units import unit_of

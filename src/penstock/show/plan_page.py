@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.atomic import write_bytes
-from penstock.errors import ConfigError
+from penstock.base.atomic import write_bytes
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.explore.outlook import changes, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import RankMemory
-from penstock.profile.model_profile import Profile
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
 from penstock.show.page import MAX_ROWS, fill_template

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.atomic import write_bytes
-from penstock.errors import ConfigError
+from penstock.base.atomic import write_bytes
+from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.page import render
 from penstock.show.page_data import step_data, styles

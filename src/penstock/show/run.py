@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.errors import ConfigError, DataError
+from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.errors import ConfigError, DataError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
 from penstock.show.report_page.run_facts import UNKNOWN, RunFacts, read_facts

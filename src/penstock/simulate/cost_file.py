@@ -27,9 +27,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from penstock.atomic import write_text
-from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ConfigError, DataError, nearest
+from penstock.base.atomic import write_text
+from penstock.base.bounded_io import MEGABYTE, read_bytes
+from penstock.base.errors import ConfigError, DataError, nearest
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link

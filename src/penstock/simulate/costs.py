@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from penstock.counts import plural
-from penstock.errors import ConfigError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 

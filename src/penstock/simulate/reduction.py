@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.schedule.program import Program
 from penstock.trace.events import Activity, Trace
 

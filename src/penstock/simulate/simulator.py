@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.schedule.jit import choose
 from penstock.schedule.memory import Bytes, held
 from penstock.schedule.ops import Kind

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 
 
 class Isolation:

@@ -16,7 +16,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.stage.split_backward.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, SplitError
+from penstock.base.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, inner_name, require_initialized, whole_name
 from penstock.stage.named import Context, IsolatedCall, names_given, names_taken, set_context
 from penstock.stage.rng.initial import build_seeded

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError, SplitError
+from penstock.base.errors import PenstockError, SplitError
 from penstock.stage.values import leaves_of
 
 IsolatedCall = Callable[[str, Any, Callable[[], Any]], Any]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 
 OUTSIDE = -1
 """Group of tensors that share memory with one that travels by another way."""

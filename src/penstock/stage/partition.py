@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 
 Ranges = tuple[tuple[int, int], ...]
 """One (start, stop) a stage: consecutive, covering all layers, none empty."""

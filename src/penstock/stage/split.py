@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from penstock.errors import SplitError, nearest
+from penstock.base.errors import SplitError, nearest
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.partition import Ranges, by_counts, by_ranges, by_weights, even
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree
 
-from penstock.errors import StageShapeError, TransportError
+from penstock.base.errors import StageShapeError, TransportError
 
 _LEAF = _pytree.tree_flatten(0)[1]
 _PLAIN = (type(None), bool, int, float, str)

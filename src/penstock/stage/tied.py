@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.stage.layers import Layer, prefixes, whole_name
 from penstock.stage.module import StageModule
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from penstock.counts import plural
-from penstock.errors import BatchError, StageShapeError
+from penstock.base.counts import plural
+from penstock.base.errors import BatchError, StageShapeError
 from penstock.stage.overlap import OUTSIDE, Watched, groups_of
 from penstock.stage.structures import Shared, require_portable
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 
 Seconds = npt.NDArray[np.float64]
 

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from penstock.atomic import open_replacing
-from penstock.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
-from penstock.errors import DataError
+from penstock.base.atomic import open_replacing
+from penstock.base.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
+from penstock.base.errors import DataError
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 from penstock.trace.join import join, present

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.trace.events import Trace
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from penstock.counts import plural
-from penstock.errors import ConfigError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
+from penstock.measure.busy_ranks import measure_cluster
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import Effort, Exchange, measure_layers
-from penstock.profile.model_profile import Profile
-from penstock.runtime.measuring.busy_ranks import measure_cluster
 from penstock.runtime.start.launch_environment import local_size
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.timeout import Timeout

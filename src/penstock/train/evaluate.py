@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.base.errors import ConfigError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import FOLDER, is_checkpoint
-from penstock.errors import ConfigError
 from penstock.huggingface import weights
 from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import CONFIG, INDEX, WEIGHTS, read_json

@@ -10,14 +10,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from penstock.atomic import write_text
-from penstock.counts import plural
-from penstock.errors import ConfigError, StoppedError
-from penstock.host import to_stderr
+from penstock.base.atomic import write_text
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, StoppedError
+from penstock.base.host import to_stderr
+from penstock.base.run_lock import locked, may_be_restart
 from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
-from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
@@ -104,7 +104,7 @@ def train(
         profile: profile one step with torch's profiler (default False); see `StepProfiler`.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
-            `penstock.launch.signals.Interrupts` does so.
+            `penstock.train.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
         callbacks: more callbacks than the config names (default none); only the leading process calls them.
 

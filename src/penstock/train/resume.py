@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.base.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.checkpoint.checkpoints import Checkpoints, Loaded
 from penstock.checkpoint.find import (
     FOLDER,
@@ -20,7 +21,6 @@ from penstock.checkpoint.find import (
     steps_in,
 )
 from penstock.checkpoint.format.manifest import Manifest
-from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer

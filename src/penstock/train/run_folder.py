@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.atomic import write_text
+from penstock.base.atomic import write_text
+from penstock.base.errors import ConfigError
+from penstock.base.run_lock import LOCK
 from penstock.checkpoint.find import FOLDER, is_checkpoint
-from penstock.errors import ConfigError
-from penstock.run_lock import LOCK
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.config.sections.train_section import TrainConfig

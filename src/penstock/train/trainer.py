@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import NonFiniteError
-from penstock.host import process_memory
+from penstock.base.errors import NonFiniteError
+from penstock.base.host import process_memory
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.base.errors import DataError
 from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import (
     Manifest,
@@ -23,7 +24,6 @@ from penstock.checkpoint.format.manifest import (
     dump,
     parse,
 )
-from penstock.errors import DataError
 
 NAME = "stage-00001-of-00001.safetensors"
 GOOD = Manifest(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.adapted_model import adapters_of
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.split_backward.deferring import defer_weight_grads

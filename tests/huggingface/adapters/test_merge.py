@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from tests.support import peft_models
 
 

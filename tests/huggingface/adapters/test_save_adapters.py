@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.huggingface.save import COPIED_FILES
 from penstock.runtime.workers.pool import LocalProcesses

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_supported
 from tests.support import peft_models
 

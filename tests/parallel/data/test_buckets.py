@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.base.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from penstock.errors import PeerError
+from penstock.base.errors import PeerError
 from penstock.parallel.data.reducer import part_of
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.replicas import reducer_of_all

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penstock.errors import BatchError, ConfigError
+from penstock.base.errors import BatchError, ConfigError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.tensor.plan import PLANS, plan_of, tensor_parallel

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, read_cluster
 from penstock.plan.explore import branch_and_bound
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
-from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_profile import Profile, ProfiledLayer, of_shape
-from penstock.profile.model_shape import ModelShape
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape
+from penstock.plan.profile.model_shape import ModelShape
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from tests.support.small_spaces import SmallSpace, every_plan, small_space

@@ -7,9 +7,9 @@ import pytest
 from penstock.plan.cluster import Cluster, Device
 from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
 from penstock.plan.prediction import predict
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.plan.run_layout import Layout
-from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 
 CLUSTER = Cluster("here", Device(1e12, {"fp32": 1e12}, 1e10), ranks_per_node=4, dtype="fp32")
 LAYOUTS = [

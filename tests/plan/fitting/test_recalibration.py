@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.plan.fitting.recalibration import recalibrate, residuals
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import predict
-from penstock.profile.model_profile import of_shape
-from penstock.profile.model_shape import ModelShape
+from penstock.plan.profile.model_profile import of_shape
+from penstock.plan.profile.model_shape import ModelShape
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
 

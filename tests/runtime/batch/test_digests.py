@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.splitter import FULL_STEPS, batch_digest, digest_of, sample_digest_of
 from penstock.runtime.pipeline import Pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import NonFiniteError, PenstockError, ReplicaError
+from penstock.base.errors import NonFiniteError, PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline

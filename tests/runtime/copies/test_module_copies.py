@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import PenstockError, ReplicaError
+from penstock.base.errors import PenstockError, ReplicaError
 from penstock.runtime.pipeline import Pipeline
 
 WIDTH, M = 6, 4

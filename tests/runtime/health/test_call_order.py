@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError
 from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.errors import CallOrderError, PeerError, WaitTimeoutError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import HangError, PenstockError, StageError, WaitTimeoutError
+from penstock.base.errors import HangError, PenstockError, StageError, WaitTimeoutError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from tests.support import plain

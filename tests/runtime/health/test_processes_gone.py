@@ -24,7 +24,7 @@ VICTIM = """
 import os, signal, sys, torch
 from torch import nn
 from penstock import Pipeline
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
 from tests.support import plain

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import penstock
-from penstock.errors import ConfigError, SplitError
+from penstock.base.errors import ConfigError, SplitError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, own_models, plain

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import penstock
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models, unsplittable
 from tests.support.groups import run_cases
@@ -116,7 +116,7 @@ def test_it_runs_once_and_not_after_a_sample():
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.LSTM(own_models.WIDTH, own_models.WIDTH, batch_first=True)
+        self.inner = nn.GRU(own_models.WIDTH, own_models.WIDTH, batch_first=True)
 
     def forward(self, x):
         return self.inner(x)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError, SplitError
+from penstock.base.errors import ConfigError, SplitError
 from tests.support import hf_models, own_models
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
+from penstock.forward.loss_piece import loss_in
 from penstock.runtime.model import pipeline_model
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.own_model.loss_piece import loss_in
 from tests.support import own_models
 from tests.support.groups import run_cases
 

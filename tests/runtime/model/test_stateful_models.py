@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import PenstockError, SplitError
+from penstock.base.errors import PenstockError, SplitError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.stateful_models import (
     WIDTH,

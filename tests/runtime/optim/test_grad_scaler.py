@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_sharded, local
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler

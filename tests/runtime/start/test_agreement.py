@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock import ExecutionOptions, MeshShape, ParallelOptions, Pipeline
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 from tests.support.groups import run_cases

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock import host
-from penstock.errors import ConfigError
+from penstock.base import host
+from penstock.base.errors import ConfigError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.cpu_threads import share_cores, threads_of_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.start.launch_environment import (
     find_launch,
     has_own_device,

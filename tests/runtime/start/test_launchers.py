@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.start.launch_environment import find_launch, host_advice, local_rank, own_device
 from penstock.runtime.start.launchers import Launch
 from tests.support.launchers import SALLOC, SBATCH, SRUN

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.runtime.start.rank_claims import open_store
 from tests.support.launchers import free_port
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.tracing.gather import align_clocks

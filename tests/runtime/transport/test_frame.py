@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 import torch
 
-from penstock.errors import TransportError
+from penstock.base.errors import TransportError
 from penstock.runtime.transport.frame import MessageLayout, layout_of
 from penstock.stage.structures import dumps
 from penstock.stage.values import Message, pack

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from penstock.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
+from penstock.base.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
 from penstock.runtime.health.peers import supported
 from penstock.runtime.transport import processes as transport
 from penstock.runtime.transport.channel import Failure

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError, ReplicaError
+from penstock.base.errors import PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import Pipeline
-from penstock.errors import ConfigError, PenstockError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.workers.collectives import Collectives
 from penstock.runtime.workers.pool import LocalProcesses

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from penstock.errors import ConfigError, WaitTimeoutError
+from penstock.base.errors import ConfigError, WaitTimeoutError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.meeting import STORE
 from penstock.runtime.workers.pool import LocalProcesses

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak

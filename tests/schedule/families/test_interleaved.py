@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.families.interleaved import legal_group, smallest_group

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.errors import ScheduleCodeError, ScheduleError
+from penstock.base.errors import ScheduleCodeError, ScheduleError
 from penstock.schedule.families import build_schedule, find_family, lookup
 from penstock.schedule.families.own_family import OwnFamily
 from tests.support import own_schedules as own

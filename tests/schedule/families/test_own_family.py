@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ScheduleCodeError, ScheduleError
+from penstock.base.errors import ScheduleCodeError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import OwnFamily, build_schedule
 from penstock.schedule.ops import Op

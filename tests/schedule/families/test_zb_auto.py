@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.starts import STARTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show.comparison.compare_page import write_comparison
 from penstock.show.comparison.run_pair import pair_of
 from penstock.show.run import read_run

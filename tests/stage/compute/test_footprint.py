@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.errors import StageError
+from penstock.base.errors import StageError
 from penstock.stage.compute.footprint import Footprint
 
 

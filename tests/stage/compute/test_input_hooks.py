@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.named import Context, set_context
 

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.stage.rng.initial import build_seeded
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.rng.seeds import seed_of

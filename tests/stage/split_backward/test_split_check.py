@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import SplitBackwardError, StageError
+from penstock.base.errors import SplitBackwardError, StageError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.errors import ConfigError, PenstockError, StoppedError
+from penstock.base.errors import ConfigError, PenstockError, StoppedError
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.callbacks.callback import (

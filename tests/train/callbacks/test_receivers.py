@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show.run import read_run
 from penstock.train.callbacks import receivers
 from penstock.train.config.config import from_mapping

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.start import agreement
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.agreed import MAY_DIFFER, agreed_config

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.config import Config, from_mapping
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.file import dump, load
 from penstock.train.config.resolve import resolve

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.huggingface import weights
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.optim import build_optimizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data import corpus
 from penstock.train.data.corpus import Corpus, Document

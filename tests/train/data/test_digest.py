@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data import digest as data_digest
 from penstock.train.data.corpus import Corpus

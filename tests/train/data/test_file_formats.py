@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.file_formats import find_files
 

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.config.config import from_mapping
 from penstock.train.config.file import dump, load
 from penstock.train.config.sections.data_section import DataConfig

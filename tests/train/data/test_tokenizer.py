@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.data.tokenizer import ByteTokenizer, NumberTokenizer, read_tokenizer
 
 VOCABULARY = {"<end>": 0, "def": 1, "return": 2, "x": 3, "[UNK]": 4}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
 from penstock.train.config import file as config_file

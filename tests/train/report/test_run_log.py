@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.base.errors import ConfigError, NonFiniteError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.callbacks.callback import Callback, StepEvent
 from penstock.train.config.config import Config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import PenstockError, StoppedError
+from penstock.base.errors import PenstockError, StoppedError
 from penstock.show.run import read_run, write_report
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train

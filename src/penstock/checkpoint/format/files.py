@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from penstock.atomic import UNFINISHED, sync_folder
+from penstock.base.atomic import UNFINISHED, sync_folder
 
 
 def unfinished(path: Path) -> Path:

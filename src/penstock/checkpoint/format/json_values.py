@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 

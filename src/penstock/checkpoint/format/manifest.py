@@ -13,10 +13,10 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.bounded_io import parse_json
-from penstock.encoding import sendable
-from penstock.errors import DataError
-from penstock.tensor_file import DTYPES, StoredFile
+from penstock.base.bounded_io import parse_json
+from penstock.base.encoding import sendable
+from penstock.base.errors import DataError
+from penstock.base.tensor_file import DTYPES, StoredFile
 
 MANIFEST = "manifest.json"
 VERSION = 1

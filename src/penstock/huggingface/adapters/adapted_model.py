@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.adapters.supported import require_peft, require_supported
 from penstock.huggingface.families import HEAD
 from penstock.huggingface.family_of import family_of

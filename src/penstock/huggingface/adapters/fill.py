@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.huggingface.adapters.adapted_model import Adapters
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import Stored, read_tensors

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.adapted_model import Adapters
 from penstock.runtime.pipeline import Pipeline
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.atomic import replacing
-from penstock.errors import ConfigError, PenstockError
+from penstock.base.atomic import replacing
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.tensor_file import write_tensors
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_of
 from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import read_header, read_tensors
@@ -17,7 +18,6 @@ from penstock.huggingface.save import copy_files
 from penstock.huggingface.weights import own_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.tensor_file import write_tensors
 
 _MAX_LISTED = 12  # problems in an error message
 

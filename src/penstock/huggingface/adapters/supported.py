@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.huggingface.model_folder import Stored, read_header, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.data.layout import BucketPlan, Slot
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.reduction_stream import ReductionStream

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError, ReplicaError, TransportError
+from penstock.base.errors import PenstockError, ReplicaError, TransportError
 from penstock.parallel.data import replica_checks
 from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot, require_dense
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets

@@ -1,4 +1,4 @@
-"""All-gather of Python values over processes, encoded by `penstock.encoding`: nothing is unpickled."""
+"""All-gather of Python values over processes, encoded by `penstock.base.encoding`: nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.encoding import decode, encode
-from penstock.errors import ConfigError, PenstockError
+from penstock.base.encoding import decode, encode
+from penstock.base.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
 

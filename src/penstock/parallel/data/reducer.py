@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import (
+from penstock.base.errors import (
     PeerError,
     PenstockError,
     WaitTimeoutError,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PeerError, PenstockError
+from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import local
 

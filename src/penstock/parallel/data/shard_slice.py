@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.encoding import sendable
+from penstock.base.encoding import sendable
 
 ONE_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """State that torch's elementwise optimizers keep once for a whole parameter (torch/optim/nadam.py, asgd.py)."""

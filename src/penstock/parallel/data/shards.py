@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle, part_of

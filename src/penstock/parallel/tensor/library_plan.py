@@ -10,7 +10,7 @@ import importlib.util
 import re
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _HEADS = re.compile(r".*\.[qkv]_proj")

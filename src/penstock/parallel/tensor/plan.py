@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from penstock.errors import BatchError, ConfigError, nearest
+from penstock.base.errors import BatchError, ConfigError, nearest
 from penstock.parallel.tensor.conv1d import shard_columns, shard_rows, shard_side_by_side
 from penstock.parallel.tensor.library_plan import library_patterns
 

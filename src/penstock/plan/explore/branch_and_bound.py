@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import PenstockError, ScheduleError
+from penstock.base.errors import PenstockError, ScheduleError
 from penstock.plan.cluster import Cluster, with_memory
 from penstock.plan.explore.rejections import Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import rank_memory, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
@@ -37,7 +38,6 @@ from penstock.plan.stage_costs import (
     require_inputs,
     work_shares,
 )  # fmt: skip
-from penstock.profile.model_profile import Profile
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.explore.rejections import value_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
-from penstock.profile.model_profile import Profile
+from penstock.plan.profile.model_profile import Profile
 
 
 def grouped_reasons(result: SearchResult) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.explore.rejections import Smallest
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout

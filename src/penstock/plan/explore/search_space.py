@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from penstock.counts import require_count
-from penstock.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
+from penstock.base.counts import require_count
+from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
+from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout, Recompute
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
-from penstock.profile.model_profile import Profile
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from penstock.plan.cluster import Cluster
 from penstock.plan.op_costs import split_shares
 from penstock.plan.prediction import predict, step_program
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, layer_times, stage_costs
-from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.trace.beside import time_beside
 from penstock.trace.events import Trace

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction

@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BatchError, ConfigError
+from penstock.base.errors import BatchError, ConfigError
 from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets

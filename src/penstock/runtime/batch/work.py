@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share

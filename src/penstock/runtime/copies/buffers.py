@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, ReplicaError
+from penstock.base.errors import ConfigError, ReplicaError
 from penstock.stage.module import StageModule
 from penstock.stage.values import same_values
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ReplicaError
+from penstock.base.errors import ReplicaError
 from penstock.parallel.dtensor import gradient_dtype, is_sharded
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
 from penstock.runtime.copies.fixed import require_no_late_hook, whole_model_modules

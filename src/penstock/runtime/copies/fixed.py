@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, ReplicaError
+from penstock.base.errors import ConfigError, ReplicaError
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.tensor.plan import sums_gradients
 from penstock.stage.layers import whole_name

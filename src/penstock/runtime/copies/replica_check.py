@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ReplicaError
+from penstock.base.errors import ReplicaError
 from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
 

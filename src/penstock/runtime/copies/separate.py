@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.copies.fixed import require_no_late_hook
 from penstock.schedule.placement import Placement
 from penstock.stage.isolation import Isolation

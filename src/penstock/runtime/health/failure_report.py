@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import (
+from penstock.base.errors import (
     CallOrderError,
     PeerError,
     ReplicaError,

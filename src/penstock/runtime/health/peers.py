@@ -19,8 +19,8 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from penstock.encoding import sendable
-from penstock.errors import CallOrderError, PeerError
+from penstock.base.encoding import sendable
+from penstock.base.errors import CallOrderError, PeerError
 from penstock.runtime.health.rank_progress import (
     CALLS,
     FIELDS,

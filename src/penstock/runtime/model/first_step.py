@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.encoding import encode
-from penstock.errors import PenstockError, SplitError, first_line
-from penstock.host import memory
+from penstock.base.encoding import encode
+from penstock.base.errors import PenstockError, SplitError, first_line
+from penstock.base.host import memory
+from penstock.forward.own_layers import ModelLayers
+from penstock.forward.sample_check import check_sample
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
 from penstock.runtime.model.loss_reach import modules_called, names_in
@@ -19,8 +21,6 @@ from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.own_model.own_layers import ModelLayers
-from penstock.stage.own_model.sample_check import check_sample
 from penstock.stage.structures import dumps, loads
 from penstock.stage.values import Message, StageState, flatten, unpack
 

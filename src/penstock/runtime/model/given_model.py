@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
+from penstock.forward.own_layers import ModelLayers, split
+from penstock.forward.unchanged import UnchangedModel
 from penstock.runtime.batch.splitter import Reduction
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, Layer, as_layers
-from penstock.stage.own_model.own_layers import ModelLayers, split
-from penstock.stage.own_model.unchanged import UnchangedModel
 
 
 class GivenModel(NamedTuple):

@@ -12,8 +12,8 @@ from types import CodeType, FunctionType, MethodType
 
 from torch import nn
 
+from penstock.forward.loss_piece import OwnLoss
 from penstock.stage.live import source_of
-from penstock.stage.own_model.loss_piece import OwnLoss
 
 
 def parts_of(function: object) -> Iterator[object]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.model.loss_reach import modules_called
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World

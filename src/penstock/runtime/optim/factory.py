@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from penstock.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, nearest
 from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights

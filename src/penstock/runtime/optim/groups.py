@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.counts import require_count
-from penstock.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.base.counts import require_count
+from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import local
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.factory import (

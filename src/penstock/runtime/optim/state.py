@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
 from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import distribute_like, from_local_like, full_tensor, is_dtensor, local

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import penstock
-from penstock.errors import ConfigError, ScheduleError
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.schedule import Schedule

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock import host
+from penstock.base import host
 
 Exchange = Callable[[Any], list[Any]]
 """Function that returns every process's value, by rank; every process calls it."""

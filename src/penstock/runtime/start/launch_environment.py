@@ -11,7 +11,7 @@ import os
 import socket
 from dataclasses import replace
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.start.launchers import Environment, Launch, count, is_several, launcher_of, pair
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 Environment = Mapping[str, str]
 

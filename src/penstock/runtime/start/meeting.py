@@ -17,8 +17,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # torch does not annotate it
 
-from penstock.errors import ConfigError, PeerError, WaitTimeoutError, first_line
-from penstock.host import loopback
+from penstock.base.errors import ConfigError, PeerError, WaitTimeoutError, first_line
+from penstock.base.host import loopback
 from penstock.runtime.start.launch_environment import find_launch, meeting_url
 from penstock.runtime.start.launchers import Launch
 from penstock.runtime.start.rank_claims import open_store

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
 
-from penstock.errors import ConfigError, WaitTimeoutError, first_line
+from penstock.base.errors import ConfigError, WaitTimeoutError, first_line
 
 _PREFIX = "penstock/ranks"
 _CONFLICT = f"{_PREFIX}/conflict"

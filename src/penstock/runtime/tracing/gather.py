@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock import host
-from penstock.encoding import sendable
+from penstock.base import host
+from penstock.base.encoding import sendable
 from penstock.runtime.executor import Executor
 from penstock.runtime.tracing.clocks import Readings
 from penstock.runtime.workers.world import World

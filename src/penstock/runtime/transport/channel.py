@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.encoding import sendable
+from penstock.base.encoding import sendable
 from penstock.runtime.health.rank_progress import RankProgress
 from penstock.stage.values import Message
 

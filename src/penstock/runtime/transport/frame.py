@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import TransportError
+from penstock.base.errors import TransportError
 from penstock.runtime.transport.channel import Failure
 from penstock.stage import structures
 from penstock.stage.values import Message

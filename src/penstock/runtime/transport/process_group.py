@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
+from penstock.base.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     DEVICE,

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
-from penstock.errors import CallOrderError, PeerError, TransportError
-from penstock.host import core_limits
+from penstock.base.errors import CallOrderError, PeerError, TransportError
+from penstock.base.host import core_limits
 from penstock.runtime.health.peers import PeerRegistry, supported
 from penstock.runtime.health.rank_progress import WAITS, RankProgress, other_calls
 from penstock.runtime.transport.channel import Failure

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.encoding import sendable
-from penstock.errors import PeerError, WaitTimeoutError
+from penstock.base.encoding import sendable
+from penstock.base.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.peers import PeerRegistry, machine
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (

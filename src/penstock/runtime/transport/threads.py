@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
-from penstock.errors import PeerError, WaitTimeoutError
+from penstock.base.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_progress
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.workers.streams import Events, Streams

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import distribute_like, full_tensor
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World

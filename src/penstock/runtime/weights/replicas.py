@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError, TransportError
+from penstock.base.errors import PenstockError, TransportError
 from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES

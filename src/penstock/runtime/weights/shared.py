@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ReplicaError
+from penstock.base.errors import ReplicaError
 from penstock.parallel.data.bucket import require_dense
 from penstock.parallel.dtensor import from_local_like, local, redistribute_grad
 from penstock.runtime.transport.channel import Channel

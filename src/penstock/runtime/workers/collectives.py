@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import CallOrderError, PeerError, WaitTimeoutError, first_line, is_gloo_timeout
+from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
@@ -60,7 +60,7 @@ class Collectives:
         """Return the values of all processes of a group, by rank; every process of the group calls it.
 
         Args:
-            value: value that `penstock.encoding.encode` accepts.
+            value: value that `penstock.base.encoding.encode` accepts.
             action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step, since some processes write files first (default False).
 

@@ -18,11 +18,11 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from penstock import host
-from penstock.current_folder import safe_children
-from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
-from penstock.garbage import end_loading
-from penstock.scratch import Scratch
+from penstock.base import host
+from penstock.base.current_folder import safe_children
+from penstock.base.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.base.garbage import end_loading
+from penstock.base.scratch import Scratch
 
 PROCESS_BYTES = 100_000_000
 """Least private memory of a process that has loaded PyTorch, in bytes."""

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from penstock.errors import ConfigError, HangError, PeerError, WaitTimeoutError
+from penstock.base.errors import ConfigError, HangError, PeerError, WaitTimeoutError
 from penstock.runtime.health.hang import (
     GRACE,
     POLL_INTERVAL,

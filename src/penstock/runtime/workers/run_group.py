@@ -58,7 +58,7 @@ class RunGroup:
         """Run a job on every process; every process calls it.
 
         Returns:
-            The results of the jobs by rank, on every process; `penstock.encoding.encode` must accept them.
+            The results of the jobs by rank, on every process; `penstock.base.encoding.encode` must accept them.
 
         Raises:
             PenstockError: on every process, if any job raises it or an OSError; a `ConfigError` stays one.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 
 FIRST_TIMEOUT = 600.0
 """Seconds; the first steps compile, import and allocate, and ranks take different times for that."""

@@ -16,7 +16,7 @@ from torch import distributed as dist
 # timeout: groups keep the one they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from penstock.errors import CallOrderError, TransportError
+from penstock.base.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh

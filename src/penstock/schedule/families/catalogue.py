@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.closed_forms import BUBBLES, PEAKS, Bubble, Peak
 from penstock.schedule.families.controllable import v_half, v_min

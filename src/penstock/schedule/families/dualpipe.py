@@ -6,7 +6,7 @@ other. `near` is the rank's distance from that end and `depth` the number of ran
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families.phases import PatternOp, Phase, phased
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError, nearest
+from penstock.base.errors import ScheduleError, nearest
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.size import require_size
 

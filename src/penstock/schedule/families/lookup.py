@@ -9,8 +9,8 @@ import os
 import re
 from collections.abc import Callable
 
-from penstock.current_folder import current_folder_last
-from penstock.errors import ScheduleCodeError, ScheduleError, nearest
+from penstock.base.current_folder import current_folder_last
+from penstock.base.errors import ScheduleCodeError, ScheduleError, nearest
 from penstock.schedule.families.catalogue import FAMILIES
 from penstock.schedule.families.family import Family
 from penstock.schedule.families.own_family import OwnFamily, ScheduleFunction, load_function, where_defined

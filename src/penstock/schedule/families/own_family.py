@@ -19,7 +19,7 @@ from typing import cast
 
 import numpy as np
 
-from penstock.errors import ScheduleCodeError, ScheduleError, first_line, nearest
+from penstock.base.errors import ScheduleCodeError, ScheduleError, first_line, nearest
 from penstock.schedule.families.family import COUNTS, Family
 from penstock.schedule.ops import Kind, Op, Pair, parse_op
 from penstock.schedule.schedule import Schedule

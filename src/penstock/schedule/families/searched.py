@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families.starts import CatalogueStarts
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind

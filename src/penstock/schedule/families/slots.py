@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Columns, Schedule, plain_columns

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.controllable import v_half, v_min
 from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v

@@ -16,7 +16,7 @@ from typing import Literal, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.families.greedy import KINDS, Policy, Problem, Score, construct, improve, score
 from penstock.schedule.families.phases import occurrence
 from penstock.schedule.families.zero_bubble import zb_h1, zb_h2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.atomic import write_bytes
-from penstock.errors import ConfigError
+from penstock.base.atomic import write_bytes
+from penstock.base.errors import ConfigError
 from penstock.show.comparison.run_pair import NAMES, RunPair
 from penstock.show.page import fill_template
 from penstock.show.page_data import MAX_CURVES, step_data, styles

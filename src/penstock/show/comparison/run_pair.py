@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.palette import CAUSES
 from penstock.show.report_page.overview import mean_times

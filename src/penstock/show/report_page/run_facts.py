@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.counts import plural
-from penstock.errors import PenstockError
+from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.counts import plural
+from penstock.base.errors import PenstockError
 from penstock.plan.cluster import PRESETS, read_cluster
-from penstock.profile.closed_form import Workload
-from penstock.profile.model_profile import of_shape
-from penstock.profile.model_shape import read_shape
+from penstock.plan.profile.closed_form import Workload
+from penstock.plan.profile.model_profile import of_shape
+from penstock.plan.profile.model_shape import read_shape
 from penstock.show.units import finite
 
 _MAX_BYTES = 16 * MEGABYTE

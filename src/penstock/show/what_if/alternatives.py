@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, CatalogueFamily
 from penstock.schedule.memory import peak

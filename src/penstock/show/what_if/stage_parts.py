@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.schedule.ops import Kind
 from penstock.simulate.costs import Table
 from penstock.stage.partition import even

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.compute.footprint import Footprint
 from penstock.stage.compute.recompute import Segment
 from penstock.stage.values import InputGrads, Message

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.isolation import graph_nodes
 from penstock.stage.values import InputGrads
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.stage.compute.footprint import refuses_hooks
 from penstock.stage.compute.module_buffers import BufferPlace, buffer_places, get_buffers, replaced_buffers
 from penstock.stage.module import modes_of

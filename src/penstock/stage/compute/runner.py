@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule

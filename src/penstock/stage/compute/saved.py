@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.compute.recompute import Segment
 from penstock.stage.compute.runner import LossInputs, Messages, SegmentOutput
 from penstock.stage.split_backward.weight_grad import WeightGradQueue

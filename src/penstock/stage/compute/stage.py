@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.compute.footprint import Footprint
 from penstock.stage.compute.input_hooks import follow_hooks
 from penstock.stage.compute.recompute import Buffers, Segment, make_segments, nothing_saved, recomputed_layers

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 # Has no public name; torch documents it and its own tools use it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.stage.rng.default_generators import default_states
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.stage.split_backward.weight_grad import WeightFormula, WeightGradQueue, WeightUse
 from penstock.stage.split_backward.weight_uses import VALUE_NOT_READ, WEIGHT_USES
 

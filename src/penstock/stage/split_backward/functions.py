@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import SplitError
+from penstock.base.errors import SplitError
 from penstock.stage.values import flatten
 
 

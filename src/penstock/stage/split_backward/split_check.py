@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError, SplitBackwardError
+from penstock.base.errors import PenstockError, SplitBackwardError
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.weight_grad import WeightGradQueue, WeightUse
 from penstock.stage.values import same_values

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 
 WeightFormula = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.scratch import Scratch
+from penstock.base.scratch import Scratch
 from penstock.show.picture import draw_picture
 from penstock.trace.events import Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from penstock.errors import ConfigError, PenstockError, first_line
+from penstock.base.errors import ConfigError, PenstockError, first_line
 from penstock.train.callbacks.callback import (
     Callback,
     EndEvent,

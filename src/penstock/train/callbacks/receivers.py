@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from penstock.current_folder import current_folder_last
-from penstock.errors import ConfigError, first_line
+from penstock.base.current_folder import current_folder_last
+from penstock.base.errors import ConfigError, first_line
 from penstock.train.callbacks.callback import (
     Callback,
     EndEvent,

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, TransportError
+from penstock.base.errors import ConfigError, TransportError
 from penstock.huggingface.model_folder import CONFIG
 from penstock.runtime.start.agreement import Facts, version_facts
 from penstock.runtime.workers.run_group import RunGroup

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, nearest
 from penstock.train.config.fields import Table, names_in
 from penstock.train.config.help.hints import KeyHints, assignments
 from penstock.train.config.optim_defaults import optim_defaults

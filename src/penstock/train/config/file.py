@@ -10,8 +10,8 @@ from typing import Any
 
 import tomli_w
 
-from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ConfigError
+from penstock.base.bounded_io import MEGABYTE, read_bytes
+from penstock.base.errors import ConfigError
 from penstock.train.config.config import HINTS, Config, from_mapping
 from penstock.train.config.help.hints import assignments
 from penstock.train.config.sections.lora_section import written

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.counts import plural
-from penstock.errors import ConfigError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.parallel.mesh import MeshShape, require_fit, require_threads
 from penstock.train.config.fields import axes_of
 from penstock.train.config.sections.layout_section import ParallelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.optimizers import is_of_adam, torch_defaults
 from penstock.train.config.sections.optim_section import OptimConfig
 

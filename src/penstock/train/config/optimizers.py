@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, first_line, nearest
+from penstock.base.errors import ConfigError, first_line, nearest
 from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
 from penstock.train.config.sections.optim_section import OptimConfig
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock import host
-from penstock.errors import ConfigError
+from penstock.base import host
+from penstock.base.errors import ConfigError
 from penstock.schedule.families import require_family
 from penstock.schedule.text import is_csv
 from penstock.train.config.config import Config

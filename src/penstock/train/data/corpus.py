@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.data.file_formats import DataFiles
 from penstock.train.data.records.record_store import RecordStore
 from penstock.train.data.token_cache import TokenCache

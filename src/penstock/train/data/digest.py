@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 
 PIECES, PIECE = 512, 16_384
 _LISTED = 1024

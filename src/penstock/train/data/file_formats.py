@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.bounded_io import open_regular, parse_json
-from penstock.errors import DataError
+from penstock.base.bounded_io import open_regular, parse_json
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.records.record_files import DATASET_FILES
 

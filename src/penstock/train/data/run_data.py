@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.counts import plural
-from penstock.errors import ConfigError, DataError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.digest import Digestible, Joined

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from penstock.bounded_io import open_regular
-from penstock.errors import DataError
-from penstock.scratch import Scratch
+from penstock.base.bounded_io import open_regular
+from penstock.base.errors import DataError
+from penstock.base.scratch import Scratch
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.file_formats import DataFiles
 from penstock.train.data.records.chat_template import TEMPLATE_FILES

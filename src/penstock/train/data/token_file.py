@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.bounded_io import DAMAGED_ARRAY, open_regular
-from penstock.errors import DataError
+from penstock.base.bounded_io import DAMAGED_ARRAY, open_regular
+from penstock.base.errors import DataError
 
 _OPEN_FILES = 256
 _HEADER = 1 << 16  # bytes; numpy refuses headers of more than 10,000 characters

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ConfigError, DataError, first_line
+from penstock.base.bounded_io import MEGABYTE, read_bytes
+from penstock.base.errors import ConfigError, DataError, first_line
 
 END = 0
 """Token that marks the end of a file, where tokens are bytes or numbers."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.huggingface import weights
 from penstock.stage.module import StageModule
 from penstock.stage.rng.initial import generator_for

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.model_variants import require_positions
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_of
 from penstock.huggingface.adapters.supported import require_peft
 from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
-from penstock.model_variants import require_positions
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
 from penstock.train.config.fields import names_in

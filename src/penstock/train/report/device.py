@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from penstock import host
-from penstock.errors import ConfigError
+from penstock.base import host
+from penstock.base.errors import ConfigError
 from penstock.runtime.start.cpu_threads import omp_threads, threads_of_ranks
 from penstock.runtime.start.launch_environment import has_own_device, own_device
 
@@ -52,7 +52,7 @@ def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = hos
     Args:
         each: threads per rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its
             cgroup's quota (a container's) allow, divided among ranks that are threads.
-        root: root of the file system, for tests; see `penstock.host`.
+        root: root of the file system, for tests; see `penstock.base.host`.
     """
     before = torch.get_num_threads()
     if in_processes:

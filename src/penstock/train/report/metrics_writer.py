@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from penstock.atomic import write_bytes
-from penstock.bounded_io import parse_json
-from penstock.host import utc
+from penstock.base.atomic import write_bytes
+from penstock.base.bounded_io import parse_json
+from penstock.base.host import utc
 
 METRICS = "metrics.jsonl"
 

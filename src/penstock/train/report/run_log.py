@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, get_args
 
-from penstock.errors import ConfigError, StoppedError
+from penstock.base.errors import ConfigError, StoppedError
 from penstock.train.config.fields import LogLevel
 from penstock.train.report.progress import Reporter
 

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from penstock.errors import PenstockError, describe_error
-from penstock.host import utc
+from penstock.base.errors import PenstockError, describe_error
+from penstock.base.host import utc
 from penstock.show.run import read_run, write_report
 
 PAGE = "report.html"

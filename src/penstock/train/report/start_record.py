@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import penstock
-from penstock.atomic import write_text
-from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.atomic import write_text
+from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 
 START_RECORD = "run.json"
 _MAX_BYTES = 16 * MEGABYTE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.runtime.pipeline import Pipeline
 from penstock.trace.folder import save_step
 from penstock.train.callbacks.callback import Callback, TraceEvent

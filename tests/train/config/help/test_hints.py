@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.config import HINTS, Config, from_mapping
 from penstock.train.config.file import load
 from penstock.train.config.help import hints

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config import file as config_file
 from penstock.train.config.config import from_mapping
 from penstock.train.config.optim_defaults import FINE_TUNING, LORA_LR

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.file_formats import find_files
 from penstock.train.data.records.record_encoder import CONTEXT

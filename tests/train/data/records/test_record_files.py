@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.file_formats import find_files
 from penstock.train.data.records.record_store import RecordStore

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.data.samples.batches import Row, Samples, blank
 from penstock.train.data.samples.mixture import BLOCK, Mixture, fractions_of, shares
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.data.corpus import Corpus, Document
 from penstock.train.data.samples.batches import Batch, batch_of
 from penstock.train.data.samples.epochs import window_positions

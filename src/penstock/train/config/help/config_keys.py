@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from penstock.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, nearest
 from penstock.train.config.config import HINTS, Config
 
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")

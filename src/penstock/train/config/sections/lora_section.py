@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.config.fields import Flag, Momentum, NotNegative, Positive, Table, Text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.train.data.records.record_files import Place
 from penstock.train.data.records.record_text import Messages, RecordText
 from penstock.train.data.tokenizer import TOKENIZER_FILE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.records.chat_template import ChatTemplate
 from penstock.train.data.records.record_files import Place, ReadRecord

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.bounded_io import MEGABYTE, LongNumberError, open_regular, parse_json
-from penstock.errors import ConfigError, DataError, nearest
+from penstock.base.bounded_io import MEGABYTE, LongNumberError, open_regular, parse_json
+from penstock.base.errors import ConfigError, DataError, nearest
 
 DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files that tell a folder of ``datasets``: a data set has the first, several splits have the second."""

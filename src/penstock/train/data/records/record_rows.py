@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.huggingface.loss import IGNORED
 from penstock.train.data.records.packing import pack
 from penstock.train.data.records.record_encoder import CONTEXT

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from penstock.atomic import write_text
-from penstock.bounded_io import DAMAGED_ARRAY, MEGABYTE, parse_json, read_bytes
-from penstock.errors import DataError
+from penstock.base.atomic import write_text
+from penstock.base.bounded_io import DAMAGED_ARRAY, MEGABYTE, parse_json, read_bytes
+from penstock.base.errors import DataError
 from penstock.train.data.records.record_encoder import CONTEXT, EncodedRecord, FlaggedTokens
 from penstock.train.data.token_file import TokenFile
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.records.record_files import Place
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.huggingface.loss import IGNORED
 
 Numbers = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError
+from penstock.base.errors import ConfigError
 from penstock.train.data.samples.batches import Row, Samples
 from penstock.train.data.samples.epochs import permute
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DataError
+from penstock.base.errors import DataError
 from penstock.huggingface.loss import IGNORED
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.samples.batches import Row

@@ -1,0 +1,365 @@
+"""Comparison of a model's layers with the model itself on one microbatch, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import SplitError
+from penstock.forward.loss_piece import loss_in
+from penstock.stage.layers import Layer, is_joint
+from penstock.stage.live import plain_attributes, read_instead
+from penstock.stage.module import StageModule
+from penstock.stage.named import Context, set_context
+from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use
+from penstock.stage.values import Message, flatten, leaves_of, pack, unpack
+
+SEED = 0
+_NO_STATE = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
+M = TypeVar("M")
+
+
+def check_sample(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    loss_fn: Callable[[Any, Any], Any] | None,
+    sample: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    own_loss: bool = True,
+    loss_reads: Collection[str] = (),
+    stages: Sequence[int] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Run a model and its layers on a sample, each stage on a copy of its own, and compare output, loss and gradients.
+
+    The copies share the parameters' memory, except of those that are all zero, such as gates that are to open in training:
+    behind them all gradients would be equal, and so they get random numbers. Results on a CPU are compared bit for bit,
+    except gradients that are sums of another order; on a GPU, whose kernels may sum in any order, up to rounding.
+
+    Args:
+        model: the model; it, its gradients and torch's random numbers stay as they are.
+        layers: layers of the model.
+        loss_fn: loss that the model computes, of the last layer's output and the target; None to compare the output, and
+            the gradients of random numbers at it. A loss function of the user's own is not called: it may count its calls.
+        sample: the batch, and the target if there is a loss.
+        own_loss: whether the model takes the target, and returns the loss (default True).
+        loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
+        stages: stage of each layer (default: each layer is one).
+        tensors: values of parameters and buffers by their names in the model (default: its own).
+
+    Raises:
+        SplitError: if anything differs; says what.
+    """
+    copies = _Copies(model, tensors or {})
+    device = next(
+        (leaf.device for leaf in leaves_of(tuple(sample)) if isinstance(leaf, Tensor)), torch.device("cpu")
+    )
+    close = _Closeness(device.type == "cpu", autocast)
+    casting: AbstractContextManager[Any] = nullcontext()
+    if autocast is not None:
+        casting = torch.autocast(device.type, dtype=autocast)
+    memo: dict[int, Any] = {}
+    reference = copies.of(model, "", memo)
+    # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
+    twin = copies.of(model, "", {})
+    instead = {id(m): t for m, t in zip(model.modules(), twin.modules(), strict=True)}
+
+    def run(of: nn.Module = reference) -> Any:
+        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
+        with casting:
+            result = of(*(inputs if own_loss else inputs[:1]), **named_inputs)
+            return result if loss_fn is None else loss_in(result)
+
+    with _same_draws(), _constant(model):
+        expected = run()
+        _backward(expected)
+    _require_unset(model, reference, loss_reads)
+    _require_no_shared_state(layers, memo, run)
+    expected = _detached(expected)
+    gradients = {name: _dense(p.grad) for name, p in reference.named_parameters()}
+    names = {id(p): name for name, p in reference.named_parameters()}
+    known = {name: names[id(p)] for name, p in reference.named_parameters(remove_duplicate=False)}
+    del reference, names, memo, run
+    starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
+    memos: dict[int, dict[int, Any]] = {}
+    for s in set(stages or range(len(layers))):
+        read_instead(memos.setdefault(s, {}), instead)
+    alone = [
+        StageModule([Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos[s]))])
+        for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
+    ]
+    with _same_draws(), _constant(model):
+        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
+        with casting:
+            result = _through(alone, inputs[0], named_inputs)
+            if loss_fn is not None:
+                result = loss_fn(result, inputs[1])
+        _require_equal(type(model).__name__, expected, _detached(result), close)
+        _backward(result)
+    ours: dict[str, list[nn.Parameter]] = {}
+    for layer, start in zip(alone, starts, strict=True):
+        for inner, p in layer.layers[0].named_parameters():
+            if p.grad is not None:
+                ours.setdefault(known[start + inner], []).append(p)
+    for name, gradient in gradients.items():
+        _require_same_gradient(name, gradient, ours.get(name, []), close)
+
+
+class _Copies:
+    """Copies of modules of a model.
+
+    Args:
+        tensors: values by name in the model, of parameters and buffers that have others than the model's own.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._noise: dict[tuple[int, torch.Size], Tensor] = {}
+        generator = torch.Generator().manual_seed(SEED)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            value = tensors.get(name, p).detach()
+            trains = p.requires_grad and p.is_floating_point()
+            if trains and _place(value) not in self._noise and not value.any():
+                # 0.02 is a usual scale of initial weights: activations stay small.
+                noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
+                self._noise[_place(value)] = noise.to(value.device, value.dtype)
+
+    def of(self, module: M, start: str, memo: dict[int, Any]) -> M:
+        """Return a copy with gradients and buffers of its own.
+
+        Args:
+            start: beginning of its parameters' names in the model.
+        """
+        if not isinstance(module, nn.Module):
+            return module
+        for name, p in module.named_parameters(remove_duplicate=False):
+            value = self._tensors.get(start + name, p)
+            value = self._noise.get(_place(value), value)
+            memo.setdefault(id(p), nn.Parameter(value.detach(), requires_grad=p.requires_grad))
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            memo.setdefault(id(buffer), self._tensors.get(start + name, buffer).detach().clone())
+        for inner in module.modules():
+            # What hooks before a forward have computed (pruning, the older weight_norm); the copy's hooks do it again.
+            for attribute in vars(inner).values():
+                if isinstance(attribute, Tensor) and not attribute.is_leaf:
+                    memo.setdefault(id(attribute), attribute.detach())
+        return copy.deepcopy(module, memo)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what all objects of one weight have in common: tied ones, and those of several ranks."""
+    return tensor.data_ptr(), tensor.shape
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Return a context in which torch draws from the same seed each time; its generators are as before afterwards."""
+    devices = range(torch.cuda.device_count()) if cuda_in_use() else ()
+    previous = set_context(Context({}, {}))  # a forward may call penstock.add_loss
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            for generator in (torch.default_generator, *cuda_generators()):
+                generator.manual_seed(SEED)
+            yield
+    finally:
+        set_context(previous)
+
+
+@contextmanager
+def _constant(model: nn.Module) -> Iterator[None]:
+    """Return a context in which a model's own parameters require no gradients.
+
+    A forward that was replaced from outside may compute with them even in a copy; their gradients are not the check's.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+def _require_unset(model: nn.Module, reference: nn.Module, names: Collection[str]) -> None:
+    """Check that a forward does not set attributes that the loss function reads.
+
+    Args:
+        model: the model.
+        reference: its copy, after a forward.
+        names: names of attributes that the loss function reads in the model.
+
+    Raises:
+        SplitError: if a module of the copy has another number or tensor under one of the names; names it.
+    """
+    for (path, module), copied in zip(model.named_modules(), reference.modules(), strict=True):
+        for name in vars(copied).keys() & set(names):
+            before, after = vars(module).get(name), vars(copied)[name]
+            if isinstance(after, int | float | Tensor) and (
+                before is None or _changed({name: before}, {name: after})
+            ):
+                raise SplitError(
+                    f"the loss function reads {name!r}, which the forward of {path or type(model).__name__} sets: in a "
+                    "pipeline it would be that of another microbatch, or be on another rank. Return it from the model's "
+                    "forward, or call penstock.add_loss(name, value) there for a term of the loss"
+                )
+
+
+def _require_no_shared_state(
+    layers: Sequence[Layer], memo: Mapping[int, Any], run: Callable[[], Any]
+) -> None:
+    """Check that the forward changes no object that modules of several layers hold, such as a context that counts.
+
+    Args:
+        layers: layers of the model.
+        memo: the model's objects and their copies, after the forward ran with the copies once.
+        run: function that runs the forward with the copies again. What only the first run changes is a cache.
+
+    Raises:
+        SplitError: if such an object changed; names it.
+    """
+    found: dict[int, tuple[str, Any, set[int]]] = {}
+    for number, layer in enumerate(layers):
+        for inner, module in () if layer.module is None else layer.module.named_modules():
+            for name, value in plain_attributes(module):
+                if hasattr(value, "__dict__") and not isinstance(value, _NO_STATE):
+                    where = ".".join(part for part in (layer.name, inner, name) if part)
+                    found.setdefault(id(value), (where, value, set()))[2].add(number)
+    shared = {
+        where: (value, memo[key])
+        for key, (where, value, numbers) in found.items()
+        if len(numbers) > 1 and key in memo and memo[key] is not value
+    }
+    changed = {w: name for w, (one, other) in shared.items() if (name := _changed(vars(one), vars(other)))}
+    if not changed:
+        return
+    before = {where: dict(vars(shared[where][1])) for where in changed}
+    with _same_draws(), torch.no_grad():
+        run()
+    for where in changed:
+        if name := _changed(before[where], vars(shared[where][1])):
+            raise SplitError(
+                f"{where} is one {type(shared[where][0]).__name__} that several layers have, and the forward changes its "
+                f"{name!r}; layers on other ranks would not see that. Pass the value on as an argument and a result, or "
+                "call penstock.add_loss(name, value) for a term of the loss"
+            )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the name of a number or tensor that has another value; empty if there is none."""
+    for name, value in before.items():
+        other = after.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
+            if value.is_meta or torch.equal(value.detach(), other.detach()):
+                continue
+        elif not isinstance(value, int | float | Tensor) or (type(value) is type(other) and value == other):
+            continue
+        return name
+    return ""
+
+
+def _cloned(value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return unpack(
+        Message(
+            tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves),
+            structure,
+            (False,) * len(leaves),
+        )
+    )
+
+
+def _detached(value: Any) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) else x for x in flatten(value)[0]]
+
+
+def _dense(gradient: Any) -> Any:
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
+
+
+def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]) -> Any:
+    for number, layer in enumerate(layers):
+        wanted = {k: v for k, v in named.items() if k in layer.takes[0]}
+        value = layer(value, **wanted)
+        if number + 1 < len(layers):
+            pack(value)  # refuses what cannot travel
+    return value
+
+
+def _backward(value: Any) -> None:
+    """Run the backward of a loss, or of outputs with the same random gradients each time: those of ones may cancel."""
+    leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    generator = torch.Generator().manual_seed(SEED)
+    if leaves:
+        random = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in leaves]
+        torch.autograd.backward(
+            leaves,
+            [g if leaf.dim() else torch.ones_like(leaf) for g, leaf in zip(random, leaves, strict=True)],
+        )
+
+
+class _Closeness:
+    """Test of whether two results are equal.
+
+    Args:
+        exact: whether the device computes the same bits each time.
+    """
+
+    def __init__(self, exact: bool, autocast: torch.dtype | None) -> None:
+        self._exact = exact
+        self._autocast = autocast is not None
+        # The rounding of float32 through a whole model, or a few units in the last place of the lower precision.
+        self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
+
+    def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
+        """Return whether two values are equal; they are sums of so many terms, which may have another order."""
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return type(one) is type(other) and bool(one == other)
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if torch.equal(one, other):
+            return True
+        if one.is_complex():
+            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        one, other = one.nan_to_num(), other.nan_to_num()
+        if torch.equal(one, other):
+            return True
+        # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
+        # A sum of two has one order, and equal bits; only from three terms on does the rounding depend on the order.
+        if self._exact and terms < (2 if self._autocast else 3):
+            return False
+        size = torch.linalg.vector_norm(one.double())
+        distance = torch.linalg.vector_norm(one.double() - other.double())
+        return bool(distance <= self._tolerance * size + 1e-6)
+
+
+def _require_equal(name: str, expected: list[Any], result: list[Any], close: _Closeness) -> None:
+    if len(expected) != len(result) or not all(map(close, expected, result)):
+        raise SplitError(
+            f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
+            "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
+            "layers yourself, as docs/models.md shows under 'Layers by hand'"
+        )
+
+
+def _require_same_gradient(
+    name: str, expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness
+) -> None:
+    """Compare a gradient with the layers' sum; `uses` has the parameter's copy of each layer, one copy for each stage."""
+    if expected is None and not uses:
+        return
+    parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]
+    if expected is None or not parts or not close(expected, sum(parts[1:], parts[0]), len(uses)):
+        raise SplitError(
+            f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a value "
+            "may reach a layer in a way other than through the forward's variables. Give the layers yourself, as "
+            "docs/models.md shows under 'Layers by hand'"
+        )

@@ -1,0 +1,187 @@
+"""This machine as a cluster: rates of its device, links between its ranks, and overheads of the runtime, all measured.
+
+Links and overheads come from traces of pipelines whose layers do next to nothing, on the transport that will run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from penstock.base import host
+from penstock.parallel.mesh import MeshShape
+from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.runtime.options import ExecutionOptions
+from penstock.runtime.pipeline import Pipeline
+from penstock.trace.events import Trace
+from penstock.trace.messages import message_delays
+
+_MICROBATCHES = 8
+_SMALL, _LARGE = 256, 1 << 20
+"""Elements of a message, to tell latency from bandwidth."""
+_REDUCED = 1 << 21
+"""Elements of the gradient whose reduction is timed."""
+_UPDATE_BYTES = 32
+"""Bytes that AdamW reads and writes for a parameter in fp32, by which rates of updates are stated."""
+
+
+def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str = "this machine") -> Cluster:
+    """Measure this machine with its ranks busy; in processes, every process calls it.
+
+    Args:
+        ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
+        dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
+
+    Returns:
+        A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
+    """
+    small = _steps(ranks, _SMALL, rounds)
+    large = _steps(ranks, _LARGE, max(3, rounds // 3)) if ranks > 1 else small
+    latency = small.latency
+    # 4 bytes an element, in fp32.
+    size = 4 * (_LARGE - _SMALL)
+    slower = large.latency - latency
+    bandwidth = size / slower if ranks > 1 and slower > 0 else 1e12
+    reduces = _reduction_rate(dp, small.overhead, rounds) if dp > 1 else None
+    limits = host.memory()
+    device = Device(
+        memory=float(limits.total) / max(ranks, dp) if limits is not None else 1e12,
+        matmul={"fp32": _matmul_rate(torch.float32), "bf16": _matmul_rate(torch.bfloat16)},
+        memory_bandwidth=_memory_rate(),
+        optimizer_bandwidth=_optimizer_rate(),
+    )
+    return Cluster(
+        name,
+        device,
+        ranks_per_node=max(ranks, dp),
+        node=LinkSpeed(latency, bandwidth, reduces),
+        dtype="fp32",
+        op_overhead=small.gap,
+        step_overhead=small.overhead,
+        overlap=False,  # ranks on the same cores reduce at the expense of their backward
+    )
+
+
+class _Overheads(NamedTuple):
+    """Seconds between two ops, of a message, and of a step besides its ops."""
+
+    gap: float
+    latency: float
+    overhead: float
+
+
+class _Scale(nn.Module):
+    def __init__(self, elements: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[0]
+
+
+def _first_element(output: Tensor, target: Tensor) -> Tensor:
+    return output.view(-1)[0]
+
+
+def _steps(ranks: int, elements: int, rounds: int) -> _Overheads:
+    """Run steps in which nothing takes long, and return the medians."""
+    x = torch.zeros(_MICROBATCHES, elements)
+    gaps, delays, overheads = [], [], []
+    with Pipeline(
+        nn.Sequential(*[_Scale() for _ in range(ranks)]),
+        _first_element,
+        microbatches=_MICROBATCHES,
+        schedule="gpipe",
+        ranks=ranks,
+        execution=ExecutionOptions(check_finite=True),
+    ) as pipe:
+        for n in range(rounds + 2):
+            begin = perf_counter()
+            pipe.step(x, x)
+            seconds = perf_counter() - begin
+            trace = pipe.gather_trace()
+            assert trace is not None, "a step has run"
+            if n < 2:
+                continue
+            gaps += _gaps(trace)
+            delays += np.maximum(message_delays(trace), 0.0).tolist()
+            overheads.append(seconds - float(trace.end.max() - trace.start.min()))
+    found = [statistics.median(each) if each else 0.0 for each in (gaps, delays, overheads)]
+    return _Overheads(*_agree(found))
+
+
+def _gaps(trace: Trace) -> list[float]:
+    """Return the seconds between the forwards of the first rank, which wait for nothing."""
+    rows = trace.rank_slices()[0]
+    start, end = trace.start[rows], trace.end[rows]
+    gaps: list[float] = (start[1:_MICROBATCHES] - end[: _MICROBATCHES - 1]).tolist()
+    return gaps
+
+
+def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
+    """Return the bytes per second of a device at which gradients are reduced over replicas.
+
+    Args:
+        overhead: seconds of a step besides its ops and the reduction.
+    """
+    x = torch.zeros(dp, 4)
+    seconds = []
+    with Pipeline(
+        nn.Sequential(_Scale(_REDUCED)), _first_element, microbatches=1, mesh=MeshShape(pp=1, dp=dp)
+    ) as pipe:
+        for n in range(rounds + 2):
+            begin = perf_counter()
+            pipe.step(x, x)
+            spent = perf_counter() - begin
+            trace = pipe.trace()
+            assert trace is not None, "a step has run"
+            if n >= 2:
+                seconds.append(spent - float(trace.end.max() - trace.start.min()) - overhead)
+    (middle,) = _agree([statistics.median(seconds)])
+    # In a ring, each device sends 2 (dp - 1) / dp of the gradient's bytes.
+    return 2 * (dp - 1) * 4 * _REDUCED / dp / max(middle, 1e-6)
+
+
+def _agree(values: Sequence[float]) -> list[float]:
+    """Return the mean of every process's values."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(values)
+    everyone: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(values))
+    return [statistics.mean(each) for each in zip(*everyone, strict=True)]
+
+
+def _matmul_rate(dtype: torch.dtype, size: int = 384) -> float:
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    # A multiplication and an addition for each of size**3 products.
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b))
+
+
+def _memory_rate(elements: int = 1 << 22) -> float:
+    a, b = torch.zeros(elements), torch.empty(elements)
+    # 4 bytes read and 4 written.
+    return 8 * elements / _seconds(lambda: b.copy_(a))
+
+
+def _optimizer_rate(elements: int = 1 << 20) -> float:
+    parameter = nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.ones(elements)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    return _UPDATE_BYTES * elements / _seconds(optimizer.step)
+
+
+def _seconds(call: Callable[[], object], rounds: int = 7) -> float:
+    call()
+    found = []
+    for _ in range(rounds):
+        begin = perf_counter()
+        call()
+        found.append(perf_counter() - begin)
+    return statistics.median(found)

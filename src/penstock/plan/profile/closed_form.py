@@ -1,0 +1,239 @@
+"""Costs of a decoder's layers in closed form, from its sizes alone.
+
+Bytes kept for the backward follow Korthikanti et al. (2205.05198): per block and token 34 h bytes in 16 bits for a GPT with
+dropout, and 5 heads × sequence more if attention stores its scores. Tensor parallelism divides the matrices, sequence
+parallelism everything else as well. Blocks with a gate and without dropout are counted tensor by tensor in the same way.
+Norms and gates are taken to be fused kernels, as in Megatron-LM. Kernels of eager PyTorch save more: a norm its normalised
+input and scale (h + 1 values a token), a gate its activation (ffn values). A traced profile counts these.
+
+FLOPs are of matrix products: 2 for each multiplication and addition. Scores of attention are counted in full, as in that
+paper, although a causal mask leaves half of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.base import model_variants
+from penstock.base.errors import ConfigError
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_shape import ModelShape
+
+AttentionKernel = Literal["fused", "unfused"]
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
+"""Bytes of an activation by the dtype of the matrix products; with fp8, activations stay in 16 bits."""
+
+_SCORE_FORWARD = 13
+_SCORE_BACKWARD = 19
+"""Bytes read and written for each stored score of attention by unfused kernels in 16 bits: product, softmax, dropout."""
+_FLASH_BACKWARD = 2.5
+"""Products of fused attention in the backward over those in the forward: it computes the scores again (2205.14135)."""
+
+
+PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "fp32": (4, 4, 8)}
+"""Bytes of a parameter's weight, gradient and optimizer state (AdamW, with fp32 main weights for 16 bits) by dtype."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Conditions under which a layer is costed.
+
+    Attributes:
+        microbatch: samples of a microbatch.
+        sequence: tokens of a sample.
+        sequence_parallel: True if what tensor parallelism leaves whole is divided along the sequence.
+        dtype: dtype of the matrix products, a key of `DTYPE_BYTES`.
+        attention: "fused" if scores stay within the kernel, else "unfused".
+    """
+
+    microbatch: int
+    sequence: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    dtype: str = "bf16"
+    attention: AttentionKernel = "fused"
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatch * self.sequence
+
+    @property
+    def element(self) -> int:
+        """Bytes of one activation."""
+        return DTYPE_BYTES[self.dtype]
+
+
+def require_divisible(shape: ModelShape, tp: int) -> None:
+    """Raise `ConfigError` unless tensor parallelism can divide the model's matrices."""
+    if shape.kv_rank and tp > 1:
+        raise ConfigError(
+            f"tp={tp} does not divide latents, from which {shape.name} expands its keys and values; take tp=1"
+        )
+    for what, size in (
+        ("heads", shape.heads),
+        ("key and value heads", shape.kv_heads),
+        ("feed-forward", shape.ffn),
+    ):
+        if size % tp:
+            raise ConfigError(
+                f"tp={tp} does not divide the model's {size} {what}; take a divisor, such as {largest_tp(shape, tp)}"
+            )
+
+
+def require_positions(shape: ModelShape, sequence: int) -> None:
+    """Raise `ConfigError` if a sample has more tokens than the model is configured for."""
+    model_variants.require_positions(sequence, shape.positions or shape.context, "sequence")
+
+
+def largest_tp(shape: ModelShape, limit: int) -> int:
+    """Return the largest tensor-parallel degree up to a limit that divides the model's matrices."""
+    sizes = (1,) if shape.kv_rank else (shape.heads, shape.kv_heads, shape.ffn)
+    return max(t for t in range(1, limit + 1) if not any(size % t for size in sizes))
+
+
+def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
+    """Return the cost of the table of tokens, and of the table of positions if there is one."""
+    t, e = load.tp, load.element
+    value = load.tokens * shape.hidden * e
+    shard = value / (t if load.sequence_parallel else 1)
+    lookups = DeviceWork("memory", 2 * value)
+    collect = _collectives("reduce", value, load) if t > 1 else ()
+    return LayerCost(
+        forward=(lookups, *collect),
+        weight_grad=(
+            DeviceWork("memory", 3 * value),
+            *(_collectives("gather", value, load) if t > 1 else ()),
+        ),
+        saved_bytes=load.tokens * 8 + (shard / e if shape.dropout else 0),
+        selective_bytes=load.tokens * 8 + (shard / e if shape.dropout else 0),
+        input_bytes=load.tokens * 8,
+        output_bytes=shard,
+        parameters=shape.hidden * (shape.vocabulary / t + shape.positions),
+        recomputes=False,
+    )
+
+
+def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
+    """Return the cost of one block."""
+    t, e, tokens = load.tp, load.element, load.tokens
+    hidden, (query, key, values) = shape.hidden, shape.attention_sizes
+    *to_heads, (attended, _) = shape.head_matrices
+    ups = 2 if shape.gated else 1
+    # Each latent is kept before its norm and after it.
+    latents = 2 * (shape.query_rank + shape.kv_rank)
+    products = [
+        *((tokens, rows, columns) for rows, columns in shape.latent_matrices),
+        *((tokens, rows, columns / t) for rows, columns in to_heads),
+        (tokens, attended / t, hidden),
+        (tokens, hidden, ups * shape.ffn / t),
+        (tokens, shape.ffn / t, hidden),
+    ]
+    matmuls = tuple(_matmul(*sizes) for sizes in products)
+    attention_flops = 2 * tokens * load.sequence * (query + attended) / t
+    scores = tokens * load.sequence * shape.heads / t
+
+    # Elementwise kernels: those over the whole hidden state, and those over what tensor parallelism divides.
+    shard = tokens * hidden * e / (t if load.sequence_parallel else 1)
+    whole_kernels = 2 * shape.norms + 3 * 2
+    divided = (2 * (query + key + values) + latents + (ups + 1) * shape.ffn) * tokens * e / t
+    elementwise = DeviceWork("memory", whole_kernels * shard + divided, calls=shape.norms + 4)
+    # A forward kernel reads one tensor and writes one; its backward also reads the gradient: three tensors for two.
+    backward_elementwise = DeviceWork(
+        "memory", 1.5 * (whole_kernels * shard + divided), calls=shape.norms + 6
+    )
+
+    if load.attention == "fused":
+        attention: tuple[DeviceWork, ...] = (DeviceWork("attention", attention_flops, load.sequence),)
+        attention_grad: tuple[DeviceWork, ...] = (
+            DeviceWork("attention", _FLASH_BACKWARD * attention_flops, load.sequence),
+        )
+    else:
+        width = _width(load.sequence, load.sequence, shape.head_size)
+        attention = (
+            DeviceWork("matmul", attention_flops, width, 2),
+            DeviceWork("scores", _SCORE_FORWARD * e / 2 * scores, calls=3),
+        )
+        attention_grad = (
+            DeviceWork("matmul", 2 * attention_flops, width, 4),
+            DeviceWork("scores", _SCORE_BACKWARD * e / 2 * scores, calls=3),
+        )
+    value = tokens * hidden * e
+    into = (*_collectives("gather", value, load), *_collectives("gather", value, load)) if t > 1 else ()
+    out = (*_collectives("reduce", value, load), *_collectives("reduce", value, load)) if t > 1 else ()
+
+    # Kept for the backward, in bytes: norm inputs, inputs of the matrices, dropout masks; then what is divided.
+    masks = 2 * shard / e if shape.dropout else 0
+    kept_whole = (2 + 2) * shard + masks
+    kept_divided = (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t
+    # Fused attention keeps the logarithm of each row's sum, in 32 bits.
+    statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
+    # Outputs of softmax and dropout, and the mask in one byte: 5 bytes in 16 bits (2205.05198).
+    kept_scores = scores * (2 * e + 1) if load.attention == "unfused" else 0
+    selective = kept_whole + kept_divided
+    whole = shape.whole_parameters
+    return LayerCost(
+        forward=(*matmuls, *attention, elementwise, *into, *out),
+        input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out),
+        weight_grad=matmuls,
+        selective=attention if load.attention == "unfused" else (),
+        saved_bytes=selective + statistics + kept_scores,
+        selective_bytes=selective + statistics,
+        # Inputs of the four matrices, and the gradients of their outputs.
+        waiting_bytes=4 * shard
+        + (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t,
+        input_bytes=shard,
+        output_bytes=shard,
+        parameters=(shape.block_parameters - whole) / t + whole,
+        model_flops=t * (sum(work.amount for work in matmuls) + attention_flops),
+        attention_flops=t * attention_flops,
+    )
+
+
+def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
+    """Return the cost of the final norm, the head and the loss."""
+    t, e, tokens = load.tp, load.element, load.tokens
+    value = tokens * shape.hidden * e
+    shard = value / (t if load.sequence_parallel else 1)
+    logits = tokens * shape.vocabulary / t
+    product = _matmul(tokens, shape.hidden, shape.vocabulary / t)
+    norm = DeviceWork("memory", 2 * shard)
+    # Cast to 32 bits, maximum, difference, exponential, sum, quotient; the backward overwrites what they leave.
+    loss, loss_grad = (
+        DeviceWork("memory", (e + 36) * logits, calls=6),
+        DeviceWork("memory", (8 + e) * logits, calls=2),
+    )
+    collect = _collectives("gather", value, load) if t > 1 else ()
+    spread = _collectives("reduce", value, load) if t > 1 else ()
+    # Inputs of the norm and of the product, and the logits, which the loss casts to 32 bits.
+    kept = 2 * shard + 4 * logits
+    return LayerCost(
+        forward=(norm, product, loss, *collect),
+        input_grad=(norm, product, loss_grad, *spread),
+        weight_grad=(product,),
+        saved_bytes=kept,
+        selective_bytes=kept,
+        input_bytes=shard,
+        output_bytes=0,
+        waiting_bytes=shard + e * logits,
+        transient_bytes=e * logits,
+        parameters=shape.hidden * (shape.vocabulary / t + shape.final_norm_weights),
+        model_flops=t * product.amount,
+        recomputes=False,
+    )
+
+
+def _matmul(rows: float, inner: float, columns: float) -> DeviceWork:
+    return DeviceWork("matmul", 2 * rows * inner * columns, _width(rows, inner, columns))
+
+
+def _width(*sizes: float) -> float:
+    """Return the width of a matrix product: FLOPs over the elements of all three matrices, times a constant."""
+    return len(sizes) / sum(1 / size for size in sizes)
+
+
+def _collectives(half: Literal["gather", "reduce"], value: float, load: Workload) -> tuple[DeviceWork, ...]:
+    """Return one direction of communication around a pair of matrices: an all-reduce has nothing to do on the other side."""
+    if load.sequence_parallel:
+        return (DeviceWork("all_gather" if half == "gather" else "reduce_scatter", value),)
+    return (DeviceWork("all_reduce", value),) if half == "reduce" else ()

@@ -1,0 +1,342 @@
+"""Profile of a model: the cost of every layer as a function of microbatch, sequence and tensor-parallel degree.
+
+A profile comes from a model's sizes in closed form, from a trace of its layers on fake tensors, or from measurements on a
+device. It is read, written and used without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from penstock.base.atomic import write_text
+from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.counts import is_count
+from penstock.base.errors import ConfigError
+from penstock.plan.profile.closed_form import (
+    DTYPE_BYTES,
+    Workload,
+    block_cost,
+    embedding_cost,
+    head_cost,
+    require_divisible,
+    require_positions,
+)
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost, Unit
+from penstock.plan.profile.model_shape import ModelShape, read_shape
+
+Source = Literal["sizes", "traced", "measured"]
+Role = Literal["embedding", "block", "head"]
+FORMAT = 1
+_MAX_BYTES = 256 * MEGABYTE
+_WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "again")
+
+
+@dataclass(frozen=True)
+class ProfiledLayer:
+    """Costs of one kind of layer at several sizes of a microbatch.
+
+    Attributes:
+        points: (samples of a microbatch, cost) pairs, by growing microbatch.
+    """
+
+    points: tuple[tuple[int, LayerCost], ...]
+
+    def at(self, microbatch: int) -> LayerCost:
+        """Return the cost at a microbatch, on the line through the two nearest points."""
+        points = self.points
+        if len(points) == 1:
+            size, cost = points[0]
+            return cost if size == microbatch else _scaled(cost, microbatch / size)
+        after = next((n for n, (size, _) in enumerate(points) if size >= microbatch), len(points) - 1)
+        # Below the smallest size, the line through the first two counts.
+        after = max(after, 1)
+        (low, first), (high, second) = points[after - 1], points[after]
+        weight = (microbatch - low) / (high - low)
+        return _mix(first, second, weight)
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Layers of a model under one workload.
+
+    Attributes:
+        costs: cost of each kind of layer.
+        kinds: kind of every layer in order, an index of `costs`.
+        roles: role of every layer in order.
+        names: name of every layer in order.
+        tied: number of parameters on a device that the last layer shares with the first, if one stage has both.
+    """
+
+    costs: tuple[LayerCost, ...]
+    kinds: tuple[int, ...]
+    roles: tuple[Role, ...]
+    names: tuple[str, ...]
+    tied: float = 0
+
+
+@dataclass(frozen=True)
+class RuntimeCosts:
+    """Seconds that the runtime adds to ops, and how much ops slow each other down, as fitted to steps of pipelines.
+
+    Attributes:
+        forward, backward, input_grad, weight_grad: seconds added to every F, B, I and W.
+        prepare: seconds by which the forward of a layer takes longer if its backward is split.
+        segment: seconds of every segment but the first into which recompute divides the forward of a stage.
+        beside_forward, beside_backward, beside_input_grad, beside_weight_grad: share of an F, B, I and W in which it
+            competes with other ranks for the interpreter or the memory. An op takes 1 + a × b times as long beside one
+            other rank, where a is its share and b the share of the other rank's op.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    prepare: float = 0.0
+    segment: float = 0.0
+    beside_forward: float = 0.0
+    beside_backward: float = 0.0
+    beside_input_grad: float = 0.0
+    beside_weight_grad: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of a model's layers.
+
+    Attributes:
+        name: name of the model.
+        source: "sizes" (closed form), "traced" or "measured".
+        shape: sizes of the model; None unless the source is "sizes".
+        sequence: tokens of a sample that traced and measured costs are for.
+        dtype: dtype of traced and measured costs.
+        kinds: costs of each kind of layer, unless the source is "sizes".
+        layers: (name, role, kind) of every layer in order, unless the source is "sizes".
+        machine: description of the device that was measured.
+        op_overhead: measured seconds that the runtime adds to each op.
+        step_overhead: measured seconds that the runtime adds to each step, optimizer included.
+        spread: measured relative spread of repeated steps.
+        autocast: True if traced or measured costs are of mixed precision in `dtype`.
+        runtime: costs of the runtime and of ranks side by side, if they were fitted to steps of pipelines.
+    """
+
+    name: str
+    source: Source = "sizes"
+    shape: ModelShape | None = None
+    sequence: int | None = None
+    dtype: str = "fp32"
+    kinds: tuple[ProfiledLayer, ...] = ()
+    layers: tuple[tuple[str, Role, int], ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    op_overhead: float = 0.0
+    step_overhead: float = 0.0
+    spread: float = 0.0
+    autocast: bool = False
+    runtime: RuntimeCosts | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, which a split hands out."""
+        if self.shape is not None:
+            return self.shape.layers
+        return sum(role == "block" for _, role, _ in self.layers)
+
+    @property
+    def parameters(self) -> float:
+        """Number of parameters of the model."""
+        if self.shape is not None:
+            return self.shape.parameters
+        return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers)
+
+    def table(self, load: Workload) -> LayerTable:
+        """Return the costs of all layers under a load.
+
+        Raises:
+            ConfigError: if tensor parallelism does not divide the model, a sample has more tokens than the model has learned
+                positions, or the profile has no costs for the workload.
+        """
+        if self.shape is not None:
+            require_divisible(self.shape, load.tp)
+            require_positions(self.shape, load.sequence)
+            n = self.shape.layers
+            blocks: list[Role] = ["block"] * n
+            return LayerTable(
+                (embedding_cost(self.shape, load), block_cost(self.shape, load), head_cost(self.shape, load)),
+                (0, *(1 for _ in range(n)), 2),
+                ("embedding", *blocks, "head"),
+                ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
+                self.shape.hidden * self.shape.vocabulary / load.tp if self.shape.tied else 0,
+            )
+        if load.tp != 1:
+            raise ConfigError(
+                f"the profile of {self.name} was {self.source} without tensor parallelism, so tp must be 1, got {load.tp}"
+            )
+        if self.sequence is not None and load.sequence != self.sequence:
+            raise ConfigError(
+                f"the profile of {self.name} was {self.source} with samples of {self.sequence} tokens, got {load.sequence}; "
+                "profile the model again"
+            )
+        return LayerTable(
+            tuple(kind.at(load.microbatch) for kind in self.kinds),
+            tuple(kind for *_, kind in self.layers),
+            tuple(role for _, role, _ in self.layers),
+            tuple(name for name, *_ in self.layers),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as plain values, as in its file."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a path, as JSON."""
+        write_text(Path(path), json.dumps(self.as_dict(), indent=1, default=_plain) + "\n")
+
+
+def of_shape(shape: ModelShape) -> Profile:
+    """Return the profile of a model with a shape, in closed form."""
+    return Profile(shape.name, "sizes", shape)
+
+
+def read_model(path: str | Path) -> Profile:
+    """Return the profile of a model.
+
+    Args:
+        path: a ``config.json`` or a folder with one, a TOML file with ``[model]``, or a profile that `Profile.save` wrote.
+
+    Raises:
+        ConfigError: if there is no such file, or it describes no model that can be costed.
+    """
+    return read_profile(path) if is_profile(path) else of_shape(read_shape(path))
+
+
+def is_profile(path: str | Path) -> bool:
+    """Return whether a file is one that `Profile.save` wrote, and not a model's config."""
+    path = Path(path)
+    if path.suffix != ".json" or path.name == "config.json":
+        return False
+    try:
+        table = json.loads(read_bytes(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(table, dict) and "format" in table and "kinds" in table
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile that `Profile.save` wrote.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not a profile of this format.
+    """
+    try:
+        table = parse_json(read_bytes(Path(path), _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the profile {str(path)!r}: {error}") from error
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
+        raise ConfigError(
+            f"{path} is not a profile of format {FORMAT}; make one with penstock.profile_layers"
+        )
+    try:
+        return _profile_of(table)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path} is not a valid profile: {error}; make it again") from error
+
+
+def _profile_of(table: dict[str, Any]) -> Profile:
+    shape = table.pop("shape")
+    kinds = tuple(
+        ProfiledLayer(tuple((size, _cost_of(cost)) for size, cost in kind["points"]))
+        for kind in table.pop("kinds")
+    )
+    layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
+    runtime = table.pop("runtime")
+    profile = Profile(
+        shape=None if shape is None else ModelShape(**shape),
+        kinds=kinds,
+        layers=layers,
+        runtime=None if runtime is None else RuntimeCosts(**runtime),
+        **table,
+    )
+    for name, value in (runtime or {}).items():
+        _require_number(f"runtime.{name}", value)
+    for key in ("op_overhead", "step_overhead", "spread"):
+        _require_number(key, getattr(profile, key))
+    _require("source", profile.source in get_args(Source), profile.source)
+    _require("dtype", profile.dtype in DTYPE_BYTES, profile.dtype)
+    _require("sequence", profile.sequence is None or is_count(profile.sequence), profile.sequence)
+    _require("name", isinstance(profile.name, str), profile.name)
+    _require("machine", isinstance(profile.machine, Mapping), profile.machine)
+    _require("autocast", isinstance(profile.autocast, bool), profile.autocast)
+    _require("shape", (profile.shape is not None) == (profile.source == "sizes"), shape)
+    for _, role, kind in layers:
+        _require("role", role in get_args(Role), role)
+        _require("kind", is_count(kind + 1) and kind < len(kinds), kind)
+    _require("layers", profile.shape is not None or profile.blocks > 0, layers)
+    for points in (kind.points for kind in kinds):
+        sizes = [size for size, _ in points]
+        growing = all(map(is_count, sizes)) and sizes == sorted(set(sizes))
+        _require("microbatches", bool(sizes) and growing, sizes)
+        works = {tuple(len(getattr(cost, name)) for name in _WORKS) for _, cost in points}
+        _require("operations", len(works) == 1, works)
+    return profile
+
+
+def _cost_of(table: dict[str, Any]) -> LayerCost:
+    cost = LayerCost(**{**table, **{name: tuple(DeviceWork(*w) for w in table[name]) for name in _WORKS}})
+    for work in (work for name in _WORKS for work in getattr(cost, name)):
+        _require("unit", work.unit in get_args(Unit), work.unit)
+        _require_number("amount", work.amount)
+        _require_number("width", work.width)
+        _require("calls", is_count(work.calls), work.calls)
+    for key in (f.name for f in fields(LayerCost) if f.name not in (*_WORKS, "recomputes")):
+        _require_number(key, getattr(cost, key))
+    _require("recomputes", isinstance(cost.recomputes, bool), cost.recomputes)
+    return cost
+
+
+def _require(key: str, sound: bool, value: object) -> None:
+    if not sound:
+        raise ValueError(f"{key} is {value!r}")
+
+
+def _require_number(key: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(key, number and 0 <= float(value) < math.inf, value)  # type: ignore[arg-type]  # a number
+
+
+def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
+    """Return the cost on the line through two, at `weight` from the first (0) to the second (1) or beyond."""
+    values: dict[str, Any] = {}
+    for f in fields(LayerCost):
+        a, b = getattr(first, f.name), getattr(second, f.name)
+        if isinstance(a, tuple):
+            values[f.name] = tuple(
+                x._replace(amount=max(0.0, x.amount + weight * (y.amount - x.amount)))
+                for x, y in zip(a, b, strict=True)
+            )
+        elif f.name not in ("parameters", "recomputes"):
+            values[f.name] = max(0.0, a + weight * (b - a))
+    return replace(first, **values)
+
+
+def _scaled(cost: LayerCost, ratio: float) -> LayerCost:
+    """Return a cost with all amounts times `ratio`."""
+    values: dict[str, Any] = {}
+    for f in fields(LayerCost):
+        value = getattr(cost, f.name)
+        if isinstance(value, tuple):
+            values[f.name] = tuple(work._replace(amount=work.amount * ratio) for work in value)
+        elif f.name not in ("parameters", "recomputes"):
+            values[f.name] = value * ratio
+    return replace(cost, **values)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")

@@ -1,0 +1,93 @@
+"""The split of ``Pipeline(split={"measured": ...})``: stages of equal time, by a profile or by layers measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.base.errors import SplitError
+from penstock.plan.profile.cost_split import blocks_by_cost, layer_costs
+from penstock.plan.profile.model_profile import Profile, read_profile
+from penstock.profile.fake_layers import Sample
+from penstock.profile.measured import Effort, measure_layers
+from penstock.runtime.workers.world import World
+from penstock.schedule.schedule import Schedule
+from penstock.stage.compute.runner import LossFunction
+from penstock.stage.layers import Layer
+from penstock.stage.split import Split, parameter_counts, warn_of_a_large_layer
+
+_EFFORT = Effort(seconds=10.0, rounds=20)
+
+
+def resolve_split(
+    split: Split,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    schedule: Schedule,
+    world: World | None,
+    seed: int,
+    autocast: torch.dtype | None = None,
+) -> Split:
+    """Return a split that needs no measurement: the given one, or the number of blocks of every stage.
+
+    With "measured", every process of a run calls it at the same time, and all get the same numbers.
+
+    Args:
+        split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs;
+            ``{"measured": profile}`` has a traced or measured profile of these layers, or the path of one.
+
+    Raises:
+        SplitError: if "measured" comes without a microbatch or a profile, the profile is of other layers, or blocks are too
+            few.
+        ConfigError: if the profile cannot be read.
+        ProfileError: if a layer cannot be profiled.
+    """
+    warns = schedule.stages > 1 and (world is None or (world.rank == 0 and world.is_first))
+    measured = isinstance(split, Mapping) and list(split) == ["measured"]
+    if not measured and split != "measured":
+        if warns and (counts := parameter_counts(layers)) is not None:
+            warn_of_a_large_layer(layers, counts, "parameters")
+        return split
+    example = split["measured"] if isinstance(split, Mapping) else None
+    if isinstance(example, str | Path):
+        example = read_profile(example)
+    if isinstance(example, Profile):
+        return _split_by(example, layers, schedule.stages)
+    if not isinstance(example, tuple) or len(example) not in (2, 3):
+        raise SplitError(
+            "a measured split needs the layers' times before they are split, and so a microbatch to run them on; give it as "
+            "split={'measured': (x, y)}, or {'measured': (x, y, {'name': value})} with keyword inputs, or give a profile of "
+            "penstock.profile_layers as split={'measured': profile}"
+        )
+
+    def exchange(value: Any) -> list[Any]:
+        assert world is not None, "a run of processes"
+        return world.all_gather_run(value, "measure the layers")
+
+    x, y, named = (*example, {})[:3]
+    profile = measure_layers(
+        layers, x, target=y, loss_fn=loss_fn, named=named, microbatches=[Sample(x).rows],
+        ranks=schedule.ranks if world is None else 1, effort=_EFFORT, exchange=None if world is None else exchange,
+        seed=seed, autocast=autocast,
+    )  # fmt: skip
+    if warns:
+        warn_of_a_large_layer(layers, layer_costs(profile, Sample(x).rows), "measured time")
+    return blocks_by_cost(profile, schedule.stages, Sample(x).rows)
+
+
+def _split_by(profile: Profile, layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
+    """Return the blocks of every stage by a profile, at the smallest microbatch that it has."""
+    profiled, names = [name for name, *_ in profile.layers], [layer.name for layer in layers]
+    if profiled != names:
+        other = next((pair for pair in zip(profiled, names, strict=False) if pair[0] != pair[1]), None)
+        where = (
+            f"{len(profiled)} layers for {len(names)}" if other is None else f"{other[0]!r} for {other[1]!r}"
+        )
+        raise SplitError(
+            f"the profile of {profile.name} is of other layers than the model's, {where}; profile this model with "
+            "penstock.profile_layers"
+        )
+    return blocks_by_cost(profile, stages, profile.kinds[0].points[0][0])

@@ -1,0 +1,193 @@
+"""Profiles: costs between measured sizes, JSON that reads back as written, and spoiled files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.plan.profile.closed_form import Workload
+from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
+from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape, read_profile
+from penstock.plan.profile.model_shape import ModelShape
+
+SHAPE = ModelShape("small", 3, 64, 4, 2, 16, 128, 100, tied=True)
+
+
+def cost(seconds: float, saved: float = 8.0) -> LayerCost:
+    return LayerCost(
+        forward=(DeviceWork("seconds", seconds), DeviceWork("memory", 2 * seconds, calls=3)),
+        input_grad=(DeviceWork("seconds", 2 * seconds),),
+        saved_bytes=saved,
+        parameters=5,
+        recomputes=False,
+    )
+
+
+def measured() -> Profile:
+    kinds = (
+        ProfiledLayer(((1, cost(1.0)), (2, cost(1.5, 16.0)), (4, cost(3.5, 32.0)))),
+        ProfiledLayer(((2, cost(7.0)),)),
+    )
+    layers = (("in", "embedding", 1), ("a", "block", 0), ("b", "block", 0))
+    return Profile(
+        "mine", "measured", None, 16, "fp32", kinds, layers, {"host": "here", "cores": 2}, 1e-6, 2e-3, 0.01
+    )  # fmt: skip
+
+
+def test_costs_lie_on_the_line_between_the_sizes_that_were_measured():
+    steps = measured().kinds[0]
+    assert [steps.at(n).forward[0].amount for n in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.5, 3.5, 5.5]
+    assert [steps.at(n).saved_bytes for n in (1, 2, 3, 8)] == [8, 16, 24, 64]
+    assert steps.at(3).parameters == 5
+    assert steps.at(3).forward[1] == DeviceWork("memory", 5.0, calls=3)
+    assert not steps.at(3).recomputes
+
+
+def test_one_size_is_scaled():
+    one = measured().kinds[1]
+    assert one.at(2) is one.points[0][1]
+    assert one.at(6).forward[0].amount == 21.0
+    assert (one.at(6).saved_bytes, one.at(6).parameters) == (24.0, 5)
+
+
+def test_a_profile_of_sizes_has_a_table_for_every_workload():
+    profile = of_shape(SHAPE)
+    table = profile.table(Workload(2, 16, 2))
+    assert (profile.blocks, profile.parameters) == (3, SHAPE.parameters)
+    assert table.kinds == (0, 1, 1, 1, 2)
+    assert table.roles == ("embedding", "block", "block", "block", "head")
+    assert table.names == ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
+    with pytest.raises(ConfigError, match="tp=4 does not divide"):
+        profile.table(Workload(2, 16, 4))
+
+
+def test_a_measured_profile_holds_for_its_own_sequence_and_one_device():
+    profile = measured()
+    assert (profile.blocks, profile.parameters) == (2, 15)
+    assert profile.table(Workload(2, 16)).costs == (cost(1.5, 16.0), cost(7.0))
+    with pytest.raises(
+        ConfigError, match="measured with samples of 16 tokens, got 17; profile the model again"
+    ):
+        profile.table(Workload(2, 17))
+    with pytest.raises(ConfigError, match="tp must be 1, got 2"):
+        profile.table(Workload(2, 16, 2))
+
+
+@pytest.mark.parametrize("profile", [of_shape(SHAPE), measured()], ids=["sizes", "measured"])
+def test_a_saved_profile_reads_back_as_it_was(profile: Profile, tmp_path: Path):
+    profile.save(tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == profile
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1, max_size=5, unique=True), st.text(max_size=5))
+def test_every_number_survives(numbers: list[float], name: str):
+    points = tuple((n + 1, cost(number)) for n, number in enumerate(numbers))
+    profile = Profile(name, "measured", kinds=(ProfiledLayer(points),), layers=((name, "block", 0),))
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"penstock-profile-{os.getpid()}.json"
+    try:
+        profile.save(path)
+        assert read_profile(path) == profile
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def changed(table: Any, *keys: Any, value: Any) -> Any:
+    inner = table
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (["format"], 2, "not a profile of format 1"),
+        (["source"], "guessed", "source is 'guessed'"),
+        (["source"], "sizes", "shape is None"),
+        (["dtype"], "bf61", "dtype is 'bf61'"),
+        (["sequence"], -1, "sequence is -1"),
+        (["op_overhead"], float("nan"), "op_overhead is nan"),
+        (["spread"], "wide", "spread is 'wide'"),
+        (["layers"], [], "layers is"),
+        (["layers", 0, 1], "middle", "role is 'middle'"),
+        (["layers", 0, 2], 7, "kind is 7"),
+        (["layers", 0, 2], -1, "kind is -1"),
+        (["kinds", 0, "points"], [], "microbatches is"),
+        (["kinds", 0, "points", 0, 0], 9, r"microbatches is \[9, 2, 4\]"),
+        (["kinds", 0, "points", 0, 1, "forward"], [], "operations is"),
+        (["kinds", 0, "points", 0, 1, "forward", 0, 0], "magic", "unit is 'magic'"),
+        (["kinds", 0, "points", 0, 1, "forward", 0, 1], -1.0, "amount is -1.0"),
+        (["kinds", 0, "points", 0, 1, "forward", 0, 3], 0, "calls is 0"),
+        (["kinds", 0, "points", 0, 1, "saved_bytes"], float("inf"), "saved_bytes is inf"),
+        (["kinds", 0, "points", 0, 1, "saved_bytes"], 10**400, "too large|saved_bytes"),
+        (["kinds", 0, "points", 0, 1, "recomputes"], 1, "recomputes is 1"),
+        (["surprise"], 1, "surprise"),
+    ],
+)
+def test_wrong_values_are_refused(keys: list[Any], value: Any, message: str, tmp_path: Path):
+    table = changed(json.loads(json.dumps(measured().as_dict())), *keys, value=value)
+    (tmp_path / "p.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=message) as error:
+        read_profile(tmp_path / "p.json")
+    assert "p.json" in str(error.value)
+
+
+def spoiled(data: bytes) -> Iterator[bytes]:
+    draw = random.Random(3)
+    for _ in range(150):
+        place, kind = draw.randrange(len(data)), draw.randrange(4)
+        if kind == 0:
+            yield data[:place]
+        elif kind == 1:
+            yield data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :]
+        elif kind == 2:
+            yield data[:place] + data[place + draw.randrange(40) :]
+        else:
+            yield (
+                data[:place]
+                + draw.choice([b"null", b"[]", b"{}", b"-", b"9" * 400, b'"', b"true"])
+                + data[place:]
+            )
+
+
+@pytest.mark.parametrize("profile", [of_shape(SHAPE), measured()], ids=["sizes", "measured"])
+def test_a_spoiled_file_is_refused_or_still_a_profile(profile: Profile, tmp_path: Path):
+    path = tmp_path / "p.json"
+    profile.save(path)
+    for data in spoiled(path.read_bytes()):
+        path.write_bytes(data)
+        try:
+            read = read_profile(path)
+        except ConfigError:
+            continue
+        assert read.table(Workload(2, read.sequence or 8)).costs
+        assert read.parameters > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000],
+    ids=["empty", "list", "object", "binary", "deep"],
+)
+def test_files_that_are_no_profile_are_refused(content: bytes, tmp_path: Path):
+    (tmp_path / "p.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"p\.json"):
+        read_profile(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("name", [".", "none.json", "a\0b"])
+def test_paths_that_are_no_profile_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        read_profile(name)

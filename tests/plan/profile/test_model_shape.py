@@ -1,0 +1,336 @@
+"""Sizes read from configs: parameters are those of the library's own models, and bad files are refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.base.errors import ConfigError, SplitError
+from penstock.huggingface.family_of import family_of
+from penstock.huggingface.from_transformers import from_transformers, read_config
+from penstock.plan.cluster import read_cluster
+from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.prediction import predict
+from penstock.plan.profile.closed_form import Workload, block_cost
+from penstock.plan.profile.model_profile import of_shape
+from penstock.plan.profile.model_shape import MODEL_TYPES, ModelShape, read_shape
+from penstock.profile.traced import trace_layers
+from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.model.llama import layers
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
+
+
+def written(folder: Path, table: object, name: str = "config.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(table))
+    return path
+
+
+def with_toml(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def library_config(kind: str, **values: Any) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    count = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    return CONFIG_MAPPING[kind](**{count: 2, "vocab_size": 1000, "pad_token_id": None, **values})
+
+
+def parameters_of(config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_every_family_that_is_split_has_a_closed_form():
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    split = set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(SplitError, StrictDataclassClassValidationError):
+            family_of(CONFIG_MAPPING[kind]())
+            split.add(kind)
+    assert split - set(MODEL_TYPES) == {"gpt-sw3"}  # GPT-2, whose type its config.json gives
+    assert set(MODEL_TYPES) <= split
+
+
+LATENTS = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("youtu", {**LATENTS, "num_key_value_heads": 4}),
+        ("youtu", {**LATENTS, "num_key_value_heads": 4, "q_lora_rank": None}),
+    ],
+    ids=["llama", "youtu", "youtu without a latent of queries"],
+)  # fmt: skip
+def test_a_block_has_the_flops_and_parameters_of_a_traced_one(
+    kind: str, more: dict[str, Any], tmp_path: Path
+):
+    """Eager kernels save more than the fused ones of the closed form: 4/9 more in a block of Llama as small as this."""
+    config = library_config(
+        kind, **{**SMALL, "model_type": kind, **more, "num_hidden_layers": 2, "bos_token_id": 1}
+    )
+    traced = trace_layers(from_transformers(config), torch.randint(100, (2, 32)))
+    actual = traced.kinds[traced.layers[1][2]].points[0][1]
+    path = written(tmp_path, {**json.loads(config.to_json_string(use_diff=False)), "model_type": kind})
+    expected = block_cost(read_shape(path), Workload(2, 32, dtype="fp32"))
+    assert (actual.model_flops, actual.parameters) == (expected.model_flops, expected.parameters)
+    assert expected.saved_bytes < actual.saved_bytes < 1.5 * expected.saved_bytes
+    assert actual.output_bytes >= expected.output_bytes  # and the rotary tables
+
+
+def test_latents_are_not_divided(tmp_path: Path):
+    config = library_config("youtu", **LATENTS)
+    shape = read_shape(written(tmp_path, {**config.to_dict(), "model_type": "youtu"}))
+    with pytest.raises(ConfigError, match=r"tp=2 does not divide latents, .*; take tp=1"):
+        of_shape(shape).table(Workload(1, 64, tp=2))
+    plans = search(of_shape(shape), read_cluster("h100*2"), sequence=64, batch=4).plans
+    assert {plan.layout.tp for plan in plans} == {1}
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"]
+)  # fmt: skip
+def test_experts_and_compressed_attention_are_refused_by_name(kind: str, tmp_path: Path):
+    config = library_config(kind)
+    path = written(tmp_path, {**json.loads(config.to_json_string(use_diff=False)), "model_type": kind})
+    with pytest.raises(ConfigError, match=rf"no closed form for a model of type '{kind}'.*measure=False"):
+        read_shape(path)
+
+
+VARIANTS = {
+    "cross attention": ({"add_cross_attention": True}, "add_cross_attention is set: a model that attends to an encoder"),
+    "quantised weights": ({"quantization_config": {"bits": 4}}, "quantization_config is set: a model that has quantised"),
+    "both directions": ({"use_bidirectional_attention": True}, "attends to later tokens"),
+    "not causal": ({"is_causal": False}, "is_causal is false"),
+    "dynamic rotary": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "is 'dynamic'"),
+    "dynamic rotary, older": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "and only causal language models"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants_that_are_not_split_are_refused_by_the_same_rules(case: str, tmp_path: Path):
+    values, message = VARIANTS[case]
+    path = written(tmp_path, {**SMALL, **values})
+    for read in (read_shape, read_config):
+        with pytest.raises(ConfigError, match=message):
+            read(path)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LlamaModel"]])
+def test_causal_models_and_bodies_are_planned_and_split(architectures: object, tmp_path: Path):
+    path = written(tmp_path, {**SMALL, "architectures": architectures})
+    assert read_shape(path).layers == 4
+    read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("llama", {}, (0, 0)),
+        ("mistral", {"sliding_window": 512}, (512, 4)),
+        ("mistral", {"sliding_window": None}, (0, 0)),
+        ("gemma2", {"head_dim": 16}, (4096, 2)),
+        ("gemma3_text", {"head_dim": 16, "sliding_window": 64}, (64, 4)),
+        ("gemma3_text", {"head_dim": 16, "sliding_window_pattern": 2}, (4096, 2)),
+        ("qwen2", {"sliding_window": 64}, (0, 0)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (64, 3)),
+        (
+            "qwen3",
+            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 2},
+            (0, 0),
+        ),
+    ],
+)
+def test_windows_of_attention(kind: str, values: dict[str, Any], expected: tuple[int, int], tmp_path: Path):
+    path = written(tmp_path, {**SMALL, "model_type": kind, **values})
+    shape = read_shape(path)
+    assert (shape.window, shape.windowed) == expected
+    if "sliding_window_pattern" not in values:  # older files have it; the library writes layer_types
+        config = read_config(path)
+        kinds = family_of(config).kinds(config)
+        windowed = kinds.count("sliding_attention") if config.to_dict().get("sliding_window") else 0
+        assert shape.windowed == windowed
+    said = predict(of_shape(shape), read_cluster("h100*2"), "pp=2", sequence=8192, batch=8).assumptions
+    assert any("attend to windows of" in sentence for sentence in said) == bool(expected[1])
+
+
+def test_the_text_part_of_a_larger_model_is_named(tmp_path: Path):
+    table = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    with pytest.raises(ConfigError, match=r"its text part \(gemma3_text\) has one: write text_config to"):
+        read_shape(written(tmp_path, table))
+    for far in ("bert", "mamba", "bloom"):
+        with pytest.raises(ConfigError, match=rf"'{far}'; the types are"):
+            read_shape(written(tmp_path, {"model_type": far}))
+
+
+def test_keys_of_biases_that_a_family_names_differently(tmp_path: Path):
+    plain = {**SMALL, "model_type": "internlm3"}
+    usual = read_shape(written(tmp_path, {**plain, "attention_bias": True, "mlp_bias": True}))
+    assert usual.qkv_bias
+    assert usual.ffn_bias
+    assert read_shape(written(tmp_path, {**plain, "qkv_bias": True, "bias": True})) == usual
+
+
+def test_gpt2_may_have_the_names_of_other_families(tmp_path: Path):
+    names = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 32,
+    }
+    shape = read_shape(written(tmp_path, {"model_type": "gpt2", "vocab_size": 100, **names}))
+    assert (shape.hidden, shape.heads, shape.layers, shape.positions) == (64, 4, 3, 32)
+    assert shape.parameters == parameters_of(library_config("gpt2", **{**names, "vocab_size": 100}))
+
+
+def test_only_learned_positions_are_a_limit(tmp_path: Path):
+    learned = read_shape(written(tmp_path, {"model_type": "gpt2", "n_positions": 512}))
+    rotary = read_shape(written(tmp_path, {**SMALL, "max_position_embeddings": 512}))
+    assert (learned.positions, learned.context) == (512, 0)
+    assert (rotary.positions, rotary.context) == (0, 512)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_parameters_are_those_of_the_library(kind: str, tmp_path: Path):
+    variants: list[dict[str, Any]] = [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}]
+    default = library_config(kind)
+    if kind == "internlm3":
+        variants += [{"attention_bias": flag, "mlp_bias": flag} for flag in (False, True)]
+    else:
+        keys = [key for key in default.to_dict() if "bias" in key and hasattr(default, key)]
+        variants += [{key: flag} for key in keys for flag in (False, True)]
+    for values in variants:
+        config = library_config(kind, **values)
+        expected = parameters_of(config)
+        for table in (json.loads(config.to_json_string(use_diff=False)), config.to_diff_dict()):
+            path = written(tmp_path, {**table, "model_type": kind})
+            assert read_shape(path).parameters == expected, values
+
+
+def test_a_folder_and_a_toml_file_that_name_a_config_give_the_same_model(tmp_path: Path):
+    shape = read_shape(written(tmp_path, SMALL))
+    assert read_shape(tmp_path) == shape
+    for key in ("config", "path"):
+        for value in (str(tmp_path), str(tmp_path / "config.json"), "config.json"):
+            assert read_shape(with_toml(tmp_path, f"[model]\n{key} = {json.dumps(value)}")) == shape
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"width": 96, "heads": 6, "kv_heads": 3, "hidden": 100, "layers": 2, "vocabulary": 77}]
+)
+def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, int], tmp_path: Path):
+    path = with_toml(tmp_path, "[model]\n" + "\n".join(f"{key} = {value}" for key, value in values.items()))
+    modules = [layer.build() for layer in layers(ModelConfig(**values))]
+    built = [sum(p.numel() for p in module.parameters()) for module in modules]
+    shape = read_shape(path)
+    assert shape.parameters == sum(built)
+    assert [shape.embedding_parameters, shape.block_parameters, shape.head_parameters] == [
+        built[0],
+        built[1],
+        built[-1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hidden_size": float("nan")},
+            "hidden_size must be a whole number from 1 to 1,000,000,000, got nan",
+        ),
+        ({"hidden_size": True}, "hidden_size must be a whole number .* got True"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number .* got '64'"),
+        ({"hidden_size": 66}, "hidden size 66 does not divide into 4 heads"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be a whole number .* got -2"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number .* got 0"),
+        ({"num_key_value_heads": 3}, "4 heads must be a multiple of its 3 key and value heads"),
+        ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"model_type": "lama"}, "of type 'lama'; the types are"),
+        ({"model_type": ["llama"]}, "no closed form for a model of type"),
+        ({"model_type": None}, "the config has no model_type"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ({"head_dim": 0}, "head_dim must be a whole number"),
+    ],
+)
+def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        read_shape(written(tmp_path, {**SMALL, **change}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nwidht = 3", "no key model.widht .did you mean 'width'"),
+        ("[model]\nwidth = 130", "width 130 does not divide into 4 heads"),
+        ("[model]\nwidth = true", "width must be a whole number"),
+        ("[model]\nheads = 4\nkv_heads = 3", "must be a multiple of its 3"),
+        (
+            "[model]\nconfig = 'run.toml'",
+            "model.config must name a config.json or its folder, got 'run.toml'",
+        ),
+        ("[model]\npath = 3", "model.path must name a config.json or its folder, got 3"),
+        ('[model]\nconfig = "a\\u0000b"', "cannot read the model .*null"),
+        ("[model]\nconfig = 'none'", "No such file"),
+        ("model = [1]", r"no \[model\] section"),
+        ("[train]\nsteps = 3", r"no \[model\] section"),
+        ("[model", "is not TOML"),
+        ("a = " + "[" * 50_000, "is not TOML"),
+        ("a = " + "1" * 5_000, "is not TOML"),
+    ],
+)
+def test_wrong_toml_files_are_refused(text: str, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        read_shape(with_toml(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "none.json", "x" * 5_000, "/dev/zero"])
+def test_paths_that_are_no_model_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read the model|has no config.json"):
+        read_shape(name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", bytes(range(256)) * 8, b"[" * 100_000, b'{"a":' * 100_000, b'{"model_type": 1' + b"1" * 5_000],
+    ids=["empty", "list", "binary", "deep list", "deep object", "cut short"],
+)  # fmt: skip
+def test_files_that_are_no_config_are_refused(content: bytes, tmp_path: Path):
+    path = tmp_path / "model.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.json"):
+        read_shape(path)
+
+
+def test_sizes_given_in_python_are_checked():
+    shape = ModelShape("m", 2, 8, 2, 1, 4, 16, 10)
+    for change in ({"layers": 0}, {"hidden": 2.0}, {"norms": -1}, {"tied": 1}, {"positions": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(change))} of the model must be"):
+            replace(shape, **change)

@@ -1,0 +1,236 @@
+"""``penstock train --restarts``: a failed run restarts from the newest checkpoint, and leaves no process behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.base.errors import ConfigError
+from penstock.base.run_lock import locked
+from penstock.checkpoint.find import is_whole
+from penstock.cli import group
+from penstock.train.config.config import Config
+from penstock.train.launch import supervise as launch
+from penstock.train.launch.exit_codes import ExitCode
+from penstock.train.launch.supervise import supervise
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, run, same
+from tests.support.victim import NOTES, PLAN, started
+from tests.support.waiting import until
+
+VICTIM = (sys.executable, "-m", "tests.support.victim", "train")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = text_folder(tmp_path)
+    run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))
+    monkeypatch.setenv(PLAN, "0:1:3:kill,0:0:1:note_addresses,0:1:1:note_addresses,1:1:4:term")
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    said: list[str] = []
+    config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})
+    assert supervise(config, restarts=1, command=VICTIM, say=said.append) == ExitCode.STOPPED
+    assert said[0] == "rank 1 failed first: killed by SIGKILL"
+    assert said[1].startswith("restart 1 of 1 without a newer checkpoint; ")
+    assert len(said) == 2
+    folder = tmp_path / "runs" / "again"
+    addresses = " ".join((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)).split()
+    assert all(ip_address(address).is_loopback for address in addresses), addresses
+    assert is_whole(folder / "checkpoints" / "step-00000005")
+    run(config_of(tmp_path, text, "again", 6, str(folder), runtime={"threads": 1}))
+    same(folder, tmp_path / "runs" / "once")
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(PLAN, "0:0:2:term_all,0:1:2:term_all")
+    said: list[str] = []
+    config = config_of(tmp_path, text_folder(tmp_path), "all", 6, runtime={"threads": 1})
+    assert supervise(config, restarts=1, command=VICTIM, say=said.append) == ExitCode.STOPPED
+    assert said == []
+    assert is_whole(tmp_path / "runs" / "all" / "checkpoints" / "step-00000003")
+
+
+def script(*lines: str) -> tuple[str, ...]:
+    """Return a command for processes that start quickly."""
+    ready = "import os, signal, sys; from penstock.train.launch.parent_death import follow_launcher; follow_launcher()"
+    return (sys.executable, "-c", "\n".join([ready, *lines]))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return tiny(tmp_path, text_folder(tmp_path))
+
+
+def test_what_fails_at_every_start_is_given_up(tmp_path: Path, config: Config):
+    said: list[str] = []
+    starts = tmp_path / "starts"
+    command = script(
+        f"open({str(starts)!r}, 'a').write(os.environ['TORCHELASTIC_RESTART_COUNT'] + os.environ['RANK'] + ' ')",
+        "sys.exit(1)",
+    )
+    assert supervise(config, restarts=3, command=command, say=said.append) == ExitCode.GAVE_UP
+    # A rank may be ended before it has written, since the other one has failed.
+    assert {start[0] for start in starts.read_text().split()} == {"0", "1", "2", "3"}
+    assert [line for line in said if "failed first" not in line] == [
+        *(f"restart {n} of 3 without a newer checkpoint; there is none yet" for n in (1, 2, 3)),
+        f"gave up: 3 restart(s) in a row without a newer checkpoint in {tmp_path / 'runs' / 'tiny' / 'checkpoints'}",
+    ]
+    assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.NOT_FINITE, ExitCode.STOPPED, ExitCode.DONE])
+def test_what_another_start_would_not_change_ends_it(config: Config, code: ExitCode):
+    assert supervise(config, restarts=3, command=script(f"sys.exit({code})"), say=print) == code
+
+
+def test_newer_checkpoints_make_the_restarts_count_anew(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+):
+    """Each start fails, and all but the last three save a newer checkpoint first."""
+    said: list[str] = []
+    command = script(
+        "step = int(os.environ['TORCHELASTIC_RESTART_COUNT']) + 1",
+        "if os.environ['RANK'] == '0' and step < 4:",
+        f"    os.makedirs({str(tmp_path / 'runs' / 'tiny' / 'checkpoints')!r} + '/step-%08d' % step)",
+        "sys.exit(1)",
+    )
+    monkeypatch.setattr(launch, "is_whole", Path.is_dir)
+    assert supervise(config, restarts=2, command=command, say=said.append) == ExitCode.GAVE_UP
+    assert [line.split()[1] for line in said if line.startswith("restart ")] == ["1", "1", "1", "2"]
+
+
+def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch, "GRACE", 0.3)
+    said: list[str] = []
+    pid = tmp_path / "pid"
+    command = script(
+        "from penstock.base.errors import PenstockError, PeerError",
+        "from penstock.train.launch.parent_death import record_failure",
+        "if os.environ['RANK'] == '0':",
+        f"    open({str(pid)!r} + '.making', 'w').write(str(os.getpid()))",
+        f"    os.rename({str(pid)!r} + '.making', {str(pid)!r})",
+        "    os.kill(os.getpid(), signal.SIGSTOP)",
+        "import time",
+        f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)",
+        "record_failure(PenstockError('the disk is gone'))",
+        "sys.exit(1)",
+    )
+    assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
+    assert said == ["rank 1 failed first: PenstockError: the disk is gone"]
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
+    """Whatever ends the launcher, and even if they are stopped."""
+    names = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    command = script(
+        f"path = {str(tmp_path)!r} + '/pid-' + os.environ['RANK']",
+        "open(path + '.making', 'w').write(str(os.getpid()))",
+        "os.rename(path + '.making', path)",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+    )
+    lines = [
+        "from penstock.train.config.config import Config",
+        "from penstock.train.launch.supervise import supervise",
+        f"supervise(Config(), restarts=0, command={command!r})",
+    ]
+    with subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path) as launcher:
+        until(lambda: all(name.exists() for name in names))
+        launcher.kill()
+    until(lambda: not any(runs(int(name.read_text())) for name in names))
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_folder_in_use_starts_nothing_and_what_was_never_begun_leaves_nothing(
+    config: Config, tmp_path: Path
+):
+    run = tmp_path / "runs" / "tiny"
+    with locked(run, say=pytest.fail), pytest.raises(ConfigError, match="in use by process"):
+        supervise(config, restarts=3, command=("/nowhere",))
+    assert not run.parent.exists()
+    assert supervise(config, restarts=3, command=script("sys.exit(2)"), say=print) == ExitCode.BAD_INPUT
+    assert not run.parent.exists()
+
+
+def test_bad_input_starts_nothing(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already exists"):
+        supervise(config, restarts=3, command=("/nowhere",))
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(group, ["train", "--restarts", "3"])
+    assert result.exit_code == 2
+    assert "--restarts starts the processes itself" in result.output
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: Path):
+    text = text_folder(tmp_path)
+    run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))
+    config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = started(config, "0:0:3:kill,1:1:4:term", sys.executable, "-m", *torchrun, words=("--resume",))
+    folder = tmp_path / "runs" / "again"
+    assert done.returncode == 1, done.stderr  # torchrun's own, of whatever its processes end with
+    assert f"stopped after step 5, saved in {folder / 'checkpoints' / 'step-00000005'}" in done.stdout
+    run(config_of(tmp_path, text, "again", 6, str(folder), runtime={"threads": 1}))
+    same(folder, tmp_path / "runs" / "once")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "penstock", "train")
+OPEN_MPI = shutil.which("mpirun.openmpi")
+MPIRUN = (
+    str(OPEN_MPI),
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "-n",
+    "2",
+    sys.executable,
+    "-m",
+    "penstock",
+    "train",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-m", "penstock", "train"),
+        (sys.executable, "-m", "penstock", "train", "--restarts", "1"),
+        (sys.executable, *TORCHRUN),
+        pytest.param(MPIRUN, marks=pytest.mark.skipif(OPEN_MPI is None, reason="needs mpirun of Open MPI")),
+    ],
+    ids=["threads", "restarts", "torchrun", "mpirun"],
+)
+def test_resuming_a_finished_run_ends_well_under_every_launcher(tmp_path: Path, command: tuple[str, ...]):
+    config = config_of(tmp_path, text_folder(tmp_path), "once", 2, runtime={"threads": 1})
+    run(config)
+    folder = tmp_path / "runs" / "once"
+    kept = (folder / "metrics.jsonl").read_bytes()
+    (folder / "sample.txt").unlink()
+    done = subprocess.run(
+        [*command, "--resume", str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "sample.txt").is_file()
+    assert (folder / "metrics.jsonl").read_bytes() == kept
