@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import missing
 from tests.support.commands import python
 from tests.support.hosts.hosts import missing as no_hosts
+
+pytest.importorskip("selenium")
+
+from tests.support.browser import missing
 
 pytestmark = pytest.mark.slow
 

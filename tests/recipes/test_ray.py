@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -59,8 +58,8 @@ def run(script: list[str], root: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")
 def test_two_workers_train_and_a_killed_one_is_replaced(tmp_path: Path):
+    pytest.importorskip("ray")
     recipe = ROOT / "recipes" / "ray" / "train.py"
     (tmp_path / "killed.py").write_text(KILLED)
     options = ["--workers", "2", "--steps", "8", "--checkpoint-every", "2"]

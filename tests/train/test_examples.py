@@ -92,6 +92,7 @@ def gauges(text: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_examples")
 def test_prometheus_finds_the_last_line_of_metrics_in_a_file(tmp_path: Path):
     pytest.importorskip("prometheus_client")
@@ -105,6 +106,7 @@ def test_prometheus_finds_the_last_line_of_metrics_in_a_file(tmp_path: Path):
     assert (found['penstock_step{run="tiny"}'], found['penstock_running{run="tiny"}']) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_examples")
 def test_prometheus_asks_an_endpoint_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("prometheus_client")
