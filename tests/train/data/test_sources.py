@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -72,7 +72,7 @@ def test_several_held_out_files_of_several_formats_are_read_one_after_the_other(
     assert data.summary.startswith("2 sources: 42.9% 20 training completions")
 
 
-def test_a_split_is_held_out(tmp_path: Path):
+def test_a_split_is_held_out(tmp_path: Path, datasets: ModuleType):
     rows = records.texts(12)
     parts = {"train": rows[:8], "validation": rows[8:]}
     splits = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()})

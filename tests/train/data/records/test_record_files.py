@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -32,7 +32,7 @@ def tokens(store: RecordStore) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["texts", "completions"])
-def test_every_format_gives_the_same_tokens(tmp_path: Path, kind: str):
+def test_every_format_gives_the_same_tokens(tmp_path: Path, kind: str, datasets: ModuleType):
     rows = getattr(records, kind)(300)
     lines = stored(records.write_lines(tmp_path / "a.jsonl", rows))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=70)
@@ -46,7 +46,7 @@ def test_every_format_gives_the_same_tokens(tmp_path: Path, kind: str):
     assert len(lines) == 300
 
 
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path):
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, datasets: ModuleType):
     saved = datasets.Dataset.from_list(records.texts(3))
     datasets.DatasetDict({"training": saved, "test": saved}).save_to_disk(tmp_path / "splits")
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_a_failure_leaves_no_store_behind_and_a_damaged_one_is_refused(tmp_path:
         stored(tmp_path / "a.jsonl", cache)
 
 
-def test_columns_that_are_not_asked_for_are_not_opened(tmp_path: Path):
+def test_columns_that_are_not_asked_for_are_not_opened(tmp_path: Path, datasets: ModuleType):
     """A data set can name files of this machine and addresses as its images and sounds."""
     rows = records.texts(3)
     named = [{"bytes": None, "path": str(tmp_path / "secret.png")}] * 3
