@@ -42,7 +42,7 @@ def touch_stamps(clone: Path, target: str) -> None:
     [
         ("demo", "report", "penstock train"),
         ("setup", "dev", ""),
-        ("test", "dev", '-m "not slow"'),
+        ("test", "dev", "exit $((tests | types))"),
         ("docs", "docs", "docs/_build/html"),
         ("setup-ci", "dev,docs,ci", ""),
         ("test-slow", "dev,docs,ci", "-m slow"),
@@ -70,6 +70,20 @@ def test_what_a_target_has_installed_is_not_installed_again(
     touch_stamps(clone, first)
     assert [target for target in installed if "pip" in commands(clone, target)] == []
     assert [target for target in missing if "pip" not in commands(clone, target)] == []
+
+
+@pytest.mark.parametrize("fails", ["ruff", "mypy", "python", ""])
+def test_the_tests_fail_with_the_lint_the_types_or_a_test(clone: Path, fails: str):
+    touch_stamps(clone, "test")
+    for name in ("ruff", "mypy", "python"):
+        command = clone / ".venv" / "bin" / name
+        command.write_text(f"#!/bin/sh\necho {name} $*\nexit {int(name == fails)}\n")
+        command.chmod(0o755)
+    words = ["make", "--no-print-directory", "test"]
+    done = subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == bool(fails)
+    if fails != "ruff":
+        assert re.search(r"^python -m pytest .*-m not slow\nmypy$", done.stdout, re.M)
 
 
 def test_a_changed_constraint_installs_again(clone: Path):

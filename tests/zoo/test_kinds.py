@@ -34,7 +34,7 @@ def test_a_kind_is_as_in_plain_pytorch_or_refused_by_name(name, schedule):
         assert verdict.outcome == "bounded"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow), "dualpipe"])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_as_in_plain_pytorch_or_refused_by_name(name, layout):
     case = Case(7, ("mlp", "layer_norm"), forward=name, **LAYOUTS[layout])
