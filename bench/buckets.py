@@ -155,7 +155,7 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(ELEMENTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.weight)
         return out
 
 

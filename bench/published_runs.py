@@ -143,10 +143,9 @@ def _run(row: dict[str, str]) -> Run | None:
     )  # fmt: skip
     if batch % (dp * layout.microbatch):
         return None
-    number = lambda text: float(text) if text else None  # noqa: E731
     return Run(
         group, row["source"], row["table"], row["model"], gpu, of_shape(shape), layout, sequence, batch, gpus,
-        number(row["iter_time_s"]), number(row["peak_mem_GB"]), row["notes"],
+        _number(row["iter_time_s"]), _number(row["peak_mem_GB"]), row["notes"],
     )  # fmt: skip
 
 
@@ -159,6 +158,10 @@ def _seconds_of(shape: ModelShape, row: dict[str, str]) -> str:
     return str(
         flops * sequence * int(row["global_batch"]) / int(row["gpus"]) / float(row["tflops_per_gpu"]) / 1e12
     )
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def _gpu(text: str) -> str | None:

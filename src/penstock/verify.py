@@ -188,7 +188,7 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
                 if isinstance(losses_by_name, Tensor)
                 else torch.stack(list(losses_by_name.values())).sum()
             )
-            weight.apply(loss).backward()  # type: ignore[no-untyped-call]
+            weight.apply(loss).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()

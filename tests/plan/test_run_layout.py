@@ -107,4 +107,4 @@ def test_unknown_keys_of_a_mapping_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"no key 'shedule' \(did you mean 'schedule'"):
         layout_of({"shedule": "1f1b"})
     with pytest.raises(ConfigError, match="no key 1"):
-        layout_of({1: 2})  # type: ignore[dict-item]
+        layout_of({1: 2})

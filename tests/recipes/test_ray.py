@@ -76,10 +76,10 @@ def plain_loss(recipe: Path, steps: int) -> float:
     text = recipe.read_text().partition("def train_on_worker")[0]
     names: dict[str, object] = {}
     exec(compile("\n".join(line for line in text.splitlines() if "ray" not in line), "recipe", "exec"), names)
-    net, batch = names["model"](), names["batch"]  # type: ignore[operator]
+    net, batch = names["model"](), names["batch"]
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     for step in range(steps):
-        x, y = batch(step)  # type: ignore[operator]
+        x, y = batch(step)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x), y)
         loss.backward()

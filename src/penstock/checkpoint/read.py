@@ -309,7 +309,7 @@ def _generator(device: str) -> torch.Generator | None:
     if device == "cpu":
         return torch.default_generator
     number = device.removeprefix("cuda:")
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return None
     generators = torch.cuda.default_generators
     return generators[int(number)] if number.isdecimal() and int(number) < len(generators) else None

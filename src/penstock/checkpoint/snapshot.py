@@ -57,7 +57,7 @@ class HostBuffers:
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
 
@@ -195,6 +195,6 @@ def layer_of(name: str, layers: Mapping[str, Any]) -> str:
 def _generators() -> dict[str, Tensor]:
     """Return the states of torch's default generators, by device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         states |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
     return states

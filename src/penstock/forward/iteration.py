@@ -61,7 +61,7 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
             link = resolve(frame, node)
             if link is None or link.kind not in ("plain", "module", "tensor", "constant"):
                 return UNKNOWN
-            if link.kind == "constant":
+            if isinstance(link.node, ast.Constant):
                 return link.node.value
             if isinstance(link.value, bool | int | float | str | None):
                 return link.value

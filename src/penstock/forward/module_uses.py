@@ -88,7 +88,7 @@ class Link(NamedTuple):
         path: name in the model; for a method, the name of its module.
     """
 
-    node: Any
+    node: ast.expr
     kind: str
     value: Any = None
     path: str = ""
@@ -359,7 +359,7 @@ class _Chains(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         self._use(link, node)
-        return link.node  # type: ignore[no-any-return]
+        return link.node
 
     def _begins_with_model(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute | ast.Subscript):
@@ -388,7 +388,7 @@ class _Chains(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         self._use(link, node)
-        return link.node  # type: ignore[no-any-return]
+        return link.node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id == self.self_name:
@@ -418,15 +418,15 @@ class _Chains(ast.NodeTransformer):
                 self.uses.members[owner.path] = node  # as self.NAME.ATTRIBUTE does
         if isinstance(node.func, ast.Attribute):
             receiver = self.walk(node.func.value)
-            changes = receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING
-            if changes and isinstance(receiver.value, list | dict | set):  # type: ignore[union-attr]
-                raise self._refuse(
-                    node,
-                    f"changes {ast.unparse(node.func.value)}, an attribute of the model",
-                    "use a variable",
-                )
-            if changes and not isinstance(receiver.value, (*_PLAIN, *_CODE)):  # type: ignore[union-attr]
-                self._use(receiver, node)  # type: ignore[arg-type]
+            if receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING:
+                if isinstance(receiver.value, list | dict | set):
+                    raise self._refuse(
+                        node,
+                        f"changes {ast.unparse(node.func.value)}, an attribute of the model",
+                        "use a variable",
+                    )
+                if not isinstance(receiver.value, (*_PLAIN, *_CODE)):
+                    self._use(receiver, node)
         self.generic_visit(node)
         return node
 
@@ -437,8 +437,9 @@ def container_length(frame: Frame, node: ast.AST) -> int | None:
         case ast.Call(ast.Name("len"), [argument], []) if frame.is_builtin("len"):
             known = resolve_module(frame, argument)
             if known is not None and is_plain_container(known[0]):
-                frame.decided[frame.path, (*_steps(argument), None)] = len(known[0])  # type: ignore[arg-type]
-                return len(known[0])  # type: ignore[arg-type]
+                length = len(known[0])  # type: ignore[arg-type]  # a container has one
+                frame.decided[frame.path, (*_steps(argument), None)] = length
+                return length
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
                 torch.ones(shape, dtype=TORCH_DTYPES[dtype], device=device)
                 for shape in ((rows, inner), (inner, columns), (rows, columns))
             )
-            taken = steady_seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device, budget)  # type: ignore[misc]
+            taken = steady_seconds(partial(torch.mm, left, right, out=out), device, budget)
             inverse = (1 / rows + 1 / inner + 1 / columns) / 3
             if not points or launch < _SMALL * taken:  # a smaller product would measure the launch
                 # A multiplication and an addition for each of rows x inner x columns.
@@ -193,7 +194,7 @@ def _memory_bandwidth(device: torch.device, launch: float, budget: float) -> flo
     points = []
     for count in sizes:
         left, right, out = (torch.zeros(count, device=device) for _ in range(3))
-        taken = steady_seconds(lambda a=left, b=right, c=out: torch.add(a, b, out=c), device, budget)  # type: ignore[misc]
+        taken = steady_seconds(partial(torch.add, left, right, out=out), device, budget)
         # Two tensors are read, and one is written.
         points.append((3 * DTYPE_BYTES["fp32"] * count, max(taken - launch, 0.1 * taken)))
     return statistics.median(size / taken for size, taken in points)

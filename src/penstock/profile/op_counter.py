@@ -38,7 +38,7 @@ class _Sum:
         return DeviceWork(unit, self.amount, width, self.calls)
 
 
-class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class OpCounter(TorchDispatchMode):
     """Operations of everything that runs within the mode.
 
     Args:
@@ -51,7 +51,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     """
 
     def __init__(self, weights: Collection[int] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.weight_outputs = 0
         self.weight_inputs: dict[int, int] = {}
         self.peak_bytes = 0

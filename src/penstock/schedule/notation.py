@@ -43,9 +43,10 @@ class ReadOps(NamedTuple):
 
 def require_backward(backward: object) -> Backward:
     """Return a meaning of B; raise `ScheduleError` if it is none."""
-    for allowed in get_args(Backward):
+    meanings: tuple[Backward, ...] = get_args(Backward)
+    for allowed in meanings:
         if backward == allowed:
-            return backward  # type: ignore[return-value]
+            return allowed
     raise ScheduleError(f"backward must be auto, full or input, got {backward!r}")
 
 

@@ -6,6 +6,7 @@ They contain no text from users, which the page's template escapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from penstock.base.errors import ConfigError
@@ -33,7 +34,7 @@ _TOOLTIP = (
 def require_bokeh() -> None:
     """Raise `ConfigError` if Bokeh is not installed."""
     try:
-        import bokeh.embed  # noqa: F401
+        import_module("bokeh.embed")
     except ImportError as error:
         raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
 

@@ -1,7 +1,5 @@
 """Calls in a model's own forward: of modules, of their methods, and of what only looks like a module."""
 
-# ruff: noqa: RET504 - people name a result before they return it
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,7 +1,5 @@
 """Where the blocks are: in a loop, an nn.Sequential, a method, a backbone, or two towers."""
 
-# ruff: noqa: RET504 - people name a result before they return it
-
 from __future__ import annotations
 
 from typing import Any

@@ -91,7 +91,7 @@ class GradientBuckets:
         """Register hooks on the parameters: each gradient that autograd accumulates is one contribution."""
         for entry in () if self._hooks else self.entries:
             hook = partial(self._on_grad, entry)
-            self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Remove the hooks of `attach`."""

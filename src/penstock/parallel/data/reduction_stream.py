@@ -16,7 +16,7 @@ class ReductionStream:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(device)
 
     def compute_stream(self) -> torch.cuda.Stream | None:
         """Return the device's current stream; None where there are no streams."""

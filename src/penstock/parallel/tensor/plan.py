@@ -223,7 +223,7 @@ def _apply(
 ) -> None:
     if _is(plan.within_heads, name):
         for parameter in module.parameters():
-            parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
+            parameter.register_hook(_AddUp(mesh.get_group()))
     shard = _by_columns_and_rows(plan, name) if plan.inputs_first else None
     shard = shard or _by_style(plan, name, sequence)
     if shard is None:

@@ -303,8 +303,8 @@ def _require(key: str, sound: bool, value: object) -> None:
 
 
 def _require_number(key: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(key, number and 0 <= float(value) < math.inf, value)  # type: ignore[arg-type]  # a number
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+    _require(key, sound, value)
 
 
 def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:

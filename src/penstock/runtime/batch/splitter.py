@@ -158,7 +158,7 @@ def arguments_of(
 
 def _second_parameter(function: object) -> str | None:
     try:
-        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]  # raises
     except (TypeError, ValueError):  # a function written in C
         return None
     return (

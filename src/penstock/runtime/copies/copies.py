@@ -375,11 +375,7 @@ class _Group:
         for handle in self._handles:
             handle.remove()
         self._hooks = hooks
-        self._handles = [
-            p.register_hook(hook)  # type: ignore[no-untyped-call]  # not annotated in torch
-            for p in self.members[1:]
-            for hook in hooks
-        ]
+        self._handles = [p.register_hook(hook) for p in self.members[1:] for hook in hooks]
 
     def _move(self) -> None:
         before = self._memory

@@ -266,7 +266,7 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
     for key, tensor in unowned.items():
         empty = _empty(tensor)
         try:
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]  # not annotated
+            torch.utils.swap_tensors(tensor, empty)
         except RuntimeError:  # weak references, which nn.LSTM has, and views refer to the object itself
             fixed[key] = empty
     everywhere = [*of_layers, *(() if given is None or not fixed else given.modules())]
@@ -283,7 +283,7 @@ def give_values(layers: Iterable[Layer], values: Mapping[str, Tensor]) -> None:
         for inner, buffer in () if layer.module is None else list(layer.module.named_buffers()):
             value = values.get(whole_name(layer.name, inner, parameter=False))
             if buffer.is_meta and value is not None:
-                torch.utils.swap_tensors(buffer, value.clone())  # type: ignore[no-untyped-call]  # likewise
+                torch.utils.swap_tensors(buffer, value.clone())
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:

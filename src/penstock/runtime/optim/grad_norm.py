@@ -90,7 +90,7 @@ class GlobalNorm:
         norms += (tensor_squares + zero_squares).sqrt()
         total = _total(norms, present)
         clipped = [_Gradient(real_values(local(p.grad))) for _, p, *_ in gradients if p.grad is not None]
-        nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]  # which needs .grad alone
         return total
 
 

@@ -44,7 +44,7 @@ class MainWeights:
         self.by_name = {
             name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
         }
-        self._shards = {
+        self._shards: dict[str, tuple[nn.Parameter, nn.Parameter]] = {
             name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
             for name, p in named
             if is_dtensor(p) and name not in wide

@@ -25,7 +25,7 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
     """
     if device is None:
         return perf_counter
-    events = cycle([torch.cuda.Event(enable_timing=True) for _ in range(moments)])  # type: ignore[no-untyped-call]
+    events = cycle([torch.cuda.Event(enable_timing=True) for _ in range(moments)])
 
     def mark() -> Any:
         event = next(events)
@@ -62,7 +62,7 @@ class Readings:
 
 def _on_host_clock(device: torch.device, moment: Any) -> float:
     torch.cuda.synchronize(device)
-    present = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    present = torch.cuda.Event(enable_timing=True)
     present.record(torch.cuda.current_stream(device))
     present.synchronize()
     return perf_counter() - float(moment.elapsed_time(present)) / 1e3

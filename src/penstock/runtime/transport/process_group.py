@@ -239,7 +239,7 @@ class GroupIncoming:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._stream: Any = None
         if bulk is not None and bulk.device.type == "cuda":
-            self._stream = torch.cuda.Stream(bulk.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(bulk.device)
         self._layouts = ReceivedLayouts()
         self._posted: deque[_Posted] = deque()
         self._largest = 0

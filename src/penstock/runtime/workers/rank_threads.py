@@ -54,7 +54,7 @@ def with_settings(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _require_no_modes() -> None:
-    functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # not annotated in torch
+    functions: list[Any] = _get_current_function_mode_stack()
     modes = [*functions, *_get_current_dispatch_mode_stack()]
     # A default device matters only to layers that make tensors; those that need it raise their own error.
     names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]

@@ -419,7 +419,7 @@ class LocalGroups:
             list(line),
             dist.Backend(backend or _world.pg_map[world][0]),
             world.get_group_store(),
-            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]
+            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]  # a new type of str in torch, and private
             timeout=timeout,
         )
         _world.pg_group_ranks[group] = {other: n for n, other in enumerate(line)}

@@ -158,7 +158,7 @@ def _attend(
     key give zeros.
     """
     dtype = query.dtype
-    keeps_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    keeps_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     if dtype in (torch.float16, torch.bfloat16) and not keeps_half:
         query, key, value = query.float(), key.float(), value.float()
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -150,7 +150,7 @@ class SplitCheck:
             others = dict(hooks or {})
             if others:
                 hooks.clear()
-            handles.append(weight.register_hook(self._recorder(weight)))  # type: ignore[no-untyped-call]
+            handles.append(weight.register_hook(self._recorder(weight)))
             if others:
                 hooks.update(others)
         try:
