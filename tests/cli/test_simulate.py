@@ -100,7 +100,7 @@ def test_the_costs_and_the_limit_reach_a_family_that_adapts():
     words = ("zb-auto", "-p", "4", "-m", "8", "--costs", "10,12,7", "--latency", "1", "--memory-limit")
     tight, loose = figures(*words, "4"), figures(*words, "8")
     assert max(tight["peak_activations"]) <= 4 < max(loose["peak_activations"]) <= 8
-    assert loose["longest"] < tight["longest"]
+    assert loose["makespan"] < tight["makespan"]
 
 
 def test_options_reach_the_families_that_have_them():

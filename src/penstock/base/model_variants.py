@@ -7,6 +7,8 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 
+LARGEST_SIZE = 10**9
+"""Far above any size of a model; torch and transformers fail at larger ones with errors that do not name the key."""
 _REASONS = {
     "add_cross_attention": "attends to an encoder",
     "is_encoder_decoder": "has an encoder",

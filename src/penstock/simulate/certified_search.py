@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.schedule.check import check
-from penstock.schedule.families.starts import CatalogueStarts
+from penstock.schedule.families.starts import catalogue_starts
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -117,7 +117,7 @@ def search_schedule(
             found.ended == "interrupted" or _reaches(found.makespan, bound) or left <= 0
         ):
             break
-        search = OrderSearch(each, CatalogueStarts(), bound=float(bound), seed=seed, progress=progress)
+        search = OrderSearch(each, catalogue_starts, bound=float(bound), seed=seed, progress=progress)
         best = search.run(max(left, 0.0))
         if found is None or best.makespan < found.makespan:
             found, problem = best, each
@@ -126,7 +126,7 @@ def search_schedule(
     trace = simulate(check(schedule, budget=budget).program, costs)
     if costs.pair is not None:
         # Pairs that overlap their halves may be quicker than the same ops apart.
-        for name, other in CatalogueStarts().schedules(problem):
+        for name, other in catalogue_starts(problem):
             if other.paired.any() and problem.allows(other):
                 timed = simulate(check(other).program, costs)
                 if makespan(timed) < makespan(trace):

@@ -16,10 +16,9 @@ from typing import Any
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, nearest
-from penstock.base.model_variants import refused_architecture, refused_variant, windows
+from penstock.base.model_variants import LARGEST_SIZE, refused_architecture, refused_variant, windows
 
 _MAX_BYTES = 16 * MEGABYTE
-_LARGEST = 10**9
 _MOST_LAYERS = 10_000
 
 
@@ -88,7 +87,7 @@ class ModelShape:
             if f.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
             if f.type == "int":
-                least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else _LARGEST
+                least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else LARGEST_SIZE
                 require_count(f"{f.name} of the model", value, least, most)
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -391,7 +390,7 @@ def _count(table: dict[str, Any], key: str, path: Path, default: int | None = No
         if default is None:
             raise ConfigError(f"{path}: {key} is missing; the model's sizes depend on it")
         return default
-    require_count(f"{path}: {key}", value, most=_LARGEST)
+    require_count(f"{path}: {key}", value, most=LARGEST_SIZE)
     return int(value)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
+_joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
 
 
 class World:
@@ -99,6 +103,7 @@ class World:
         if isinstance(mesh, Mesh):
             self._members = sorted(mesh.ranks)
         self._join_members()
+        self.collectives.attendance = self._attendance_of_join()
         compare(self.collectives)
         if isinstance(mesh, MeshShape):
             is_one = mesh.dp == mesh.tp == 1
@@ -131,6 +136,16 @@ class World:
                 self._local_groups = LocalGroups(members, self._longest)
         if len(members) < processes or _backends() is not None:
             self.collectives.everyone = self._group([members])
+
+    def _attendance_of_join(self) -> Attendance:
+        """Return an attendance by which a wait names the processes that build no such pipeline, before any page is open."""
+        world: Any = dist.group.WORLD
+        members = tuple(self._members)
+        counts = _joins.setdefault(world, Counter())
+        counts[members] += 1
+        prefix = f"penstock/join/{'-'.join(map(str, members))}/{counts[members]}"
+        names = {rank: f"rank {rank}" for rank in members}
+        return Attendance(world.get_group_store().clone(), prefix, names)
 
     @property
     def _longest(self) -> timedelta:
@@ -266,7 +281,9 @@ class World:
         replies = collectives.all_gather((entry, uuid4().hex), None, "meet")
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
-        if any(collectives.all_gather(not registry.sees_all(entries), None, "meet")):
+        unseen = any(collectives.all_gather(not registry.sees_all(entries), None, "meet"))
+        collectives.attendance = None
+        if unseen:
             # One process that cannot see all pages is enough: either all of them use the attendance, or none.
             names = {
                 rank: f"{entry.name} on host {entry.host}"

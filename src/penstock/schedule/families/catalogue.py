@@ -17,9 +17,8 @@ from penstock.schedule.families.family import Family
 from penstock.schedule.families.gpipe import gpipe
 from penstock.schedule.families.interleaved import interleaved_1f1b
 from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
-from penstock.schedule.families.searched import searched
+from penstock.schedule.families.searched import searched, zb_auto
 from penstock.schedule.families.slots import chimera, hanayo
-from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.placement import Placement
