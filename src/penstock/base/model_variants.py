@@ -23,8 +23,7 @@ _WINDOW = 4096
 def refused_variant(config: Mapping[str, Any]) -> str | None:
     """Return why a variant of a decoder cannot be split, with the key of its config; None if it can.
 
-    Args:
-        config: values of `VARIANT_KEYS`, or all of a ``config.json``.
+    `config` has the values of `VARIANT_KEYS`, or is all of a ``config.json``.
     """
     for key, reason in _REASONS.items():
         if config.get(key):
@@ -67,10 +66,7 @@ def refused_architecture(config: Mapping[str, Any]) -> str | None:
 def require_positions(sequence: int, positions: int, key: str) -> None:
     """Raise `ConfigError` if a sample has more tokens than a model is configured for.
 
-    Args:
-        sequence: tokens of a sample.
-        positions: positions of the model, learned or rotary; 0 if its config does not say.
-        key: name of the setting of the tokens, for the message.
+    `positions` is 0 if the config does not say; `key` names the setting of the tokens in the message.
     """
     if 0 < positions < sequence:
         raise ConfigError(
@@ -80,11 +76,7 @@ def require_positions(sequence: int, positions: int, key: str) -> None:
 
 
 def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone.
-
-    Args:
-        kind: ``model_type``.
-    """
+    """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone."""
     window = config.get("sliding_window", _WINDOW if kind in _WINDOWED else None)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         return 0, 0

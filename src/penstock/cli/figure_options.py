@@ -52,12 +52,7 @@ def figure_options(function: Command) -> Command:
 def require_figure(
     out: Path | None, title: str | None, width: float | None, font: float | None, inputs: Sequence[str]
 ) -> FigureFile | None:
-    """Return the figure that the options ask for, after checking that it can be written; None if they ask for none.
-
-    Raises:
-        ConfigError: if the ending is unknown, the look is impossible or given without a picture, or the file may not be
-            replaced.
-    """
+    """Return the figure that the options ask for, after checking that it can be written; None if they ask for none."""
     look = {"title": title, "width": width, "font": font}
     given: dict[str, Any] = {name: value for name, value in look.items() if value is not None}
     if out is None or out.suffix.lower() == ".json":

@@ -264,15 +264,7 @@ def _indented(name: str, lines: list[str]) -> list[str]:
 def layout_values_of(
     layout: str | None, fixes: tuple[str, ...], schedules: str | None, *others: float | None
 ) -> dict[str, Any]:
-    """Return the values of a layout that ``--layout`` or ``--fix`` give.
-
-    Args:
-        others: values of the other options of a search, which must be None if ``--layout`` is given.
-
-    Raises:
-        UsageError: if ``--layout`` is empty, or given with options of a search.
-        ConfigError: if a key or a value is not one of a layout.
-    """
+    """Return the values that ``--layout`` or ``--fix`` give to a layout; ``--layout`` allows no options of a search."""
     from penstock.plan.run_layout import layout_values
 
     if layout is None:
@@ -292,11 +284,7 @@ def layout_values_of(
 def sizes(
     model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
 ) -> tuple[int, int]:
-    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults.
-
-    Raises:
-        ConfigError: if a given value is out of range.
-    """
+    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
     from penstock.cli.plan_files import model_tables
     from penstock.plan.prediction import default_sequence
 

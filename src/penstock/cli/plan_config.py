@@ -25,12 +25,7 @@ _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 def run_tables(
     tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the sections of the config of a plan's run.
-
-    Args:
-        tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
-        sequence, batch: tokens of a sample and samples of a step.
-    """
+    """Return the sections of the config of a plan's run, the model's own tables unchanged."""
     layout, costs = plan.layout, plan.costs
     config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
     if not tables:
@@ -122,11 +117,7 @@ def header(plan: Prediction) -> str:
 
 
 def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
-    """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``.
-
-    Args:
-        batch: samples of a step, over all replicas.
-    """
+    """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``."""
     from penstock.schedule.text import is_csv
 
     layout, costs = plan.layout, plan.costs

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 
 
 def require_writable(out: Path | None, page: Path | None, order: Path | None, inputs: list[str]) -> None:
-    """Check the paths of the files before a plan is made.
-
-    Args:
-        inputs: paths that the command reads, a model's folder among them.
-
-    Raises:
-        ConfigError: if a path cannot be written, or its file is not one that `penstock plan` wrote and may replace.
-    """
+    """Check the paths of the files before a plan is made: only a file that `penstock plan` wrote may be replaced."""
     from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed_kind
     from penstock.cli.plan_config import HEADER
 

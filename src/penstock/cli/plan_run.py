@@ -75,14 +75,7 @@ class RunComparison:
 
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
-    """Compare the prediction of a run's step with its metrics and its trace of usual length.
-
-    Args:
-        sequence: tokens of a sample that are planned; None if the run's are.
-
-    Raises:
-        ConfigError: if the run is of another model, sequence or dtype, or has no config or no measured step.
-    """
+    """Compare the prediction of a run's step with its metrics and its trace of usual length."""
     from penstock.plan.fitting.recalibration import recalibrate, residuals
     from penstock.plan.prediction import predict
     from penstock.show.planned import plan

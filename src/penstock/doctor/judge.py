@@ -24,15 +24,10 @@ _NOISE = 100e-6  # seconds; smaller differences of latency mean nothing
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that will not work, or that costs time.
+    """Something that will not work, or that costs time."""
 
-    Attributes:
-        level: `PROBLEM` or `WARNING`.
-        subject: ``versions``, ``devices``, ``memory``, ``links``, ...
-    """
-
-    level: str
-    subject: str
+    level: str  # `PROBLEM` or `WARNING`
+    subject: str  # versions, devices, memory, links, ...
     what: str
     why: str
     do: str

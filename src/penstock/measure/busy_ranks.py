@@ -35,12 +35,9 @@ _UPDATE_BYTES = 32
 def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str = "this machine") -> Cluster:
     """Measure this machine with its ranks busy; in processes, every process calls it.
 
-    Args:
-        ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
-        dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
-
-    Returns:
-        A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
+    `ranks` are threads of this process, or all its processes; the reduction over `dp` replicas, as many as the
+    processes, is measured from 2 on. The cluster has one node, whose ranks share the memory. Rates of matrix products
+    and of memory are one thread's.
     """
     small = _steps(ranks, _SMALL, rounds)
     large = _steps(ranks, _LARGE, max(3, rounds // 3)) if ranks > 1 else small
@@ -128,8 +125,7 @@ def _gaps(trace: Trace) -> list[float]:
 def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     """Return the bytes per second of a device at which gradients are reduced over replicas.
 
-    Args:
-        overhead: seconds of a step besides its ops and the reduction.
+    `overhead` is seconds of a step besides its ops and the reduction.
     """
     x = torch.zeros(dp, 4)
     seconds = []

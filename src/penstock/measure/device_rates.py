@@ -26,12 +26,10 @@ _AGREE = 0.02  # relative difference of two halves of the blocks below which the
 def measure_device(device: torch.device, ranks: int, budget: float) -> dict[str, Any]:
     """Return the rates of a device as the section ``[device]`` of a cluster's file has them, and their ``spread``.
 
-    All kernels are measured in turn, and again until two passes agree: a machine's speed drifts over seconds. The rates are
-    the medians of the passes, and ``spread`` is the median difference of a pass from these, as a share.
-
-    Args:
-        device: device to measure; the caller's other ranks measure theirs at the same time, as in a run.
-        budget: seconds that one kernel may take to become steady in a pass.
+    All kernels are measured in turn, and again until two passes agree: a machine's speed drifts over seconds. The
+    rates are the medians of the passes, and ``spread`` is the median difference of a pass from these, as a share.
+    `budget` is the seconds that one kernel may take to become steady in a pass. The caller's other ranks measure
+    their devices at the same time, as in a run.
     """
     passes = [_pass(device, budget)]
     while len(passes) < _PASSES:

@@ -33,9 +33,6 @@ def measure_links(
 
     All ranks send to a neighbour at the same time, as in a run. Values in GPU memory travel through the process group,
     others through the transports of a run. Rounds are repeated until latency and bandwidth agree with the round before.
-
-    Args:
-        timeout: seconds that a message may take.
     """
     neighbours = dict.fromkeys((r for r in (world.rank - 1, world.rank + 1) if 0 <= r < world.size), (1, 1))
     rounds: dict[Pair, list[dict[int, float]]] = {}

@@ -227,11 +227,7 @@ def default_sequence(profile: Profile) -> int:
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
-    """Return the number of microbatches of a replica.
-
-    Raises:
-        ConfigError: if the layout needs more devices than the cluster has, or does not divide the batch.
-    """
+    """Return the number of microbatches of a replica."""
     if layout.devices > cluster.devices:
         raise ConfigError(
             f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
@@ -249,12 +245,7 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
 
 
 def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
-    """Return the proven program of a schedule family, of the user's function, or of a CSV file.
-
-    Raises:
-        ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
-        ConfigError: if the file's counts differ from the layout's.
-    """
+    """Return the proven program of a schedule family, of the user's function, or of a CSV file."""
     if is_csv(schedule):
         built = read_csv(schedule)
         if (built.ranks, built.microbatches) != (ranks, microbatches):

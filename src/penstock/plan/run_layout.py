@@ -123,11 +123,7 @@ class Layout:
 
 
 def layout_values(text: str) -> dict[str, Any]:
-    """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it.
-
-    Raises:
-        ConfigError: as in `Layout.parse`.
-    """
+    """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it."""
     known = [f.name for f in fields(Layout)]
     values: dict[str, Any] = {}
     for pair in filter(None, (pair.strip() for pair in text.split(","))):
@@ -180,11 +176,7 @@ def _text(value: object) -> str:
 
 
 def layout_of(values: Mapping[str, Any] | str | Layout) -> Layout:
-    """Return a layout given as text, as a mapping, or as a layout.
-
-    Raises:
-        ConfigError: if it is none of these, or as in `Layout.parse`.
-    """
+    """Return a layout given as text, as a mapping, or as a layout."""
     if isinstance(values, Layout):
         return values
     if isinstance(values, str):

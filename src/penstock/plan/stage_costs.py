@@ -25,34 +25,28 @@ Table = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LayerTimes:
-    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute.
-
-    Attributes:
-        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of the
-            part of the forward that the backward repeats, shape (layers,); `again` is for a layer that is recomputed.
-        repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
-        saved, kept: bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
-        waiting: bytes that wait from I to W, shape (layers,).
-        transient, parameters, outputs: bytes and counts as in `LayerCost`, shape (layers,).
-        model_flops: FLOPs of the forward, over all tensor-parallel devices, shape (layers,).
-        recomputes: True for layers that full recompute repeats, shape (layers,).
-    """
+    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute."""
 
     table: LayerTable
+    # Seconds of F, I, W, of a backward that is not split, and of the part of the forward that the backward
+    # repeats, shape (layers,); `again` is for a layer that is recomputed.
     forward: Table
     input_grad: Table
     weight_grad: Table
     backward: Table
     again: Table
+    # Model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
     repeats: Table
+    # Bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
     saved: Table
     kept: Table
-    waiting: Table
+    waiting: Table  # bytes that wait from I to W, shape (layers,)
+    # Bytes and counts as in `LayerCost`, shape (layers,).
     transient: Table
     parameters: Table
     outputs: Table
-    model_flops: Table
-    recomputes: npt.NDArray[np.bool_]
+    model_flops: Table  # FLOPs of the forward, over all tensor-parallel devices, shape (layers,)
+    recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
 
 
 def require_inputs(profile: object, cluster: object) -> None:
@@ -93,11 +87,7 @@ def attention_of(profile: Profile, cluster: Cluster, layout: Layout) -> str:
 
 
 def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> LayerTimes:
-    """Return the seconds and bytes of every layer.
-
-    Raises:
-        ConfigError: if the profile or the cluster has no costs for the layout.
-    """
+    """Return the seconds and bytes of every layer."""
     load = workload(profile, cluster, layout, sequence)
     if profile.shape is None and layout.dtype not in (None, profile.dtype):
         raise ConfigError(
@@ -161,37 +151,25 @@ def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Seconds and bytes of every stage; arrays of shape (stages,).
+    """Seconds and bytes of every stage; arrays of shape (stages,)."""
 
-    Attributes:
-        counts: number of blocks of every stage.
-        starts: first layer of every stage, and the number of layers.
-        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of what
-            is recomputed before either.
-        segments: number of segments into which recompute divides the forward.
-        saved: bytes that a microbatch holds from its forward to its backward.
-        waiting: bytes that are left after I, and wait for W.
-        transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
-        logits: part of `transient` that is the loss's.
-        parameters: number of parameters on a device.
-        messages: bytes of the value that each stage hands on; 0 for the last.
-        model_flops, repeated_flops: FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
-    """
-
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
+    counts: tuple[int, ...]  # number of blocks of every stage
+    starts: tuple[int, ...]  # first layer of every stage, and the number of layers
+    # Seconds of F, I, W, of a backward that is not split, and of what is recomputed before either.
     forward: Table
     input_grad: Table
     weight_grad: Table
     backward: Table
     again: Table
-    segments: Table
-    saved: Table
-    waiting: Table
+    segments: Table  # number of segments into which recompute divides the forward
+    saved: Table  # bytes that a microbatch holds from its forward to its backward
+    waiting: Table  # bytes that are left after I, and wait for W
+    # Largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
     transient: Table
-    logits: Table
+    logits: Table  # part of `transient` that is the loss's
     parameters: Table
-    messages: Table
+    messages: Table  # bytes of the value that each stage hands on; 0 for the last
+    # FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
     model_flops: Table
     repeated_flops: Table
 
@@ -202,11 +180,7 @@ class StageCosts:
 
 
 def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> StageCosts:
-    """Sum the layers' costs over the stages of a layout.
-
-    Raises:
-        ConfigError: if the split does not fit the model and the stages.
-    """
+    """Sum the layers' costs over the stages of a layout."""
     counts = split_counts(times, layout, placement)
     starts = _starts(times, counts)
     again = np.zeros(len(times.forward), np.bool_)
@@ -260,11 +234,7 @@ def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout:
 
 
 def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Return the number of blocks of every stage.
-
-    Raises:
-        ConfigError: if there are fewer blocks than stages, or the layout's counts do not fit.
-    """
+    """Return the number of blocks of every stage."""
     stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
     if blocks < stages:
         raise ConfigError(

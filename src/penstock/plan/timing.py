@@ -9,14 +9,7 @@ from penstock.plan.profile.layer_cost import DeviceWork
 
 
 def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: int, link: LinkSpeed) -> float:
-    """Return the seconds of operations that follow each other.
-
-    Args:
-        group: number of tensor-parallel ranks, among which collectives run.
-
-    Raises:
-        ConfigError: if the device has no rate for the dtype.
-    """
+    """Return the seconds of operations that follow each other; collectives run among `group` tensor-parallel ranks."""
     return sum(_seconds(work, device, dtype, group, link) for work in works)
 
 
@@ -35,12 +28,10 @@ def _seconds(work: DeviceWork, device: Device, dtype: str, group: int, link: Lin
 
 
 def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> float:
-    """Return the seconds of a ring collective.
+    """Return the seconds of a ring collective: "all_reduce", "all_gather" or "reduce_scatter".
 
-    Args:
-        unit: "all_reduce", "all_gather" or "reduce_scatter".
-        size: bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather).
-        link: slowest link of the ring.
+    `size` is the bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather), `link` the
+    slowest of the ring.
     """
     if group <= 1:
         return 0.0

@@ -33,18 +33,8 @@ def held(
 ) -> Bytes:
     """Return the bytes that the rank of every row holds right after that row, int64, shape (ops,).
 
-    In a fused pair the forward is counted first, so that its row has the pair's peak.
-
-    Args:
-        schedule: the ops; activations that no op frees stay.
-        saved: bytes a forward saves for its backward, one number or one per stage (default 1).
-        waiting: bytes that wait from ``I`` to ``W``, one number or one per stage (default 0).
-        inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
-            recompute (``R``) of the same microbatch rebuilds the rest.
-        freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
-
-    Raises:
-        ScheduleError: if bytes are negative or not whole, or not one per stage.
+    Sizes are as in `Budget`; activations that no op frees stay. In a fused pair the forward is counted first, so that
+    its row has the pair's peak.
     """
     save, wait, keep = (
         _whole(name, size, schedule.stages, "stage")

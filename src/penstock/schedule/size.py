@@ -21,14 +21,9 @@ BYTES_PER_RANK = 2_000
 def require_size(
     name: str, ranks: int, microbatches: int, virtual_stages: int, memory: int | None = None
 ) -> None:
-    """Raise `ScheduleError` if a schedule would not fit in memory.
+    """Raise `ScheduleError` if a schedule would not fit in so many bytes of memory.
 
-    Args:
-        memory: bytes of memory (default: all of this machine or container, free or not, so that equal machines give
-            equal answers).
-
-    Raises:
-        ScheduleError: if there are too many ranks or ops, or the ops need more memory; the message says how much.
+    The default is all memory of the machine or container, free or not, so that equal machines give equal answers.
     """
     if memory is None:
         here = host.memory()

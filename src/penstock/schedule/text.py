@@ -83,14 +83,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
 
 
 def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None = None) -> Schedule:
-    """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops.
-
-    Args:
-        microbatches: number of microbatches (default: those that have ops).
-
-    Raises:
-        ScheduleError: if a rank has no ops, or the stages do not count 0, 1, 2, ...
-    """
+    """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops."""
     holders: dict[int, list[int]] = {}
     last = 0
     for rank, ops in enumerate(ranks):

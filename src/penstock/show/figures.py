@@ -43,13 +43,8 @@ def figures(
 ) -> dict[str, dict[str, Any]]:
     """Return a page's figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
-    Args:
-        ranks: largest number of ranks of any step.
-        memory: name of the memory axis; empty for no memory chart.
-        labels: names of the rank axes of both timelines (default: measured and planned).
-
-    Raises:
-        ConfigError: if Bokeh is not installed.
+    `ranks` is the largest number of any step. Without a name of the memory axis there is no memory chart. `labels`
+    are the rank axes of both timelines.
     """
     require_bokeh()
     # Within functions, because Bokeh is an extra: this module is imported without it.
@@ -235,12 +230,7 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
 
 
 def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> Any:
-    """Return a figure of curves over steps.
-
-    Args:
-        title: heading, no text from users.
-        lines: points of every curve, (step, number), at most `LINES`.
-    """
+    """Return a figure of curves over steps; the title must not be a user's text, which only the template escapes."""
     from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 

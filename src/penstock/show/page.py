@@ -56,12 +56,7 @@ def render(
     note: str,
     reload_seconds: int,
 ) -> str:
-    """Return the whole page as HTML.
-
-    Args:
-        figures: JSON of Bokeh's figures by the id of their element.
-        reload_seconds: seconds after which the page reloads itself; 0 for never.
-    """
+    """Return the whole page as HTML, which reloads itself every so many seconds (0: never)."""
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
     return fill_template(
         "page.html",
@@ -96,9 +91,7 @@ def fill_template(
 ) -> str:
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no other script.
 
-    Args:
-        figures: JSON of Bokeh's figures by the id of their element.
-        values: further values of the template, which escapes them.
+    The template escapes further `values`.
     """
     early, *own = (_source(name) for name in ("nonce.js", "memory.js", "page.js", "live.js"))
     sources = [f"\n{source}\n" for source in (early, *library, "".join(own))]
@@ -117,8 +110,7 @@ def fill_template(
 def _policy(scripts: Iterable[str], nonce: str) -> str:
     """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
-    Args:
-        nonce: random text that the page's style elements carry.
+    `nonce` is random text that the page's style elements carry.
     """
     digests = " ".join(dict.fromkeys(f"'sha256-{_digest(script)}'" for script in scripts))
     rules = (

@@ -19,14 +19,7 @@ _DOTS, _BEST = "#3f7fc4", "#e07b00"
 def plan_figures(
     plan: Prediction, outcomes: Sequence[SimulatedLayout], unit: Unit
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
-
-    Args:
-        outcomes: time and memory of the other layouts; empty for no chart of them.
-
-    Raises:
-        ConfigError: if Bokeh is not installed.
-    """
+    """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element."""
     places = figures(len(plan.memory), unit, planned=False, memory="")
     from bokeh.embed import json_item
 

@@ -41,14 +41,7 @@ def write_plan(
     sequence: int,
     batch: int,
 ) -> Path:
-    """Write the page of a predicted layout, or of a search.
-
-    Args:
-        path: file to write; its folder must exist.
-
-    Raises:
-        ConfigError: if no layout of the search fits, Bokeh is not installed, or the file cannot be written.
-    """
+    """Write the page of a predicted layout, or of a search."""
     path = Path(path)
     text = _page(profile, cluster, result, sequence, batch)
     try:

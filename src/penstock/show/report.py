@@ -34,15 +34,9 @@ def write(
 ) -> Path:
     """Write the report page.
 
-    Args:
-        path: file to write; its folder must exist.
-        steps: the steps to choose from, at least one. Of a trace's `info` the page also shows ``split`` (the names of every
-            stage's layers), ``limit`` (bytes a rank may hold) and ``clock_error`` (seconds). If together they have more than
-            `MAX_EVENTS` events, some in between are left out, and the page says so.
-        reload_seconds: seconds after which the page reloads itself, and keeps the reader's place; 0 (default) for never.
-
-    Raises:
-        ConfigError: if there is no step, Bokeh is not installed, or the file cannot be written.
+    Of a trace's `info` the page also shows ``split`` (the names of every stage's layers), ``limit`` (bytes a rank may
+    hold) and ``clock_error`` (seconds). If the steps together have more than `MAX_EVENTS` events, some in between are
+    left out, and the page says so. With `reload_seconds` the page reloads itself, and keeps the reader's place.
     """
     if not steps:
         raise ConfigError("a report needs at least one trace")

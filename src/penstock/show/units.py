@@ -11,15 +11,10 @@ from penstock.trace.events import Trace
 
 
 class Unit(NamedTuple):
-    """A unit of time.
+    """A unit of time."""
 
-    Attributes:
-        name: its abbreviation; empty for simulated ticks.
-        scale: how many of it make one unit of the trace.
-    """
-
-    name: str
-    scale: float
+    name: str  # its abbreviation; empty for simulated ticks
+    scale: float  # how many of it make one unit of the trace
 
     def text(self, time: Any, digits: str = ".4g") -> str:
         """Return a time of the trace in this unit."""

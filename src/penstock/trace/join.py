@@ -19,20 +19,12 @@ def present(trace: Trace) -> list[int]:
 
 
 def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
-    """Join the parts of a step.
+    """Join the parts of a step, no rank in two of them.
 
-    Args:
-        parts: traces of the processes, no rank in two of them. ``info["origin"]`` of each is the time from which it
-            counts, in seconds on its process's clock (default 0).
-        clocks: alignment of the parts' clocks, in their order (default: they share one clock).
-
-    Returns:
-        The trace of all ranks, with times from the first event. Its `info` is the first part's, with ``ranks_present``,
-        ``origin`` on the first part's clock, ``clock_error``, the largest error in seconds between the times of two
-        ranks, and ``whole_backward`` of all parts.
-
-    Raises:
-        DataError: if there is no part, or two of them do not belong together.
+    ``info["origin"]`` of a part is the time from which it counts, in seconds on its process's clock (default 0);
+    without `clocks` the parts share one clock. The result counts from its first event. Its `info` is the first
+    part's, with ``ranks_present``, ``origin`` on the first part's clock, ``clock_error``, the largest error in
+    seconds between the times of two ranks, and ``whole_backward`` of all parts.
     """
     if not parts:
         raise DataError("there is nothing to join: no rank left a trace")

@@ -108,22 +108,19 @@ def search(
 
 @dataclass(order=True)
 class _Candidate:
-    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate.
-
-    Attributes:
-        orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
-        rest: seconds that it needs at least after the pipeline, once its placement is chosen.
-        bounded: True if the bound is of the schedule's simulation.
-    """
+    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate."""
 
     bound: float
     estimate: float
     number: int
     point: Point = field(compare=False)
+    # Schedules that it may have: none until placements are compared, one when its bound is of that
+    # schedule.
     orders: tuple[Order, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
+    # Seconds that it needs at least after the pipeline, once its placement is chosen.
     rest: float = field(default=0.0, compare=False)
-    bounded: bool = field(default=False, compare=False)
+    bounded: bool = field(default=False, compare=False)  # the bound is of the schedule's simulation
 
 
 class _Search:

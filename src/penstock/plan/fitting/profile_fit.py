@@ -48,16 +48,11 @@ _BESIDE = 11
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """Steps of a layout.
-
-    Attributes:
-        sequence: tokens of a sample.
-        seconds: seconds of each step on the slowest rank.
-    """
+    """Steps of a layout."""
 
     layout: Layout
-    sequence: int
-    seconds: Sequence[float]
+    sequence: int  # tokens of a sample
+    seconds: Sequence[float]  # seconds of each step on the slowest rank
     traces: Sequence[Trace]
 
     @property
@@ -67,30 +62,21 @@ class MeasuredLayout:
 
 
 class _Cell(NamedTuple):
-    """Mean op of one stage and kind.
-
-    Attributes:
-        work: seconds of `_TERMS` in it, shape (terms,).
-        added: how often it has each field of `RuntimeCosts` that is an addition, shape (6,).
-        kind: index of `_KINDS`.
-        beside: mean number of other ranks that run an op of each of `_KINDS` meanwhile, shape (kinds,).
-        repeated: share of a backward of each of `_KINDS` on the other ranks that recomputes, shape (kinds,).
-    """
+    """Mean op of one stage and kind."""
 
     seconds: float
-    work: Table
-    added: Table
-    kind: int
-    beside: Table
+    work: Table  # seconds of `_TERMS` in it, shape (terms,)
+    added: Table  # how often it has each field of `RuntimeCosts` that is an addition, shape (6,)
+    kind: int  # index of `_KINDS`
+    beside: Table  # mean number of other ranks that run an op of each of `_KINDS` meanwhile, shape (kinds,)
+    # Share of a backward of each of `_KINDS` on the other ranks that recomputes, shape (kinds,).
     repeated: Table
 
 
 def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayout]) -> Profile:
     """Return the profile with factors and `RuntimeCosts` that fit the measured steps.
 
-    Args:
-        profile: profile whose costs are seconds.
-        runs: measured layouts; kinds of op that none of them has keep their costs.
+    Kinds of op that no run has keep their costs.
     """
     cells = [cell for run in runs for cell in _cells(profile, cluster, run)]
     ranks = max(run.layout.pp for run in runs)
@@ -138,8 +124,7 @@ def _work(costs: StageCosts, stage: int, kind: Kind) -> Table:
 def ops_of(traces: Sequence[Trace]) -> dict[tuple[int, Kind], tuple[float, Table]]:
     """Return the mean op of every stage and kind, without extremes and merged pairs of I and W.
 
-    Returns:
-        Seconds of the op, and the mean number of other ranks that run an F, B, I and W meanwhile, shape (4,).
+    An op is its seconds, and the mean number of other ranks that run an F, B, I and W meanwhile, shape (4,).
     """
     found: dict[tuple[int, Kind], list[tuple[float, Table]]] = {}
     for trace in traces:

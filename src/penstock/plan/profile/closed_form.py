@@ -37,22 +37,14 @@ PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "f
 
 @dataclass(frozen=True)
 class Workload:
-    """Conditions under which a layer is costed.
+    """Conditions under which a layer is costed."""
 
-    Attributes:
-        microbatch: samples of a microbatch.
-        sequence: tokens of a sample.
-        sequence_parallel: True if what tensor parallelism leaves whole is divided along the sequence.
-        dtype: dtype of the matrix products, a key of `DTYPE_BYTES`.
-        attention: "fused" if scores stay within the kernel, else "unfused".
-    """
-
-    microbatch: int
-    sequence: int
+    microbatch: int  # samples of a microbatch
+    sequence: int  # tokens of a sample
     tp: int = 1
-    sequence_parallel: bool = False
-    dtype: str = "bf16"
-    attention: AttentionKernel = "fused"
+    sequence_parallel: bool = False  # what tensor parallelism leaves whole is divided along the sequence
+    dtype: str = "bf16"  # of the matrix products, a key of `DTYPE_BYTES`
+    attention: AttentionKernel = "fused"  # "fused" if scores stay within the kernel, else "unfused"
 
     @property
     def tokens(self) -> int:

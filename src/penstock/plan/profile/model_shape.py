@@ -220,14 +220,9 @@ _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read the sizes of a model.
+    """Read the sizes of a model from a ``config.json``, a folder that has one, or a TOML file.
 
-    Args:
-        path: a ``config.json``, a folder that has one, or a TOML file with a ``[model]`` section, whose ``config`` or
-            ``path`` may name one of these.
-
-    Raises:
-        ConfigError: if there is no such file, it cannot be read, a size is missing or wrong, or the family is not known.
+    The file's section ``[model]`` has the sizes, or names one of these as ``config`` or ``path``.
     """
     path = Path(path)
     if os.path.isdir(path):

@@ -82,11 +82,7 @@ def _from_pattern(
     *,
     fill_ahead: bool,
 ) -> Schedule:
-    """Build a schedule from the slots of the first microbatch.
-
-    Args:
-        slots: slot of each pass on each rank; the passes are F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0.
-    """
+    """Build a schedule from slots of the first microbatch: F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0."""
     p, m = ranks, microbatches
     each = INTERVAL * np.arange(m)
     passes = np.repeat(np.array(_PASSES), m)
@@ -155,27 +151,17 @@ def _sources(ranks: int) -> npt.NDArray[np.int64]:
 
 
 class _Tables(NamedTuple):
-    """Tables of the kernel: arrays where it is compiled, lists otherwise.
+    """Tables of the kernel: arrays where it is compiled, lists otherwise."""
 
-    Attributes:
-        orders: passes of every rank as numbers 2·kind + chunk, shape (ranks, 4·microbatches).
-        places: place in its rank's order of the n-th pass of each number, shape (ranks, 4, microbatches).
-        sources: the row of `end` with the pass that yields each pass's input, -1 for none, shape (ranks, 4).
-        end: row number·ranks + rank: the slot after the n-th of these passes, -1 until it ran.
-        done: whether each pass of the orders ran.
-        chunks: chunk of every weight half, in the order in which the input gradients ran.
-        count: passes run so far by number, shape (ranks, 6).
-        head: place of the first pass of the order that has not run.
-    """
-
-    orders: Any
-    places: Any
+    orders: Any  # passes of every rank as 2·kind + chunk, shape (ranks, 4·microbatches)
+    places: Any  # place in its rank's order of the n-th pass of each number, shape (ranks, 4, microbatches)
+    # Row of `end` with the pass that yields each pass's input, -1 for none, shape (ranks, 4).
     sources: Any
-    end: Any
-    done: Any
-    chunks: Any
-    count: Any
-    head: Any
+    end: Any  # row number·ranks + rank: the slot after the n-th of these passes, -1 until it ran
+    done: Any  # of the passes in `orders`
+    chunks: Any  # chunk of every weight half, in the order in which the input gradients ran
+    count: Any  # passes run so far by number, shape (ranks, 6)
+    head: Any  # place of the first pass of the order that has not run
     filled: Any
 
 

@@ -51,11 +51,7 @@ class Family(ABC):
         ]
 
     def require_counts(self, ranks: int, microbatches: int, virtual_stages: int | None = None) -> int:
-        """Return the number of virtual stages, after checking the counts.
-
-        Raises:
-            ScheduleError: if a count is not a whole number of at least 1, or the schedule would not fit in memory.
-        """
+        """Return the number of virtual stages, after checking the counts."""
         v = self.default_virtual_stages if virtual_stages is None else virtual_stages
         for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -14,11 +14,7 @@ from penstock.show.palette import BUSY, CAUSES, KINDS
 
 
 def write_comparison(path: str | Path, pair: RunPair) -> Path:
-    """Write the page of two runs.
-
-    Raises:
-        ConfigError: if Bokeh is not installed, or the file cannot be written.
-    """
+    """Write the page of two runs."""
     path = Path(path)
     text = _page(pair)
     try:

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ChangeLines:
-    """The lines that make a change.
+    """The lines that make a change."""
 
-    Attributes:
-        train: options of ``penstock train``; empty if it has none for the change.
-        pipeline: keywords of `Pipeline`; empty for the step as it is.
-    """
-
-    train: str = ""
-    pipeline: str = ""
+    train: str = ""  # options of penstock train; empty if it has none for the change
+    pipeline: str = ""  # keywords of `Pipeline`; empty for the step as it is
 
     @property
     def all(self) -> list[str]:
@@ -26,22 +21,16 @@ class ChangeLines:
 
 @dataclass(frozen=True)
 class Change:
-    """A simulated change of a step.
+    """A simulated change of a step."""
 
-    Attributes:
-        words: the change, as in "with zb-v in the same memory".
-        memory: the most that a rank holds for backwards, in the unit of the trace's `held`; in forwards of a present stage,
-            if the trace does not tell.
-        makespan: simulated makespan, in the trace's unit of time.
-        bubble: idle share of ranks × makespan.
-        split: number of blocks of every stage (of layers, if the trace does not tell blocks) where they move; else None.
-    """
-
-    words: str
+    words: str  # the change, as in "with zb-v in the same memory"
     schedule: str
     virtual_stages: float
+    # The most that a rank holds for backwards, in the unit of the trace's `held`; in forwards of a present
+    # stage, if the trace does not tell.
     memory: float
-    makespan: float
-    bubble: float
+    makespan: float  # simulated makespan, in the trace's unit of time
+    bubble: float  # idle share of ranks × makespan
+    # Blocks of every stage (layers, if the trace does not tell blocks) where they move.
     split: tuple[int, ...] | None = None
     lines: ChangeLines = ChangeLines()
