@@ -1,4 +1,4 @@
-"""Bounded reads of files from others: no pipe that blocks its reader, no device that never ends, no oversized file.
+"""Bounded reads of a user's files: no pipe that blocks its reader, no device that never ends, no oversized file.
 
 All errors are of the operating system's kind, so a caller has one kind of error to report.
 """

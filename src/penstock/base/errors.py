@@ -132,7 +132,7 @@ class HangError(WaitTimeoutError):
 class CallOrderError(PenstockError):
     """Ranks that do not all make the same calls of a pipeline in the same order, such as ``step`` and ``full_state_dict``.
 
-    The ranks that notice raise it; others raise a `PeerError` with its text, which names the ranks and their calls.
+    The ranks that notice raise it; all other ranks raise a `PeerError` with its text, which names the ranks and their calls.
     """
 
 

@@ -1,4 +1,4 @@
-"""Variants of Hugging Face models, by the keys of their configs: those that cannot be split, and windows of attention."""
+"""Variants of Hugging Face models, by the keys of their configs: variants that cannot be split, and windows of attention."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ VARIANT_KEYS = (*_REASONS, "is_causal", "rope_parameters", "rope_scaling")
 """Keys that `refused_variant` reads."""
 _WINDOWED = {"gemma2": 2, "gemma3_text": 6}
 """Families in which every n-th block attends to all tokens and the rest to a window, unless the config says otherwise."""
+# Default of `Gemma2Config` and `Gemma3TextConfig`.
 _WINDOW = 4096
 
 

@@ -1,7 +1,7 @@
 """Files of tensors in safetensors' format, written with their digest and read with ordinary reads.
 
 The format: 8 bytes with the header's length, the header as JSON, the numbers. The library does not write the files for
-three reasons: the digest is taken of the bytes on their way to the disk, not of those that a disk returns; other threads
+three reasons: the digest is taken of the bytes on their way to the disk, not of the bytes that a disk returns; other threads
 continue to train (hashing and writing large pieces releases the interpreter lock); and the library's files have the mode
 0600. The library does not read them because it maps files into memory: its tensors are the file's pages until they are
 copied, and a file truncated in the meantime ends the process with SIGBUS, which Python cannot catch.
@@ -48,6 +48,7 @@ DTYPES = {
 """Dtypes that files can keep, by their names in safetensors."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Hashing and writing a piece releases the interpreter lock, so that other threads train meanwhile.
 _PIECE_BYTES = 8 << 20
 _MAX_HEADER = 100_000_000  # bytes, the library's limit
 _MAX_READ = 1 << 30  # bytes; the system reads at most 2^31 - 4096
@@ -160,7 +161,7 @@ class TensorFile:
             ) from error
         size, memory = dtype.itemsize, _memory(tensor)
         step = (last - first) * size
-        # A slice along the first dimension is contiguous: one read. Along others there is one read for each outer index.
+        # A slice along the first dimension is contiguous: one read. Along any other there is one read for each outer index.
         for n in range(outer if step else 0):
             self._fill(memory[n * step : (n + 1) * step], entry.start + (n * whole + first) * size)
         return tensor

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--search-orders", "order_seconds", type=click.FloatRange(0, min_open=True), metavar="T",
     help="Search for a better order for each of the three best plans, T seconds each. One that beats all plans is used and "
-    "written to plan-order.csv, beside --out. Default: no search.",
+    "written to plan-order.csv, in the folder of --out. Default: no search.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -229,8 +229,15 @@ def _run_lines(
     model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it."""
-    from penstock.cli.plan_config import data_of_run, differences, run_config, run_tables
-    from penstock.cli.plan_files import model_tables, start_of_run, write_signed
+    from penstock.cli.plan_files import (
+        data_of_run,
+        differences,
+        model_tables,
+        run_config,
+        run_tables,
+        start_of_run,
+        write_signed,
+    )
 
     config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
     write_signed(out, run_config(plan, config))
@@ -244,8 +251,7 @@ def _code_lines(
     profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
 ) -> list[str]:
     """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
-    from penstock.cli.plan_config import pipeline_code
-    from penstock.cli.plan_files import start_of_script, write_signed
+    from penstock.cli.plan_files import pipeline_code, start_of_script, write_signed
 
     code = pipeline_code(profile, plan, batch)
     if out is not None:
@@ -302,7 +308,7 @@ def sizes(
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
     """Return why no run can multiply in the dtype that a layout's values and the cluster choose; None if one can."""
-    from penstock.cli.plan_config import why_not_trained
+    from penstock.cli.plan_files import why_not_trained
     from penstock.plan.run_layout import Layout
     from penstock.plan.stage_costs import dtype_of
 

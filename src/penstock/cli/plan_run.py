@@ -87,8 +87,8 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     _require_same_model(profile, run, config)
     if sequence not in (None, length):
         raise ConfigError(
-            f"--sequence must be that of the run, {length} tokens, got {sequence}; leave it out, or give a run with such "
-            "samples"
+            f"--sequence must equal the run's, {length} tokens, got {sequence}; leave it out, or give a run with samples of "
+            f"{sequence} tokens"
         )
     if profile.shape is not None:
         layout = layout.with_values(

@@ -11,7 +11,7 @@ import click
 from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import COSTS, LATENCY, priced, stage_bytes
+from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
 from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.cli.schedule_search import search_command
@@ -73,14 +73,8 @@ def show(program: bool, **arguments: Any) -> None:
     metavar="BYTES",
     help="Bytes that a rank may hold; without --saved, activations. Default: no limit.",
 )
-@click.option(
-    "--saved", default="1", metavar="BYTES[,...]",
-    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
-)  # fmt: skip
-@click.option(
-    "--waiting", default="0", metavar="BYTES[,...]",
-    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
-)  # fmt: skip
+@SAVED
+@WAITING
 @click.option(
     "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
     help="Half of a split backward that frees the forward's bytes: input gradient (B) or weight gradient (W).",
@@ -150,7 +144,7 @@ def draw(
 ) -> None:  # fmt: skip
     """Draw a schedule as it runs with given costs, in the terminal or to a file.
 
-    Costs are those of `penstock simulate`, which prints figures beside the timeline.
+    Costs are as for `penstock simulate`, which also prints figures.
     """
     from rich.console import Console
 

@@ -40,7 +40,7 @@ class Report:
     ranks: int
     # Results of `machine.machine_facts` by rank.
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    # Results of `links.measure` by rank: its links to all others.
+    # Results of `links.measure` by rank: its links to all other ranks.
     links: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     # Offset and error of each rank's wall clock against rank 0's, in seconds.
     clocks: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def examine_together(
         store, rank, size = next(iter(meeting))
     except (RuntimeError, ValueError) as error:
         raise PenstockError(
-            f"rank {world.rank} cannot meet the others (MASTER_ADDR, MASTER_PORT): {first_line(error)}; start rank "
+            f"rank {world.rank} cannot meet the other ranks at MASTER_ADDR and MASTER_PORT: {first_line(error)}; start rank "
             "0's machine first, and open the port"
         ) from error
     rounds = Rounds(store, rank, size, timeout)

@@ -151,7 +151,7 @@ def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
             )
             yield Finding(
                 PROBLEM, "open files", f"rank {rank} on {one['host']} may open {limit} files; a run needs about {need}",
-                "every rank has sockets to all others", f"ulimit -n {max(need, 4096)}{allowed}",
+                "every rank has sockets to all other ranks", f"ulimit -n {max(need, 4096)}{allowed}",
             )  # fmt: skip
 
 

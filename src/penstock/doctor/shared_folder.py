@@ -1,4 +1,4 @@
-"""A check of a folder that all ranks share: each writes there, looks for the others' files, and measures the time."""
+"""A check of a folder that all ranks share: each writes a file, looks for every rank's file, and measures the time."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Rounds:
         return json.loads(self._store.get(key))
 
     def leave(self) -> None:
-        """Leave the checks; rank 0, which may host the store, waits for the others."""
+        """Leave the checks; rank 0, which may host the store, waits for every rank."""
         self._store.set(f"left/{self.rank}", "true")
         if self.rank == 0:
             for rank in range(self.size):

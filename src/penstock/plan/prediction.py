@@ -24,6 +24,7 @@ from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
     attention_of,
+    collective_seconds,
     dtype_of,
     even_counts,
     layer_times,
@@ -31,7 +32,6 @@ from penstock.plan.stage_costs import (
     require_inputs,
     stage_costs,
 )
-from penstock.plan.timing import collective_seconds
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
@@ -183,6 +183,7 @@ def predict(
     seconds = pipeline + reduction + optimizer + overhead
     replicas = layout.dp * microbatches
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
+    # FLOPs divided by this are TFLOP/s of a device.
     per_device = 1e12 * seconds * layout.devices
     # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights.
     model = 3 * forward * replicas / per_device

@@ -37,6 +37,7 @@ Exchange = Callable[[Any], list[Any]]
 _EMPTY = -1
 """Kind of the stage without a layer."""
 _LEAST_ROUNDS = 5
+# Runs of a case in a row: processes meet once for all of them.
 _REPEATS = 3
 _STEADY = 0.01
 """Largest change of the sum of all medians from one half of the rounds to all, at which they count as steady."""

@@ -84,7 +84,11 @@ class Budget:
 
     Attributes:
         limit: largest number of bytes that a rank may hold, one number or one per rank.
-        saved, waiting, inputs, freed_at: sizes counted, see `held`; by default the limit is in chunks.
+        saved: bytes that a forward saves for its backward, one number or one per stage (default 1: the limit is in chunks).
+        waiting: bytes that wait from ``I`` to ``W``, one number or one per stage (default 0).
+        inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
+            recompute (``R``) of the same microbatch rebuilds the rest.
+        freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
     """
 
     limit: npt.ArrayLike

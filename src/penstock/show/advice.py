@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from penstock.show.palette import CAUSES
 from penstock.show.planned import PlannedStep
 from penstock.show.units import is_measured
-from penstock.show.what_if.alternatives import Alternatives
-from penstock.show.what_if.change import Change
+from penstock.show.what_if.alternatives import Alternatives, Change
 from penstock.trace.bubbles import Bubbles
 from penstock.trace.events import Trace
 

@@ -67,15 +67,16 @@ def figures(
     return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
 
 
-def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
+def curves(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the curves of runs' ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
     from bokeh.embed import json_item
 
     shown: dict[str, dict[str, Any]] = {}
     for title, key, kind in CURVES:
-        if points := points_of(metrics, key, kind):
+        lines = [points_of(metrics, key, kind) for metrics in runs]
+        if any(lines):
             name = f"curve-{len(shown)}"
-            shown[name] = dict(json_item(curve(name, title, [points])))
+            shown[name] = dict(json_item(curve(name, title, lines)))
     return shown
 
 

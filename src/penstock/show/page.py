@@ -13,11 +13,15 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from penstock.base.atomic import write_bytes
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
 from penstock.show.page_data import MAX_CURVES, drawn_ranks
@@ -107,6 +111,17 @@ def fill_template(
     )
 
 
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page, complete or not at all, and return its path."""
+    path = Path(path)
+    try:
+        # File names in the text may hold bytes that are no UTF-8.
+        write_bytes(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
+    return path
+
+
 def _policy(scripts: Iterable[str], nonce: str) -> str:
     """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
@@ -175,15 +190,14 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
 
 def _counts(step: StepAnalysis) -> str:
     trace, program = step.trace, None if step.plan is None else step.plan.program
-    words = [str(trace.info.get("schedule", "")), _many(trace.ranks, "rank")]
+    words = [str(trace.info.get("schedule", "")), plural(trace.ranks, "rank")]
     if program is not None:
-        words += [_many(program.schedule.stages, "stage"), _many(program.schedule.microbatches, "microbatch")]
+        words += [
+            plural(program.schedule.stages, "stage"),
+            plural(program.schedule.microbatches, "microbatch"),
+        ]
     words.append(str(trace.info.get("source", "")))
     return ", ".join(word for word in words if word)
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def _cards(step: StepAnalysis, unit: Unit) -> list[tuple[str, str]]:

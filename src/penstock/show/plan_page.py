@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.base.atomic import write_bytes
-from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.explore.outlook import changes, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
@@ -21,7 +19,7 @@ from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import RankMemory
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.page import MAX_ROWS, fill_template
+from penstock.show.page import MAX_ROWS, fill_template, write_page
 from penstock.show.page_data import step_data, styles
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
 from penstock.show.units import batch_text, parameters_text, size_text, time_text, unit_of_seconds
@@ -42,13 +40,7 @@ def write_plan(
     batch: int,
 ) -> Path:
     """Write the page of a predicted layout, or of a search."""
-    path = Path(path)
-    text = _page(profile, cluster, result, sequence, batch)
-    try:
-        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except OSError as error:
-        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
-    return path
+    return write_page(path, _page(profile, cluster, result, sequence, batch))
 
 
 def _page(

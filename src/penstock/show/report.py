@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.base.atomic import write_bytes
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
-from penstock.show.page import render
+from penstock.show.page import render, write_page
 from penstock.show.page_data import step_data, styles
 from penstock.show.report_page.run_facts import UNKNOWN, RunFacts
 from penstock.show.units import unit_of
@@ -40,13 +39,8 @@ def write(
     """
     if not steps:
         raise ConfigError("a report needs at least one trace")
-    path = Path(path)
-    text = _page(title, *_chosen(steps, problems), settings, metrics, facts, note, reload_seconds)
-    try:
-        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except OSError as error:
-        raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
-    return path
+    chosen = _chosen(steps, problems)
+    return write_page(path, _page(title, *chosen, settings, metrics, facts, note, reload_seconds))
 
 
 def _chosen(

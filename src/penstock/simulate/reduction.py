@@ -42,7 +42,7 @@ def reduce_gradients(
         )
     counts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
     if any(n < 1 for n in counts.values()):
-        raise ConfigError(f"gradients are cut into at least 1 bucket, got {buckets!r}")
+        raise ConfigError(f"buckets must be at least 1, got {buckets!r}")
     rows: list[tuple[int, int, Any, Any]] = []
     exposed: list[Any] = []
     total: list[Any] = []

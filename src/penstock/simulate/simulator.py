@@ -100,7 +100,7 @@ class _Times(NamedTuple):
 
 
 def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
-    """Return start and end of every op; -1 for those that never run."""
+    """Return start and end of every op; -1 for an op that never runs."""
     schedule, communication = program.schedule, costs.communication
     transfer = communication.transfer(schedule.stages)
     pair = _pair_seconds(program, costs)

@@ -1,4 +1,4 @@
-"""The trace of one step, joined from those that several processes recorded of their ranks by their clocks."""
+"""The trace of one step, joined from the traces that processes recorded of their own ranks, by their clocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.trace.clock import Alignment
-from penstock.trace.events import Trace
-
-_COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
+from penstock.trace.events import COLUMNS, Trace
 
 
 def present(trace: Trace) -> list[int]:
@@ -53,7 +51,7 @@ def _concatenated(parts: Sequence[Trace], began: Sequence[float], info: dict[str
     lengths = [len(part) for part in parts]
     firsts = [at + float(part.start.min()) for at, part in zip(began, parts, strict=True) if len(part)]
     origin = min(firsts, default=0.0)
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     shift = np.repeat([at - origin for at in began], lengths)
     columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
     held = [part.held for part in parts if part.held is not None]

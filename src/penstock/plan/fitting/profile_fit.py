@@ -168,6 +168,7 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         factors, shares = parameters[: len(_TERMS)], parameters[_BESIDE:]
         main = (work[:, :-1] @ factors[:-1]) + added @ parameters[len(_TERMS) : _BESIDE]
         again = work[:, -1] * factors[-1]
+        # What is recomputed competes as a forward does, here and in the other ranks' backwards.
         own = (shares[kind] * main + shares[0] * again) / np.maximum(main + again, 1e-12)
         others = (company * (shares + repeated * (shares[0] - shares))).sum(axis=1)
         predicted = (main + again) * (1.0 + own * others)
@@ -175,6 +176,8 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         return np.concatenate([predicted / seconds - 1.0, prior])
 
     free = np.flatnonzero(used)
+    # With little damping a step is that of Gauss and Newton, with much a short one along the gradient: a step that helps
+    # lowers it, and one that does not is tried again with more.
     parameters, found, damping = start, errors(start), 1e-2
     for _ in range(200):
         slopes = np.empty((len(found), len(free)))
@@ -189,6 +192,7 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         gain = float(found @ found - there @ there)
         if gain <= 0:
             damping *= 5
+            # No step helps any more, however short: a minimum, or a corner of the bounds.
             if damping > 1e9:
                 break
             continue

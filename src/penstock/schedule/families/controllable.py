@@ -38,6 +38,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     # With an even p, 3p is a multiple of the interval, and the second and fourth pass would share a slot.
     shift = 0 if p % 2 else 3
     rank = np.arange(p)
+    # The paper's stable pattern (its table 9): F down 2 slots a rank and up 1, I likewise.
     slots = (2 * rank, 3 * p - 2 - rank, 3 * p + shift - 1 + 2 * rank, 6 * p + shift - 2 - rank)
     return _from_pattern("v-half", p, microbatches, slots, half_limit(p), fill_ahead=True)
 
@@ -59,6 +60,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     # If 3 divides p, 2p is a multiple of the interval, and the first and third pass would share a slot.
     shift = 0 if p % 3 else 2
     rank = np.arange(p)
+    # The paper's stable pattern (its table 8): all passes go down and up 1 slot a rank.
     slots = (rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p + shift - 1 - rank)
     return _from_pattern("v-min", p, microbatches, slots, third_limit(p), fill_ahead=p % 3 == 0)
 

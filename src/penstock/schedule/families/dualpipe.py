@@ -44,7 +44,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     for r in range(p):
         near = min(r, p - 1 - r)
         stages = (near, p - 1 - near)
-        # The phases need 2·depth microbatches a direction; `phased` drops those that a shorter step lacks.
+        # The phases need 2·depth microbatches a direction; `phased` drops the ones that a shorter step lacks.
         phases = _eight_phases(near, p // 2, max(p, down))
         if r < p // 2:
             columns.append(phased(phases, stages, (down, up), (0, down), weights_in_turn=True))
