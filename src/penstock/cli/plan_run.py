@@ -56,7 +56,6 @@ class RunComparison:
         }
 
     def show(self) -> None:
-        """Print the comparison."""
         from rich.table import Table
 
         click.echo(f"step {self.step} of {self.run}, {self.prediction.layout}\n")

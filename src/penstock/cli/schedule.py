@@ -12,7 +12,7 @@ from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
-from penstock.cli.figure_options import figure_options, require_figure, write_figure
+from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.cli.schedule_search import search_command
 
@@ -152,7 +152,8 @@ def draw(
     from penstock.show.terminal import draw_terminal
     from penstock.simulate.simulator import simulate
 
-    figure = require_figure(out, title, width, font, [costs, arguments["schedule"]])
+    figure = figure_of(out, title, width, font)
+    require_outputs([figure and figure.output], [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
     trace = simulate(prove(schedule).program, priced(costs, latency, schedule.placement))
     heading = "\n".join([_title(schedule), *schedule.notes])

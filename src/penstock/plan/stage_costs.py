@@ -62,7 +62,6 @@ def require_inputs(profile: object, cluster: object) -> None:
 
 
 def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> Workload:
-    """Return the workload of a layout's microbatch."""
     return Workload(
         layout.microbatch,
         sequence,

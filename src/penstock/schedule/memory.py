@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import ScheduleError
+from penstock.schedule.index import rank_column
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 
@@ -123,8 +124,7 @@ class Budget:
         # By kind, F B I W R: a stage's recompute comes first, then its B or I, then its W.
         after = np.array([0, 1, 1, 2, 0])[s.kind]
         turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
-        rank = np.repeat(np.arange(s.ranks), np.diff(s.offsets))
-        order = np.lexsort((turn, s.microbatch, rank))
+        order = np.lexsort((turn, s.microbatch, rank_column(s)))
         alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
         return _peak(self.held(alone), alone)
 

@@ -50,7 +50,6 @@ def require_backward(backward: object) -> Backward:
 
 
 def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
-    """Read the cells of every rank."""
     dropped: Counter[str] = Counter()
     full: set[tuple[int, int]] = set()
     lists = [[op for cell in cells if (op := _read(cell, dropped, full)) is not None] for cells in ranks]

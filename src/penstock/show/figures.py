@@ -53,9 +53,7 @@ def figures(
     from bokeh.models import Range1d
 
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
-    row = max(7, min(34, 620 // max(1, ranks)))
-    # Tall enough for the name of an axis.
-    tall = max(150, 48 + min(900, row * ranks))
+    tall = height_of_ranks(ranks)
     names = ("measured", "planned")[: 1 + planned]
     rows: list[Any] = [
         _timeline(name, x, y, tall, unit, label) for name, label in zip(names, labels, strict=False)
@@ -65,6 +63,13 @@ def figures(
     time = column(rows, sizing_mode="stretch_width", name="time")
     bars = _bars(y, tall, unit)
     return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
+
+
+def height_of_ranks(ranks: int) -> int:
+    """Return the pixels of a figure with a row for every rank."""
+    row = max(7, min(34, 620 // max(1, ranks)))
+    # Tall enough for the name of an axis.
+    return max(150, 48 + min(900, row * ranks))
 
 
 def curves(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,8 @@ from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.page_data import MAX_CURVES, drawn_ranks
+from penstock.show.figures import library
+from penstock.show.page_data import MAX_CURVES, drawn_ranks, styles
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.report_page.overview import numbered, overview_table
 from penstock.show.report_page.run_facts import RunFacts
@@ -56,7 +57,6 @@ def render(
     facts: RunFacts,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
-    library: Sequence[str],
     note: str,
     reload_seconds: int,
 ) -> str:
@@ -66,7 +66,6 @@ def render(
         "page.html",
         data,
         figures,
-        library,
         title=title,
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
@@ -90,7 +89,6 @@ def fill_template(
     template: str,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
-    library: Sequence[str],
     **values: Any,
 ) -> str:
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no other script.
@@ -98,10 +96,10 @@ def fill_template(
     The template escapes further `values`.
     """
     early, *own = (_source(name) for name in ("nonce.js", "memory.js", "page.js", "live.js"))
-    sources = [f"\n{source}\n" for source in (early, *library, "".join(own))]
+    sources = [f"\n{source}\n" for source in (early, *library(), "".join(own))]
     nonce = secrets.token_urlsafe(16)
     return _ENVIRONMENT.get_template(template).render(
-        data=data,
+        data={"styles": styles(), **data},
         figures=figures,
         policy=_policy(sources, nonce),
         nonce=nonce,

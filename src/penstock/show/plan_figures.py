@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.plan.explore.search_result import SimulatedLayout
 from penstock.plan.prediction import Prediction
-from penstock.show.figures import figures
+from penstock.show.figures import figures, height_of_ranks
 from penstock.show.palette import MEMORY_PARTS
 from penstock.show.units import Unit, size_text, time_text
 
@@ -34,12 +34,11 @@ def _memory(plan: Prediction) -> Any:
 
     ranks = len(plan.memory)
     most = max(plan.peak_bytes, plan.capacity) / GIGABYTE
-    row = max(7, min(34, 620 // max(1, ranks)))
     plot = _figure(
         "memory-parts",
         Range1d(start=0, end=1.04 * most),
         Range1d(start=ranks - 0.5, end=-0.5),
-        height=max(150, 48 + min(900, row * ranks)),
+        height=height_of_ranks(ranks),
     )
     plot.grid.visible = False
     plot.xaxis.axis_label, plot.yaxis.axis_label = "GB", "rank"

@@ -20,7 +20,7 @@ from penstock.plan.rank_memory import RankMemory
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
 from penstock.show.page import MAX_ROWS, fill_template, write_page
-from penstock.show.page_data import step_data, styles
+from penstock.show.page_data import step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
 from penstock.show.units import batch_text, parameters_text, size_text, time_text, unit_of_seconds
 from penstock.trace.bubbles import makespan
@@ -46,7 +46,6 @@ def write_plan(
 def _page(
     profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
 ) -> str:
-    from penstock.show.figures import library
     from penstock.show.plan_figures import plan_figures
 
     search = result if isinstance(result, SearchResult) else None
@@ -61,14 +60,13 @@ def _page(
     outcomes = () if search is None else search.outcomes
     causes = [(style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)]
     data = {
-        "unit": unit.name, "held": "", "styles": styles(), "ranks": [], "steps": [packed],
+        "unit": unit.name, "held": "", "ranks": [], "steps": [packed],
         "figures": [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")],
     }  # fmt: skip
     return fill_template(
         "plan.html",
         data,
         plan_figures(plan, outcomes, unit),
-        library(),
         title=f"{profile.name} on {cluster.name}",
         counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
         f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch_text(batch, sequence, plan.unit)} a step",

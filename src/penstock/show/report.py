@@ -12,7 +12,7 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.page import render, write_page
-from penstock.show.page_data import step_data, styles
+from penstock.show.page_data import step_data
 from penstock.show.report_page.run_facts import UNKNOWN, RunFacts
 from penstock.show.units import unit_of
 
@@ -69,7 +69,7 @@ def _page(
     note: str,
     reload_seconds: int,
 ) -> str:
-    from penstock.show.figures import curves, figures, library, rank_colours
+    from penstock.show.figures import curves, figures, rank_colours
     from penstock.show.report_page.overview import overview_figure
 
     unit = unit_of(step.trace for step in steps)
@@ -86,12 +86,9 @@ def _page(
     data = {
         "unit": unit.name,
         "held": counted,
-        "styles": styles(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory", "bars")]
         + [name for name in places if name.startswith("curve-")],
         "steps": packed,
     }
-    return render(
-        title, steps, unit, settings, problems, facts, data, places, library(), note, reload_seconds
-    )
+    return render(title, steps, unit, settings, problems, facts, data, places, note, reload_seconds)

@@ -71,10 +71,7 @@ def amount(trace: Trace, held: int) -> str:
 
 def time_text(seconds: float) -> str:
     """Return seconds in a unit that suits them."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds:.3g} s"
+    return unit_of_seconds(abs(seconds)).text(seconds) if seconds else "0 s"
 
 
 def size_text(size: float) -> str:

@@ -109,7 +109,6 @@ def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
 
 
 def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
-    """Return the cost of one block."""
     t, e, tokens = load.tp, load.element, load.tokens
     hidden, (query, key, values) = shape.hidden, shape.attention_sizes
     *to_heads, (attended, _) = shape.head_matrices

@@ -17,8 +17,6 @@ from penstock.schedule.schedule import Columns
 
 
 class PatternOp(NamedTuple):
-    """One op of a pattern."""
-
     kind: Kind
     chunk: int = 0  # chunk of the rank, 0 or 1; ignored for a W in a list that takes weights in turn
     paired: bool = False  # the op and the next one are a fused pair

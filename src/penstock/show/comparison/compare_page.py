@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.show.comparison.run_pair import NAMES, RunPair
 from penstock.show.page import fill_template, write_page
-from penstock.show.page_data import MAX_CURVES, step_data, styles
+from penstock.show.page_data import MAX_CURVES, step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS
 
 
@@ -17,7 +17,7 @@ def write_comparison(path: str | Path, pair: RunPair) -> Path:
 
 
 def _page(pair: RunPair) -> str:
-    from penstock.show.figures import LINES, curves, figures, library, rank_colours
+    from penstock.show.figures import LINES, curves, figures, rank_colours
     from penstock.show.report_page.overview import overview_figure
 
     unit, traces = pair.unit, [step.trace for step in pair.steps]
@@ -33,7 +33,6 @@ def _page(pair: RunPair) -> str:
     data = {
         "unit": unit.name,
         "held": counted,
-        "styles": styles(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory")]
         + [name for name in places if name.startswith("curve-")],
@@ -45,7 +44,6 @@ def _page(pair: RunPair) -> str:
         "compare.html",
         data,
         places,
-        library(),
         title=" and ".join(run.title for run in pair.runs),
         titles=list(zip(NAMES, pair.titles, LINES, strict=True)),
         sentence=pair.sentence,
