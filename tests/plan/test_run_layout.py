@@ -63,7 +63,7 @@ def test_sequence_parallel_needs_a_degree():
         ("v=", "v must be a whole number, got ''"),
         ("pp", "'pp' has no value; write key=value"),
         ("pp=2,pp=4", "pp is given twice"),
-        ("v=2,virtual_stages=2", "v is given twice"),
+        ("virtual_stages=2", "no key 'virtual_stages'"),
         ("schedul=gpipe", r"no key 'schedul' \(did you mean 'schedule'"),
         ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch'"),
         ("zero=maybe", "zero must be true or false, got 'maybe'"),
