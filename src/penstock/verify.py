@@ -52,23 +52,20 @@ class VerifyTarget:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters.
+    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters."""
 
-    Attributes:
-        schedule, transport, ranks, microbatches: layout of the run; transport is "threads" or "processes".
-        loss, weights, gradients: largest differences; weights and gradients after the last step.
-        allowed: bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
-            The others (two copies of a stage) only differ in the order of summation, and may be `SLACK` times as far
-            from plain PyTorch as that is from the same training in float64.
-    """
-
+    # Layout of the run; transport is "threads" or "processes".
     schedule: str
     transport: str
     ranks: int
     microbatches: int
+    # Largest differences; weights and gradients after the last step.
     loss: float
     weights: float
     gradients: float
+    # Bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
+    # Schedules with two copies of a stage differ in the order of summation alone, and may be `SLACK` times as
+    # far from plain PyTorch as that is from the same training in float64.
     allowed: tuple[float, float, float]
 
     @property
@@ -86,11 +83,7 @@ class _Outcome:
 
 
 def load_target(name: str) -> VerifyTarget:
-    """Return the result of ``module:function``.
-
-    Raises:
-        ConfigError: if there is no such function, or it returns no `VerifyTarget`.
-    """
+    """Return the result of ``module:function``."""
     module, _, function = name.partition(":")
     try:
         with current_folder_last():
@@ -123,9 +116,6 @@ def verify(
         ranks, microbatches: numbers of ranks and of microbatches to combine.
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
-
-    Raises:
-        ConfigError: if this machine cannot hold the schedules or processes.
     """
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if not is_csv(name) else ():

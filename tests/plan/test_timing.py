@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Device, LinkSpeed
 from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.timing import collective_seconds, seconds_of
+from penstock.plan.stage_costs import collective_seconds, seconds_of
 
 DEVICE = Device(
     1e9, {"bf16": 100.0, "fp8": 200.0}, 10.0, matmul_width=3.0, attention={"bf16": 50.0}, score_bandwidth=5.0, launch=0.5

@@ -56,7 +56,6 @@ class RunComparison:
         }
 
     def show(self) -> None:
-        """Print the comparison."""
         from rich.table import Table
 
         click.echo(f"step {self.step} of {self.run}, {self.prediction.layout}\n")
@@ -75,14 +74,7 @@ class RunComparison:
 
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
-    """Compare the prediction of a run's step with its metrics and its trace of usual length.
-
-    Args:
-        sequence: tokens of a sample that are planned; None if the run's are.
-
-    Raises:
-        ConfigError: if the run is of another model, sequence or dtype, or has no config or no measured step.
-    """
+    """Compare the prediction of a run's step with its metrics and its trace of usual length."""
     from penstock.plan.fitting.recalibration import recalibrate, residuals
     from penstock.plan.prediction import predict
     from penstock.show.planned import plan
@@ -94,8 +86,8 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     _require_same_model(profile, run, config)
     if sequence not in (None, length):
         raise ConfigError(
-            f"--sequence must be that of the run, {length} tokens, got {sequence}; leave it out, or give a run with such "
-            "samples"
+            f"--sequence must equal the run's, {length} tokens, got {sequence}; leave it out, or give a run with samples of "
+            f"{sequence} tokens"
         )
     if profile.shape is not None:
         layout = layout.with_values(

@@ -13,7 +13,7 @@ from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
-from penstock.cli.figure_options import figure_options, require_figure, write_figure
+from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def command(
     names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
-    if html is not None:
-        require_outputs([OutputFile("--html", html, PAGE)], [costs, *names])
-    figure = require_figure(out, title, width, font, [costs, *names])
+    figure = figure_of(out, title, width, font)
+    page = None if html is None else OutputFile("--html", html, PAGE)
+    require_outputs([page, figure and figure.output], [costs, *names])
     if figure is not None and len(names) > 1:
         raise click.UsageError("--out draws one schedule; name one and leave --compare out, or write --html")
     if reduction is not None and compare is not None:

@@ -194,14 +194,7 @@ def read_cluster(text: str | Path) -> Cluster:
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
-    """Return a cluster on whose devices a plan may use less memory than there is.
-
-    Args:
-        memory: bytes of a device that a plan may use.
-
-    Raises:
-        ConfigError: if they are not above 0, or more than a device has.
-    """
+    """Return a cluster on whose devices a plan may use only so many bytes of memory."""
     most = cluster.device.memory
     if not 0 < memory <= most:
         raise ConfigError(

@@ -15,6 +15,7 @@ from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 
+# About the 25 MiB of `penstock.parallel.data.layout`, which imports torch.
 BUCKET_BYTES = 25_000_000
 """Bytes of a bucket of gradients in flight."""
 MARGIN = 0.02
@@ -131,5 +132,6 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
             messages,
             buckets,
         )
+        # Weights, gradients and states stay where they are, so the allocator loses nothing with them.
         ranks.append(RankMemory(*parts, MARGIN * sum(parts[3:]), op))
     return tuple(ranks)

@@ -51,14 +51,6 @@ def require_backward(backward: object) -> Backward:
 
 
 def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
-    """Read the cells of every rank.
-
-    Args:
-        ranks: cells of every rank, none of them empty.
-
-    Raises:
-        ScheduleError: if a cell is not an op; names line and column.
-    """
     dropped: Counter[str] = Counter()
     full: set[tuple[int, int]] = set()
     lists = [[op for cell in cells if (op := _read(cell, dropped, full)) is not None] for cells in ranks]

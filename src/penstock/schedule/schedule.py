@@ -163,7 +163,7 @@ class Schedule:
         per_rank = list(columns)
         if len(per_rank) != placement.ranks:
             raise ScheduleError(
-                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one per rank"
+                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; give one per rank"
             )
         if microbatches < 1:
             raise ScheduleError(f"{name}: microbatches must be at least 1, got {microbatches}")

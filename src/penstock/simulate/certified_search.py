@@ -32,26 +32,17 @@ SECONDS = 10.0
 
 @dataclass(frozen=True, eq=False)
 class CertifiedSchedule:
-    """Result of a search.
-
-    Attributes:
-        makespan: its makespan, in the costs' unit.
-        lower_bound: makespan that no schedule with this placement, these costs and this memory can beat.
-        work: time that the busiest rank computes.
-        peak: int64, most activations, or bytes if the budget has sizes, that each rank holds, shape (ranks,).
-        start: family of the catalogue or rule from which the schedule was improved.
-        ended: reason for the end of the search, see `FoundOrder`.
-    """
+    """Result of a search."""
 
     schedule: Schedule
     trace: Trace
-    makespan: Any
-    lower_bound: Any
-    work: Any
-    peak: Any
-    start: str
+    makespan: Any  # in the costs' unit
+    lower_bound: Any  # no schedule with this placement, these costs and this memory can beat it
+    work: Any  # computing time of the busiest rank
+    peak: Any  # int64, most activations, or bytes if the budget has sizes, on each rank, shape (ranks,)
+    start: str  # family or rule from whose schedule the search began
     rounds: int
-    ended: Ended
+    ended: Ended  # see `FoundOrder`
     seconds: float
 
     @property
@@ -93,17 +84,9 @@ def search_schedule(
 ) -> CertifiedSchedule:
     """Search for the schedule with the shortest makespan.
 
-    The result is never slower than a schedule of the catalogue with this placement that fits. For a seed it is always the
-    same, unless its time ends the search. KeyboardInterrupt ends it with the best so far.
-
-    Args:
-        placement: placement of the stages; copies only for two opposite pipes.
-        backward: "full" (default), or "split": every backward may run as two halves.
-        progress: function of the rounds so far and the best makespan, called after every round.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages.
-        ScheduleError: if no order can meet the budget, or stages have other copies.
+    The result is never slower than a schedule of the catalogue with this placement that fits. For a seed it is always
+    the same, unless its time ends the search. KeyboardInterrupt ends it with the best so far. `progress` is called
+    with the rounds so far and the best makespan after every round.
     """
     began = perf_counter()
     problem = order_problem(placement, microbatches, costs, backward, budget)
@@ -157,12 +140,7 @@ def order_problem(
     backward: BackwardMode,
     budget: Budget | None = None,
 ) -> OrderProblem:
-    """Return the ops to order, with their costs.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages.
-        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
-    """
+    """Return the ops to order, with their costs."""
     costs.cover(placement.stages)
     communication = costs.communication
     transfer, node = communication.transfer(placement.stages), communication.node(placement.ranks)

@@ -73,7 +73,7 @@ def search(
         sequence: tokens of a sample.
         batch: samples of a step, over all replicas.
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
-        schedules: names of families, or paths of CSV files (default: all families but those that search themselves).
+        schedules: names of families, or paths of CSV files (default: all families that build their order without a search).
         devices: number of devices that a layout uses (default: all).
         memory: bytes of a device that a plan may use, at most all of it (default).
         top: number of plans to return (default 10).
@@ -108,22 +108,19 @@ def search(
 
 @dataclass(order=True)
 class _Candidate:
-    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate.
-
-    Attributes:
-        orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
-        rest: seconds that it needs at least after the pipeline, once its placement is chosen.
-        bounded: True if the bound is of the schedule's simulation.
-    """
+    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate."""
 
     bound: float
     estimate: float
     number: int
     point: Point = field(compare=False)
+    # Schedules that it may have: none until placements are compared, one when its bound is of that
+    # schedule.
     orders: tuple[Order, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
+    # Seconds that it needs at least after the pipeline, once its placement is chosen.
     rest: float = field(default=0.0, compare=False)
-    bounded: bool = field(default=False, compare=False)
+    bounded: bool = field(default=False, compare=False)  # the bound is of the schedule's simulation
 
 
 class _Search:
@@ -388,7 +385,7 @@ class _Search:
 
 
 def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
-    """Return the layout that needs the least memory of those that do not fit; None if all fit.
+    """Return, of the layouts that do not fit, the one that needs the least memory; None if all fit.
 
     Layouts with the least bounds are predicted in full, since their bounds leave out what the schedule keeps.
     """

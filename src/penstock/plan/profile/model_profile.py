@@ -226,11 +226,7 @@ def is_profile(path: str | Path) -> bool:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile that `Profile.save` wrote.
-
-    Raises:
-        ConfigError: if the file cannot be read, or is not a profile of this format.
-    """
+    """Read a profile that `Profile.save` wrote."""
     try:
         table = parse_json(read_bytes(Path(path), _MAX_BYTES))
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Sizes of a decoder-only language model, read from a ``config.json`` or from a ``[model]`` section; needs no torch.
 
-The families are those that `penstock.from_transformers` splits. `model_type` chooses the traits that a config leaves to the
+It covers the families that `penstock.from_transformers` splits. `model_type` chooses the traits that a config leaves to the
 library's code, such as biases, extra norms and defaults.
 """
 
@@ -219,14 +219,9 @@ _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read the sizes of a model.
+    """Read the sizes of a model from a ``config.json``, a folder that has one, or a TOML file.
 
-    Args:
-        path: a ``config.json``, a folder that has one, or a TOML file with a ``[model]`` section, whose ``config`` or
-            ``path`` may name one of these.
-
-    Raises:
-        ConfigError: if there is no such file, it cannot be read, a size is missing or wrong, or the family is not known.
+    The file's section ``[model]`` has the sizes, or names one of these as ``config`` or ``path``.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -261,6 +256,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     for key in ("config", "path"):
         if model.get(key):
             return read_shape(_hugging_face(model[key], key, path))
+    # Defaults of `penstock train`, in `train.config.sections.model_section`.
     defaults = {
         "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
     }  # fmt: skip
@@ -306,6 +302,7 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         **table,
     }
     if kind == "gpt2":
+        # Defaults of transformers' `GPT2Config`, which a config.json may leave out.
         hidden, heads = _count(table, "n_embd", path, 768), _count(table, "n_head", path, 12)
         layers, positions = _count(table, "n_layer", path, 12), _count(table, "n_positions", path, 1024)
         ffn = _count(table, "n_inner", path, 4 * hidden)
@@ -343,6 +340,7 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
 
 def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
     """Return the sizes of attention whose queries, keys and values are expanded from latents."""
+    # Defaults of transformers' `YoutuConfig`.
     rotary = _count(table, "qk_rope_head_dim", path, 64)
     without_query = "q_lora_rank" in table and table["q_lora_rank"] is None
     return {

@@ -29,26 +29,18 @@ _SPLIT = "split backward"
 
 @dataclass(frozen=True)
 class CatalogueFamily(Family):
-    """One entry of the catalogue.
+    """One entry of the catalogue."""
 
-    Attributes:
-        rule: function that builds the schedule, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third if
-            the user may choose it.
-        virtual_stages: default number of stages per rank, or the only one. If two pipes pass the ranks in opposite
-            directions, each has this many.
-        in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
-            run is bit-equal to plain accumulation.
-        least_virtual_stages: smallest number of stages a rank that the user may choose.
-        place: function of ranks and stages a rank that returns the placement of the family's stages.
-    """
-
+    # Called with ranks and microbatches, with virtual stages if the user may choose them, and with options.
     rule: Callable[..., Schedule]
     source: str
     needs: str
-    virtual_stages: int = 1
+    virtual_stages: int = 1  # per rank: the default, or the only number; for two opposite pipes, of each pipe
+    # A stage's gradients are summed in the order of the microbatches, on one rank: bit-equal to plain
+    # accumulation.
     in_order: bool = True
-    least_virtual_stages: int = 1
-    place: Callable[[int, int], Placement] = Placement.loop
+    least_virtual_stages: int = 1  # smallest number per rank that the user may choose
+    place: Callable[[int, int], Placement] = Placement.loop  # from ranks and stages per rank
     searches: bool = False
 
     @property
