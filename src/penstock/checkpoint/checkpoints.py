@@ -227,14 +227,7 @@ class Checkpoints:
         return Loaded(prepared.step, path, prepared.extra, refused)
 
     def _prepare(self, path: Path) -> tuple[Prepared | None, list[str]]:
-        """Read this process's part of a checkpoint; all processes accept or refuse it together.
-
-        Returns:
-            The part; or None, and the defects.
-
-        Raises:
-            ConfigError: on every process, if it does not fit the model or the optimizer of one.
-        """
+        """Read this process's part of a checkpoint; all processes accept or refuse it together."""
         manifest, wrong = self._check(path)
         if manifest is None or wrong:
             return None, wrong
@@ -299,11 +292,7 @@ class Checkpoints:
 def _with_state(
     pipe: Pipeline, optimizer: PipelineOptimizer | torch.optim.Optimizer | None, scheduler: LRScheduler | None
 ) -> StatefulOptimizer | None:
-    """Return the optimizer with its state by parameter name; every process calls it.
-
-    Raises:
-        ConfigError: on every process, if the state cannot be kept, or the processes have different optimizers.
-    """
+    """Return the optimizer with its state by parameter name; every process calls it."""
     made: list[StatefulOptimizer] = []
 
     def make() -> list[str]:

@@ -49,11 +49,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(run: Path) -> Path:
-    """Return the folder of a run's checkpoints, given that folder or the run's.
-
-    Raises:
-        ConfigError: if the folder is neither.
-    """
+    """Return the folder of a run's checkpoints, given that folder or the run's."""
     if os.path.isdir(run / FOLDER):
         return run / FOLDER
     if os.path.isdir(run) and steps_in(run):
@@ -62,11 +58,7 @@ def folder_of(run: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        DataError: if it is missing or damaged.
-    """
+    """Read the manifest of a checkpoint."""
     where = path / MANIFEST
     if (path / FOLDER).is_dir():
         newest = next(
@@ -99,11 +91,7 @@ def missing(path: Path, manifest: Manifest, files: Iterable[str] | None = None) 
 
 
 def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """Read the files of a checkpoint, and return a message for each that is missing or damaged.
-
-    Args:
-        files: names of the files to check (default all).
-    """
+    """Read the files of a checkpoint, and return a message for each that is missing or damaged."""
     problems = []
     for name in manifest.files if files is None else files:
         wrong = missing(path, manifest, [name])

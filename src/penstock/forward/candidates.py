@@ -123,11 +123,7 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """Statements of a forward or a method, each with the loops and calls in it that may run blocks.
-
-    Attributes:
-        rows: statements without branches that are never taken, with their candidates in the order in which they run.
-    """
+    """Statements of a forward or a method, each with the loops and calls in it that may run blocks."""
 
     frame: Frame
     rows: list[tuple[ast.stmt, list[Candidate]]] = field(default_factory=list)
@@ -159,9 +155,6 @@ class BlockFinder:
         The blocks are the rounds of that one, and of each that has similar rounds: of LEAST_SHARE of the parameters, of the
         same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are blocks only
         if loops and sequences of modules with children have less than LEAST_SHARE of the parameters.
-
-        Raises:
-            SplitError: if it has no blocks, or most of its parameters are where they cannot be divided.
         """
         plan = self.plan(frame, facts)
         leaves = plan.leaves()
@@ -432,11 +425,7 @@ def _share(
     arguments: Mapping[str, ast.expr],
     statements: Sequence[ast.stmt],
 ) -> None:
-    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes.
-
-    Args:
-        statements: the statement of the call, and all that follow it.
-    """
+    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes."""
     changed = assigned(inner.source.tree.body)
     after = _times_named(*statements) - _times_named(call)
     for name, node in arguments.items():

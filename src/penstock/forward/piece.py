@@ -24,7 +24,6 @@ class PieceCode:
     Attributes:
         takes: variables that it takes: the value itself if there is one, otherwise a dictionary.
         gives: variables that it returns, likewise; empty if it ends the forward.
-        named: keyword inputs that it takes, with their defaults; ``inspect.Parameter.empty`` for none.
     """
 
     fragments: tuple[Fragment, ...]
@@ -33,12 +32,7 @@ class PieceCode:
     named: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, module: nn.Module, value: Any, named: Mapping[str, Any]) -> Any:
-        """Run the steps.
-
-        Raises:
-            PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
-                several variables that share memory.
-        """
+        """Run the steps."""
         values = dict(named)
         values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
         watched = _watched(values, self.takes)
@@ -87,11 +81,7 @@ def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
 def make_piece(
     model: nn.Module, code: PieceCode, paths: Iterable[str], attributes: set[tuple[str, str]]
 ) -> nn.Module:
-    """Return a layer: a copy of the model that shares some of its modules, parameters and buffers, with another forward.
-
-    Args:
-        attributes: (name of the module, name of the attribute) of plain attributes that it has.
-    """
+    """Return a layer: a copy of the model that shares some of its modules, parameters and buffers, with another forward."""
 
     def forward(self: nn.Module, value: Any, /, **named: Any) -> Any:
         return code.run(self, value, {**defaults, **named})
@@ -125,7 +115,6 @@ def trimmed(
 
     Args:
         paths: names to keep, in the model; one with a dot behind it keeps the module without its members.
-        attributes: (name of the module, name of the attribute) of plain attributes to keep.
     """
     copied = live_copy(module, [name for owner, name in attributes if owner == path], forward=forward)
     of_torch = type(module).__module__.startswith("torch.")

@@ -20,11 +20,7 @@ from penstock.stage.named import names_taken
 
 @dataclass
 class Piece:
-    """Steps that make up one layer.
-
-    Attributes:
-        owned: names among `paths` that no earlier layer has.
-    """
+    """Steps that make up one layer."""
 
     flows: list[Flow]
     role: Role
@@ -55,12 +51,7 @@ def grouped(flows: Sequence[Flow]) -> list[Piece]:
 
 
 def assign_owners(model: nn.Module, pieces: Sequence[Piece]) -> None:
-    """Say which layer has each module, parameter and buffer first; unused ones belong to the last layer.
-
-    Raises:
-        SplitError: if a layer uses a module that has blocks of other layers in it, or an object with a state that another
-            layer uses.
-    """
+    """Say which layer has each module, parameter and buffer first; unused ones belong to the last layer."""
     _widen(pieces)
     _require_separate_objects(pieces)
     _require_separate_containers(model, pieces)
@@ -181,12 +172,7 @@ def as_layer(
     takes: tuple[str, ...],
     gives: tuple[str, ...],
 ) -> Layer:
-    """Return one layer.
-
-    Args:
-        takes: variables that it takes from the layer before.
-        gives: variables that it returns; empty if it returns what the forward does.
-    """
+    """Return one layer."""
     piece = pieces[number]
     module = _plain_block(model, piece, takes, gives)
     if module is not None:

@@ -22,11 +22,7 @@ _OTHER_NAMES = {
 
 
 def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]:
-    """Return the mesh that a Pipeline was given, a mesh of torch with its axes by name, and its shape.
-
-    Raises:
-        ConfigError: if it is not a mesh, or torch's mesh cannot be used; see `axes_of`.
-    """
+    """Return the mesh that a Pipeline was given, a mesh of torch with its axes by name, and its shape."""
     if mesh is None or isinstance(mesh, MeshShape):
         return mesh, mesh
     if isinstance(mesh, Mesh):
@@ -43,12 +39,7 @@ def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]
 
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Return this process in torch's mesh.
-
-    Raises:
-        ConfigError: if a dimension has no name, or another one than pp, dp and tp; if this process is not in the mesh; or
-            if the ranks along a dimension do not ascend.
-    """
+    """Return this process in torch's mesh."""
     names = _names_of(mesh)
     position = mesh.get_coordinate()
     ranks: list[int] = mesh.mesh.flatten().tolist()

@@ -161,11 +161,7 @@ def make_mesh(
 
 
 def require_fit(shape: MeshShape, processes: int) -> None:
-    """Check that a mesh has as many ranks as there are processes.
-
-    Raises:
-        ConfigError: if the numbers differ; suggests one that fits.
-    """
+    """Check that a mesh has as many ranks as there are processes."""
     if shape.ranks == processes:
         return
     others = shape.pp * shape.tp
@@ -178,14 +174,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
 
 
 def require_threads(shape: MeshShape, program: str) -> None:
-    """Check that the ranks of a mesh can be threads of one process: those of one pipeline with whole matrices.
-
-    Args:
-        program: end of the command that starts its processes.
-
-    Raises:
-        ConfigError: if there are replicas or tensor parallelism; gives the command.
-    """
+    """Check that the ranks of a mesh can be threads of one process: those of one pipeline with whole matrices."""
     if shape.dp * shape.tp > 1:
         raise ConfigError(
             f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "

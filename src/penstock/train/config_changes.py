@@ -21,8 +21,6 @@ def config_changes(before: dict[str, Any], config: Config, *, knows_data: bool) 
     """Return the keys that change a run's numbers and differ from a checkpoint's config, a phrase each.
 
     Args:
-        before: config that the checkpoint was saved with, section by section.
-        config: config of the run.
         knows_data: whether the checkpoint has a digest of its data. The data may then have moved: the digest tells whether
             it is the same.
     """

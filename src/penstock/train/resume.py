@@ -44,11 +44,8 @@ class RunProgress:
     """The progress of a run, without weights and optimizer.
 
     Attributes:
-        done: number of steps done, and the number of the next batch.
         loss: loss of the last step that had a finite one, in nats per token; NaN if there is none.
-        skipped_in_a_row: number of consecutive steps skipped last.
         final: the last line of the run's metrics if the run had ended and has no steps left; else None.
-        has_state: whether the pipeline has the weights of these steps (default True).
     """
 
     done: int = 0
@@ -96,11 +93,6 @@ class RunCheckpointer:
 
         Returns:
             The progress of the run. All steps may be done: then only files that are missing are written.
-
-        Raises:
-            ConfigError: if there is no intact checkpoint, unless nothing is missing of a finished run; or it belongs to
-                another model, other data or another optimizer, or to a later step than the last.
-            DataError: if the checkpoint was not written by a run.
         """
         train = self._config.train
         if not train.resume:
@@ -228,14 +220,7 @@ class RunCheckpointer:
             self._save(progress)
 
     def stop(self, progress: RunProgress) -> StoppedError:
-        """Save the run unless this step is saved already, and wait for the disk; every process calls this.
-
-        Returns:
-            The error to raise.
-
-        Raises:
-            PenstockError: if the run could not be saved; says how to resume it.
-        """
+        """Save the run unless this step is saved, and return the error to raise; every process calls this."""
         done = progress.done
         if not done:
             return StoppedError(

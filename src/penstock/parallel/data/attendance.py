@@ -28,7 +28,6 @@ class Attendance:
     """Records of all collectives in a store.
 
     Args:
-        store: store of ``torch.distributed`` that nothing else uses at the same time.
         prefix: prefix of the keys; the same on every process, and never used before.
     """
 

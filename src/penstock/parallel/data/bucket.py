@@ -18,12 +18,9 @@ class BucketEntry:
     """A parameter and the place of its gradient.
 
     Attributes:
-        index: number of the parameter among all parameters.
         view: view of the bucket's buffer, with the shape of the parameter's local shard.
         gradient: tensor that ``.grad`` is set to; shares `view`'s memory.
-        seen: number of gradients since the last reduction.
         counted: number of them that count towards `expected`.
-        expected: number of gradients that make the parameter complete in this step.
     """
 
     __slots__ = (
@@ -62,11 +59,7 @@ class BucketEntry:
             self.parameter.grad = self.gradient
 
     def place_grad(self) -> None:
-        """Put the gradient into the buffer, and set ``.grad`` to its place there.
-
-        Raises:
-            PenstockError: if there is no gradient, or it is sparse, or has another dtype or shape.
-        """
+        """Put the gradient into the buffer, and set ``.grad`` to its place there."""
         grad = self.parameter.grad
         if grad is None:
             raise PenstockError(f"{self} is ready, but it has no gradient")
@@ -76,11 +69,7 @@ class BucketEntry:
         self.set_grad()
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """Return this process's shard of a gradient, with the shape of `view`.
-
-        Raises:
-            PenstockError: if the gradient is sparse, or has another dtype or shape.
-        """
+        """Return this process's shard of a gradient, with the shape of `view`."""
         require_dense(str(self), grad)
         if (
             grad.layout != torch.strided
@@ -134,11 +123,7 @@ def make_slot(parameter: Tensor, group: Hashable) -> Slot:
 
 
 def require_dense(what: str, grad: Tensor) -> None:
-    """Check that a gradient is dense, so that it fits into a buffer.
-
-    Raises:
-        PenstockError: if it is sparse.
-    """
+    """Check that a gradient is dense, so that it fits into a buffer."""
     if grad.layout == torch.sparse_coo:
         raise PenstockError(
             f"{what} got a sparse gradient, and replicas (dp > 1), copied stages and weights tied over ranks add up dense "
@@ -150,7 +135,6 @@ class Bucket:
     """A buffer of gradients and its reduction.
 
     Attributes:
-        flat: 1-d buffer of all gradients.
         pending: number of gradients that are not ready yet in this step.
         streams: streams that have written to the buffer in this step.
     """

@@ -37,13 +37,8 @@ class GradientBuckets:
     steps. A replica without a gradient contributes zeros; a parameter that has none on any replica keeps its ``.grad``.
 
     Args:
-        parameters: (name, parameter) pairs, each parameter once; frozen ones get no place.
-        bucket_bytes, first_bucket_bytes: maximum bytes in a bucket, and in the first one.
         sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
-
-    Raises:
-        ConfigError: on every replica, if the models differ.
     """
 
     def __init__(
@@ -104,7 +99,6 @@ class GradientBuckets:
 
         Args:
             contributions: number of gradients that make each parameter complete.
-            step: number of the step, which replicas compare at the end.
         """
         assert not self._active, "the last step was finished"
         if self._next_order is not None:
@@ -122,9 +116,6 @@ class GradientBuckets:
         """Mark a parameter's gradient as complete; a full bucket starts as soon as those before it have.
 
         Parameters that are not in any bucket are ignored.
-
-        Raises:
-            PenstockError: if it is already complete, or has no gradient, or one of another dtype or shape.
         """
         entry = self._entry.get(id(parameter))
         if entry is not None:
@@ -132,13 +123,7 @@ class GradientBuckets:
             self._mark_ready(entry)
 
     def finish(self) -> None:
-        """End the step: every gradient is then the replicas' sum. On CUDA the host does not wait for it.
-
-        Raises:
-            PenstockError: on every replica, if replicas are at different steps.
-            PeerError: if another replica failed; includes its message.
-            WaitTimeoutError: if a replica did not come in time.
-        """
+        """End the step: every gradient is then the replicas' sum. On CUDA the host does not wait for it."""
         try:
             absent = self._complete()
             late = _find_late(self._frozen.known, self._entry)
@@ -303,11 +288,7 @@ class GradientBuckets:
 
 
 class _Frozen:
-    """The ``requires_grad`` of parameters when the buckets were made, compared with now.
-
-    Args:
-        known: (name, parameter) pairs of all parameters, frozen ones included.
-    """
+    """The ``requires_grad`` of parameters when the buckets were made, compared with now."""
 
     def __init__(self, known: Sequence[tuple[str, Tensor]]) -> None:
         self.known = known
@@ -334,16 +315,7 @@ class _Frozen:
         return bool(change) and change == before
 
     def require_same(self, reducer: GroupReducer, changes: Sequence[int], sharded: bool) -> None:
-        """Check that all replicas report the same change; every replica calls it if any has reported one.
-
-        Args:
-            changes: digests that the replicas reported, by replica.
-            sharded: whether the update is divided among the replicas.
-
-        Raises:
-            ReplicaError: on every replica, if they differ; names the first parameter.
-            PenstockError: if the update is divided, and a parameter was unfrozen since.
-        """
+        """Check that all replicas report the same change; every replica calls it if any has reported one."""
         if any(change != changes[0] for change in changes):
             table = reducer.exchange([int(flag) for flag in self._current_flags()])()
             n = next(n for n in range(len(self.known)) if len({row[n] for row in table}) > 1)
@@ -367,11 +339,7 @@ class _Frozen:
 def _resolve_absent(
     reducer: GroupReducer, entries: Sequence[BucketEntry], absent: Sequence[BucketEntry]
 ) -> None:
-    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones.
-
-    Args:
-        absent: entries that got no gradient on this replica, and contributed zeros.
-    """
+    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones."""
     absent_here = {entry.index for entry in absent}
     table = reducer.exchange([int(e.index in absent_here) for e in entries])()
     for entry in absent:
@@ -384,9 +352,6 @@ def _find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Bucke
 
     Two kinds are late: a contribution after the bucket's reduction has begun (of a layer that ran in more microbatches than
     in the step before), and the gradient of a parameter that began to require one after the buckets were made.
-
-    Args:
-        known: (name, parameter) pairs, including parameters that required no gradient when the buckets were made.
 
     Returns:
         This process's shard of each late gradient, by the parameter's number in `known`.

@@ -23,7 +23,6 @@ class Slot:
     """Size and kind of one gradient in a buffer.
 
     Attributes:
-        dtype, device: dtype and device of the gradient.
         group: key of the group; only slots of equal groups share a bucket (default None).
     """
 
@@ -43,10 +42,8 @@ class BucketPlan:
     """Layout of one bucket.
 
     Attributes:
-        members: numbers of its slots, soonest ready first.
         starts: offset of each slot in the buffer, in elements.
         elements: number of elements in the buffer, padding included.
-        dtype, device, group: dtype, device and group of all its slots.
     """
 
     members: tuple[int, ...]
@@ -70,8 +67,6 @@ def plan_buckets(
     ones around it stay together.
 
     Args:
-        order: number of every slot, soonest ready first.
-        bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
         parts: number of equal parts that each buffer must divide into (default 1).
     """
     place = {slot: n for n, slot in enumerate(order)}

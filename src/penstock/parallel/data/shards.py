@@ -41,18 +41,7 @@ class ShardedParameter(NamedTuple):
 
 
 class Shards:
-    """Parameters of a replica in flat buffers; every replica makes one at the same time.
-
-    Args:
-        parameters: (name, parameter) pairs; those that require no gradient are left out.
-        groups, options: options of `GradientBuckets`, except `sharded`.
-
-    Attributes:
-        sharded: sharded parameters, one for each parameter.
-
-    Raises:
-        ConfigError: if `GradientBuckets` raises it.
-    """
+    """Parameters of a replica in flat buffers; every replica makes one at the same time."""
 
     def __init__(
         self,
@@ -111,11 +100,7 @@ class Shards:
         return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
 
     def require_used(self) -> None:
-        """Check that the next backward would not overwrite unused reduced gradients.
-
-        Raises:
-            PenstockError: if it would.
-        """
+        """Check that the next backward would not overwrite unused reduced gradients."""
         if self._unused_sums:
             raise PenstockError(
                 "the last step's gradients are shared out and wait for the optimizer's step() or zero_grad(); to add up "
@@ -181,7 +166,6 @@ class Shards:
         """Join the optimizer state of all shards, a bucket at a time; every replica calls it.
 
         Args:
-            entries: function that returns the state entries of a shard of this replica, or None.
             keep: whether to yield the joined state (default True); False only sends this replica's state to the others.
 
         Yields:

@@ -18,14 +18,7 @@ _ATTENTION = re.compile(r".*(attn|attention).*")
 
 
 def library_patterns(family: str) -> dict[str, Any] | None:
-    """Return the arguments of a `TensorPlan` for a family of transformers; None if there is no plan.
-
-    Args:
-        family: ``model_type`` of a config.
-
-    Raises:
-        ConfigError: if the plan has a style that is not available here, or does not keep whole heads together.
-    """
+    """Return the arguments of a `TensorPlan` for a family of transformers; None if there is no plan."""
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers import CONFIG_MAPPING

@@ -31,8 +31,6 @@ class TensorPlan:
     """Sharding of a family's modules, by regular expressions that must match the last components of a module's name.
 
     Attributes:
-        heads: matrices sharded by columns, whole heads together.
-        columns, rows: matrices sharded by columns, and by rows.
         table, head: the token table and the matrix that computes logits, sharded by vocabulary.
         within_heads: modules that are not sharded, but used on each rank's heads, so that ranks have partial gradients.
         norms, gathered: for sequence parallelism, the norms, and the modules that need the full sequence as input.
@@ -148,11 +146,7 @@ def tensor_parallel(
 
 
 def plan_of(family: str, sequence: bool = False) -> TensorPlan:
-    """Return the plan of a family.
-
-    Raises:
-        ConfigError: if there is none, or it has no sequence parallelism.
-    """
+    """Return the plan of a family."""
     patterns = None if family in PLANS else library_patterns(family)
     if family not in PLANS and patterns is None:
         raise ConfigError(

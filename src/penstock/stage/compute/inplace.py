@@ -34,8 +34,6 @@ class InPlace:
 
     Attributes:
         passthrough: segments that get their inputs directly, without a call of `input_transform`.
-        watching: whether the running segment is watched, so that `after_forward` must be called.
-        footprint: counter of the bytes that the running forward keeps; None if they are not counted.
         needs_views: whether the layers must get views of leaves; None before the first backward.
     """
 
@@ -75,11 +73,7 @@ class InPlace:
         return _view
 
     def after_forward(self) -> None:
-        """Check whether the segment that has run wrote into its inputs.
-
-        Raises:
-            PenstockError: if it wrote into inputs that its second forward needs, which it had not done before.
-        """
+        """Check whether the segment that has run wrote into its inputs."""
         self.watching = False
         if self._versions is not None:
             if any(_version(leaf) != version for leaf, version in self._versions):

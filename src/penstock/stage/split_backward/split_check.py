@@ -81,11 +81,7 @@ class SplitChecks:
         return WeightGradQueue(self._excluded, SplitCheck())
 
     def end(self, queue: WeightGradQueue) -> None:
-        """End a check, after the microbatch's full backward.
-
-        Raises:
-            SplitBackwardError: if a layer failed, and `strict` is set or a weight is a DTensor.
-        """
+        """End a check, after the microbatch's full backward."""
         assert isinstance(queue.check, SplitCheck)
         rejected = queue.check.rejected(queue)
         self._checked.add(self._running)

@@ -27,9 +27,6 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
     """Return the optimizer of a run, with one group of parameters that decay and one of those that do not.
 
     With ``parallel.zero``, parameters must then be read through `pipe`.
-
-    Args:
-        config: a resolved config, with the number of steps.
     """
     optim, train, precision = config.optim, config.train, config.runtime.precision
     scaler = None
@@ -54,9 +51,6 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     """Return the share of the highest rate: linear warm-up, then half a cosine (1608.03983) or a line down to ``final_lr``,
     or the highest rate.
-
-    Args:
-        step: number of the step, from 0 to steps - 1.
     """
     warmup = round(config.warmup * steps)
     if step < warmup:

@@ -22,11 +22,7 @@ _ADAM_KEYS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of ``torch.optim``.
-
-    Raises:
-        ConfigError: if there is no such optimizer, or it cannot train a pipeline.
-    """
+    """Return a class of ``torch.optim``."""
     kinds = {
         kind.__name__: kind
         for kind in vars(torch.optim).values()
@@ -79,11 +75,7 @@ def has_weight_decay(name: str) -> bool:
 
 
 def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
-    """Check an optimizer and its arguments, by making one for a single number.
-
-    Raises:
-        ConfigError: if the optimizer is unknown or cannot train this layout, or an argument is unknown or out of range.
-    """
+    """Check an optimizer and its arguments, by making one for a single number."""
     kind = optimizer_class(config.name)
     parameters = _parameters(config.name)
     keys = {"lr": "lr", "weight_decay": "weight_decay"}

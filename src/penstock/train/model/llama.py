@@ -24,9 +24,6 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
     """Return the model as layers that build themselves: ``embedding``, ``blocks.0`` ..., ``head``.
 
     The input is tokens, int64 of shape (batch, sequence); the output logits, float32 of shape (batch, sequence, vocabulary).
-
-    Args:
-        seed: seed of the initial weights, which depend on it and on the parameter's name only.
     """
 
     def layer(name: str, build: Callable[[], nn.Module], role: Role) -> Layer:

@@ -28,13 +28,7 @@ config of a run with all its defaults. [training.md](training.md) shows how the 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of the config.
-
-    Attributes:
-        default: default as TOML; empty if there is none.
-        allowed: allowed values in words.
-        meaning: meaning in words, in Markdown.
-    """
+    """A key of the config."""
 
     section: str
     key: str
@@ -78,14 +72,7 @@ def keys_page() -> str:
 
 
 def keys_text(names: Sequence[str]) -> str:
-    """Return keys as plain text.
-
-    Args:
-        names: names of sections, or of keys as ``section.key``; all keys if empty.
-
-    Raises:
-        ConfigError: if there is no such section or key, with the nearest names.
-    """
+    """Return keys as plain text."""
     sections = config_keys()
     everything = [key for _, keys in sections.values() for key in keys]
     chosen: list[ConfigKey] = [] if names else everything

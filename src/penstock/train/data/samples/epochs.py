@@ -15,9 +15,6 @@ def window_positions(samples: Numbers, tokens: int, sequence: int, seed: int) ->
 
     Args:
         samples: numbers of the samples, from 0 without a limit; int64, shape (n,).
-        tokens: length of the corpus in tokens.
-        sequence: length of a sample in tokens.
-        seed: seed of the order of samples.
     """
     slack = min(sequence, tokens - sequence)
     per_epoch = windows_per_epoch(tokens, sequence)
