@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
 from penstock.forward.fragments import Flow, Fragment, compiled
-from penstock.forward.piece import trimmed
+from penstock.forward.pieces import trimmed
 
 
 class OwnLoss:

@@ -1,8 +1,9 @@
-"""One bucket: a flat buffer, the gradients in it, and its reduction."""
+"""One bucket: a flat buffer, the gradients in it, and its reduction, on CUDA in a stream next to the compute stream."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,8 +11,39 @@ from torch import Tensor
 from penstock.base.errors import PenstockError
 from penstock.parallel.data.layout import BucketPlan, Slot
 from penstock.parallel.data.reducer import GroupReducer, Handle
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import dense_strides, from_local_like, gradient_dtype, is_dtensor, local
+
+
+class ReductionStream:
+    """A device's stream for reductions. Events live only from record to wait, so errors leave none behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def compute_stream(self) -> torch.cuda.Stream | None:
+        """Return the device's current stream; None where there are no streams."""
+        return torch.cuda.current_stream(self.device) if self.stream is not None else None
+
+    def wait_for(self, flat: Tensor, streams: Iterable[torch.cuda.Stream | None]) -> None:
+        """Make later reductions wait for the work so far on these streams, which used `flat`."""
+        for stream in streams:
+            if self.stream is not None and stream is not None:
+                self.stream.wait_stream(stream)
+                # So that its memory, once freed, is not reused before these streams are done with it.
+                flat.record_stream(stream)
+                flat.record_stream(self.stream)
+
+    def use(self) -> AbstractContextManager[object]:
+        """Return a context that puts work on this stream."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def join(self) -> None:
+        """Make the device's current stream wait for all reductions so far; the host does not wait."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 class BucketEntry:

@@ -21,10 +21,16 @@ from torch import Tensor
 
 from penstock.base.errors import PenstockError, ReplicaError, TransportError
 from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot, require_dense
+from penstock.parallel.data.bucket import (
+    Bucket,
+    BucketEntry,
+    ReductionStream,
+    bucket_order,
+    make_slot,
+    require_dense,
+)
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.replica_checks import StepReport, digest
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 

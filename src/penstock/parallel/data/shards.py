@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.bucket import BucketEntry
+from penstock.parallel.data.bucket import BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
 

@@ -79,9 +79,8 @@ class InPlace:
             if any(_version(leaf) != version for leaf, version in self._versions):
                 self._writes[self._key] = True
                 raise PenstockError(
-                    "a recomputed layer wrote in place into what it was given, which it had not done for the first "
-                    "microbatch, so its second forward would see other numbers; write x = x + 1 instead of x.add_(1), or "
-                    "begin with x = x.clone()"
+                    "a recomputed layer modified its input in place, but did not for the first microbatch, so recompute "
+                    "would start from changed values; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
                 )
             self._versions = None
         elif self._copies is not None:
@@ -120,7 +119,7 @@ class InPlace:
             self._writes.update(dict.fromkeys(self._writes, True))
             self.passthrough.clear()
             error.add_note(
-                "If the tensor is what the layer was given: it was not written to in the first microbatch, so it was not "
+                "If the tensor is the layer's input: the layer did not modify it for the first microbatch, so it was not "
                 "copied; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
             )
 
