@@ -191,6 +191,7 @@ class Checkpoints:
             return self._load_newest()
 
     def _load_newest(self) -> Loaded | None:
+        # Other processes may see a shared folder late; all of them try the same checkpoints in the same order.
         seen_by_leader = self._together.each(lambda: [str(path) for _, path in steps_in(self.folder)])[0]
         refused: list[str] = []
         for path in map(Path, seen_by_leader):
@@ -299,7 +300,7 @@ def _with_state(
         """Return what must be the same on every process: the kind of optimizer, and the options of each group."""
         if scheduler is not None and (optimizer is None or isinstance(optimizer, PipelineOptimizer)):
             raise ConfigError(
-                "scheduler is that of a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
+                "scheduler goes with a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
                 "(lr_scheduler=...)"
             )
         if optimizer is None:

@@ -112,9 +112,8 @@ def export_weights(source: Path, target: Path) -> None:
     try:
         with replacing(target) as unfinished:
             if target.suffix == ".pt":
-                with unfinished.open(
-                    "wb"
-                ) as file:  # torch.save has errors of its own for paths that cannot be opened
+                # Opened here, since torch.save raises a RuntimeError, not an OSError, for a path that cannot be opened.
+                with unfinished.open("wb") as file:
                     torch.save(state, file)
             else:
                 write_tensors(unfinished, state, {"format": "pt"})

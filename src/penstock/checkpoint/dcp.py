@@ -146,6 +146,7 @@ def _places(metadata: Any, path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{key[:200]!r} of {list(entry.size)} needs more than the bytes that are stored of it"
             )
+        # torch's reader leaves what no chunk covers as it was in memory.
         covered = torch.zeros(entry.size, dtype=torch.bool)
         for chunk in entry.chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = True

@@ -16,7 +16,8 @@ from penstock.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor
 FOLDER = "checkpoints"
 """Name of the checkpoints' folder in a run's folder."""
 
-_MAX_MANIFEST = 512 * MEGABYTE
+_MAX_MANIFEST = 512 * MEGABYTE  # it is read as a whole before its digest can be compared
+# Padded to 8 digits, so that names sort as steps do; a longer run has more digits.
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -58,7 +59,6 @@ def folder_of(run: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint."""
     where = path / MANIFEST
     if (path / FOLDER).is_dir():
         newest = next(

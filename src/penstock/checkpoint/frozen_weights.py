@@ -26,6 +26,7 @@ class FrozenDigests:
 
     def of(self, name: str, parameter: Tensor, value: Tensor) -> str:
         """Return the digest of a parameter, which may be sharded; `value` is its full value."""
+        # A write in place raises the version, and new memory (load_state_dict with assign=True) has another address.
         state = (parameter.data_ptr(), parameter._version)
         known = self._known.get(name)
         if known is None or known[0] != state:
@@ -55,7 +56,7 @@ def require_same(own: Mapping[str, Tensor], digests: Mapping[str, str], where: P
     if differing:
         more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
         raise ConfigError(
-            f"{where} has no frozen weights, and was made with others than these: {', '.join(differing[:_MAX_LISTED])}"
+            f"{where} has no frozen weights, and was made with different ones: {', '.join(differing[:_MAX_LISTED])}"
             f"{more} differ. Start from the base model that it began with, in the same dtype"
         )
 
@@ -64,7 +65,7 @@ def require_all_weights(values: Mapping[str, Any], where: Path) -> None:
     """Require that a checkpoint has all weights of its model."""
     if digests := digests_in(values, where):
         raise ConfigError(
-            f"{where} has the trained weights alone; {len(digests)} frozen ones are those of the base model. Load it into a "
+            f"{where} has the trained weights alone; {len(digests)} frozen weights are in the base model. Load it into a "
             "pipeline of that model (penstock.Checkpoints) and save it with penstock.save_adapters or "
             "penstock.save_transformers, or finish the run"
         )

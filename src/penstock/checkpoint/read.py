@@ -43,7 +43,6 @@ class Reader:
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor."""
         return self._run(name, 0, None)
 
     def piece(self, key: str, name: str, part: ShardedParameter) -> Tensor | ShardValues:
@@ -114,8 +113,8 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: StatefulO
     """Read a checkpoint whose files have been checked, without loading it."""
     if manifest.seed != pipe.seed:
         raise ConfigError(
-            f"{path} is of a run with seed {manifest.seed}, this pipeline has {pipe.seed}; the random numbers "
-            "of its layers would be others"
+            f"{path} is of a run with seed {manifest.seed}, this pipeline has {pipe.seed}; its layers "
+            "would draw different random numbers"
         )
     with Reader(path, manifest) as reader:
         weights = _weights(reader, pipe)
@@ -263,6 +262,7 @@ def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
     for device, state in states.items():
         generator = _generator(device)
         try:
+            # Tried on a new generator: the default ones must not change before everything is known to fit.
             if generator is not None:
                 torch.Generator(generator.device).set_state(state)
         except (RuntimeError, TypeError, ValueError) as error:

@@ -49,6 +49,7 @@ class TorchOptimizer:
             raise ConfigError(
                 "the scheduler must be one of the optimizer that is saved; it is of another one"
             )
+        # What a save could not keep is refused now, not at the first save.
         self.parts(pipe.rank)
         for key in ("groups", "lr_scheduler"):
             encode(optimizer_state.common(self)[key], f"optimizer/{key}", lambda name, tensor: None)
@@ -78,7 +79,7 @@ class TorchOptimizer:
             more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
             raise ConfigError(
                 f"{kind} does not have {', '.join(missing[:_MAX_LISTED])}{more}, which the pipeline trains; give it all of "
-                "pipe.parameters(), in several groups if their options differ, or freeze the others (requires_grad_(False))"
+                "pipe.parameters(), in several groups if their options differ, or freeze the rest (requires_grad_(False))"
             )
         return [[(names[id(p)], p) for p in group] for group in groups]
 

@@ -145,6 +145,7 @@ def prune(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
     """
     if not keep_last:
         return []
+    # Newest first, so the ones to keep come first.
     complete = [(step, path) for step, path in steps_in(folder) if is_whole(path)]
     old = [path for step, path in complete[keep_last:] if not (keep_every and step % keep_every == 0)]
     for path in old:

@@ -20,7 +20,6 @@ _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Frame | None = None) -> Frame:
-    """Return the frame of a call of a module."""
     kind = type(module)
     extras = {
         "a __call__ of its own": kind.__call__ is not nn.Module.__call__,

@@ -36,7 +36,6 @@ class PieceCode:
     named: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, module: nn.Module, value: Any, named: Mapping[str, Any]) -> Any:
-        """Run the steps."""
         values = dict(named)
         values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
         watched = _watched(values, self.takes)
@@ -294,7 +293,6 @@ def as_layer(
     takes: tuple[str, ...],
     gives: tuple[str, ...],
 ) -> Layer:
-    """Return one layer."""
     piece = pieces[number]
     module = _plain_block(model, piece, takes, gives)
     if module is not None:

@@ -139,7 +139,7 @@ class _Copies:
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Return what all objects of one weight have in common: tied ones, and those of several ranks."""
+    """Return what all objects of one weight have in common: tied parameters, and copies on several ranks."""
     return tensor.data_ptr(), tensor.shape
 
 
@@ -265,7 +265,7 @@ def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]
 
 
 def _backward(value: Any) -> None:
-    """Run the backward of a loss, or of outputs with the same random gradients each time: those of ones may cancel."""
+    """Run the backward of a loss, or of outputs with the same random gradients each time: gradients of ones may cancel."""
     leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     generator = torch.Generator().manual_seed(SEED)
     if leaves:

@@ -48,7 +48,6 @@ class UnchangedModel:
         ]
 
     def require_unchanged(self) -> None:
-        """Check the model."""
         for path, members, before in self._members:
             if members.keys() != before.keys() or not all(
                 _same_member(members[n], v) for n, v in before.items()

@@ -175,7 +175,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
 
 
 def require_threads(shape: MeshShape, program: str) -> None:
-    """Check that the ranks of a mesh can be threads of one process: those of one pipeline with whole matrices."""
+    """Check that the ranks of a mesh can be threads of one process, which is one pipeline with whole matrices."""
     if shape.dp * shape.tp > 1:
         raise ConfigError(
             f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "

@@ -82,7 +82,7 @@ class Executor:
         self._collector = program.schedule.placement.holders[-1][0]
 
     def run(self, step: int, work: Work) -> Work:
-        """Run one step."""
+        """Run this rank's ops of a step, and agree with all ranks on its losses; messages of other steps are ignored."""
         # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)

@@ -101,7 +101,7 @@ def resolve_mesh(
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
-    """Return the device of this process; in processes a GPU without a number is that of LOCAL_RANK."""
+    """Return the device of this process; in processes ``cuda`` without a number means the GPU LOCAL_RANK."""
     if device is None:
         return None
     try:

@@ -64,7 +64,6 @@ class Context:
                 )
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a named loss."""
         total = self.losses.get(name)
         self.losses[name] = value if total is None else total + value
 

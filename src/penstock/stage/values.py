@@ -23,7 +23,7 @@ from penstock.stage.overlap import OUTSIDE, Watched, groups_of
 from penstock.stage.structures import Shared, require_portable
 
 PLAIN = (type(None), bool, int, float, str)
-"""Leaves that travel besides tensors."""
+"""Types of leaves that travel, apart from tensors."""
 
 
 class Message(NamedTuple):

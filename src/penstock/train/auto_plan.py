@@ -63,6 +63,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
         fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, "zero": config.parallel.zero}
         result = search(
             profile, cluster, sequence=config.data.sequence, batch=config.train.batch, fixed=fixed, devices=shape.ranks,
+            # The other processes wait meanwhile, and must not give up.
             top=1, limit=min(_SECONDS, config.runtime.timeout / 2),
         )  # fmt: skip
         best = result.best

@@ -262,7 +262,6 @@ class Trainer:
 
 
 def on_gpu(device: torch.device | None) -> bool:
-    """Return whether stages are on a GPU."""
     return device is not None and device.type == "cuda"
 
 

@@ -28,9 +28,11 @@ def begin(path: Path) -> Path:
 def commit(path: Path) -> None:
     """Give an unfinished folder, whose files are all on the disk, its name; replace one that has the name already."""
     folder = unfinished(path)
+    # In this order: a name that is on the disk before the entries of its folder would be a checkpoint without files.
     sync_folder(folder)
     if os.path.lexists(path):  # also a link to nothing
         before = path.with_name(f".{path.name}.before{UNFINISHED}")
+        # A folder with files cannot be replaced by a rename. Neither name is deleted before the new folder has its own.
         path.rename(before)
         folder.rename(path)
         discard(before)

@@ -25,9 +25,11 @@ def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
         return {"$tensor": name}
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": str(float(value))}
+    # Before the numbers: a bool is an int, and would become one.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
+        # Of subclasses, as NumPy's float64 is, the plain number.
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, tuple | list):
         items = [encode(item, f"{name}/{n}", put) for n, item in enumerate(value)]

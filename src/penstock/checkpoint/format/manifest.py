@@ -113,7 +113,7 @@ def parse(data: bytes, where: object) -> Manifest:
         versions=errors.take(table, "versions", dict),
     )
     if manifest.config_sha256 != digest_of_config(config):
-        raise errors(f"config_sha256 is {manifest.config_sha256!r}, which is not that of its config")
+        raise errors(f"config_sha256 is {manifest.config_sha256!r}, not the digest of its config")
     return manifest
 
 

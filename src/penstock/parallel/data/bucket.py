@@ -79,6 +79,7 @@ class BucketEntry:
     def place(self, bucket: int, flat: Tensor, start: int) -> None:
         """Give the gradient a place in a bucket's buffer; a gradient in its old place moves there."""
         shard = local(self.parameter.detach())
+        # As autograd lays out a new gradient: other strides would change the kernels, and so the last bits, of the update.
         strides = dense_strides(shard)
         memory = flat[start : start + shard.numel()]
         view = memory.view(shard.shape) if strides is None else memory.as_strided(shard.shape, strides)
@@ -110,7 +111,7 @@ class BucketEntry:
         ):
             raise self._mismatch(grad)
         shard = grad.detach()
-        if self.distributed:  # which also adds up partial sums
+        if self.distributed:  # redistribution also adds up partial sums
             shard = local(shard.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
         if shard.shape != self.view.shape:
             raise self._mismatch(shard)

@@ -76,6 +76,7 @@ class GradientBuckets:
         self._accumulating = False
         self._prescaled = False
         self._step = 0
+        # Hooks run in autograd's threads, `ready` in the rank's. Reentrant: `_on_grad` calls `_mark_ready` within it.
         self._lock = threading.RLock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -139,6 +140,7 @@ class GradientBuckets:
         try:
             change = self._frozen.change()
             report = StepReport(self._step, 0, len(absent), len(late), change)
+            # Started before the wait for the buckets, so that the exchange overlaps with their reductions.
             reports = replica_checks.exchange_reports(self.reducer, report)
             for bucket in self.buckets:
                 bucket.wait()
@@ -158,6 +160,7 @@ class GradientBuckets:
         # If the communicator itself failed, or fails now, the others will notice by themselves.
         with suppress(TransportError):
             if not isinstance(error, TransportError):
+                # The replicas that did not fail start these collectives; without this one's part they would wait forever.
                 for bucket in self.buckets[self._started :]:
                     bucket.start(self.reducer)
                     self._started += 1
@@ -243,9 +246,8 @@ class GradientBuckets:
             bucket = self.buckets[entry.bucket]
             entry.place_grad()
             entry.ready = True
-            entry.parameter.grad = (
-                None  # later gradients must not be added to a buffer that may be in reduction
-            )
+            # Later gradients must not be added to a buffer that may be in reduction.
+            entry.parameter.grad = None
             self._seen_order.append(entry.index)
             bucket.streams.add(self._streams[bucket.plan.device].compute_stream())
             bucket.pending -= 1
@@ -313,7 +315,7 @@ class _Frozen:
     def change(self) -> int:
         """Return 0 if no flag has changed since the buckets were made; else a digest of the flags."""
         flags = self._current_flags()
-        return 0 if flags == self._flags else digest(bytes(flags)) or 1
+        return 0 if flags == self._flags else digest(bytes(flags)) or 1  # 0 means no change
 
     def is_repeated(self, change: int) -> bool:
         """Return whether a change, which all replicas have reported, was reported in the step before as well."""

@@ -26,6 +26,7 @@ def gather_values(
     size = dist.get_world_size(group)
     # In host memory where the group supports it, so that no process waits for a device.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    # A copy, since torch warns of a tensor over memory that cannot be written.
     data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
     def all_gather(tensor: Tensor) -> list[Tensor]:
@@ -35,6 +36,7 @@ def gather_values(
         finish(work)
         return gathered
 
+    # The lengths first: in an all-gather all tensors have one size.
     lengths = [int(length) for length in all_gather(torch.tensor([len(data)], device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(data)] = data

@@ -22,7 +22,7 @@ from penstock.base.errors import (
     first_line,
     is_gloo_timeout,
 )
-from penstock.parallel.data.attendance import Visit
+from penstock.parallel.data.attendance import REPORT_SECONDS, Visit
 from penstock.parallel.data.exchange import gather_values
 
 
@@ -152,6 +152,7 @@ class _Waiting:
             self.require_all()
             if self.visit is not None:
                 self.visit.waits(timeout.total_seconds())
+        # Not 0, which torch takes for no timeout.
         self.work.wait(timedelta(seconds=max(left, 0.001)))
 
 
@@ -165,7 +166,7 @@ def _failure(
             f"waited {waited} for the other replicas to {what}; "
             + (missing or "one of them failed, is slow, or left out a step")
         )
-    missing = visit.missing(patience=3.0) if visit is not None else ""
+    missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
     return PeerError(
         f"the connection to another replica broke: {first_line(error)}" + (f" ({missing})" if missing else "")
     )

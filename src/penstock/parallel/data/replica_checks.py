@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import local
 
+# Fixed: the replicas that receive the message take part in its exchange, and do not know its length. A multiple of 8.
 TEXT_BYTES = 1024
 
 

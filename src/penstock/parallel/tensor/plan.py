@@ -45,7 +45,7 @@ class TensorPlan:
     rows: str
     table: str
     head: str
-    within_heads: str = r"(?!)"
+    within_heads: str = r"(?!)"  # matches nothing
     norms: str = r"(?!)"
     gathered: str = r"(?!)"
     inputs_first: bool = False
@@ -145,7 +145,6 @@ def tensor_parallel(
 
 
 def plan_of(family: str, sequence: bool = False) -> TensorPlan:
-    """Return the plan of a family."""
     patterns = None if family in PLANS else library_patterns(family)
     if family not in PLANS and patterns is None:
         raise ConfigError(
@@ -400,8 +399,8 @@ def library_patterns(family: str) -> dict[str, Any] | None:
         return None
     if unknown := sorted({*plan.values()} - _STYLES):
         raise ConfigError(
-            f"there is no plan for tensor parallelism of {family!r}: that of transformers uses {', '.join(unknown)}, and "
-            f"here are only {', '.join(sorted(_STYLES))}; leave tp at 1"
+            f"there is no plan for tensor parallelism of {family!r}: transformers' plan uses {', '.join(unknown)}; "
+            f"supported are {', '.join(sorted(_STYLES))}; leave tp at 1"
         )
     names = {style: [n.rpartition("*.")[2] for n, s in plan.items() if s == style] for style in _STYLES}
     heads = [name for name in names["colwise"] if _HEADS.fullmatch(name)]

@@ -225,7 +225,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
 
 
 def reduced(losses: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the weighted sum of the microbatches' losses, without those of weight 0, which may be NaN."""
+    """Return the weighted sum of the microbatches' losses; losses of weight 0 may be NaN, and are left out."""
     if len(set(weights)) == 1:
         return losses.sum() if weights[0] == 1.0 else losses.mean()
     terms = (losses[n] * weight for n, weight in enumerate(weights) if weight)

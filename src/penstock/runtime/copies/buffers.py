@@ -6,7 +6,7 @@ get the values of plain PyTorch, if every copy's microbatches come after those o
 r ← (1 - m) r + m s is linear in r, so k updates that led a copy from b to a lead from any r to a + (1 - m)^k (r - b). For
 other buffers the result cannot be known; if copies differ, the user's rule decides.
 
-Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own. A write to either
+Only persistent buffers (in ``state_dict``) count. All else is scratch, and each copy keeps its own. A write to either
 between two steps reaches all copies in the process.
 """
 

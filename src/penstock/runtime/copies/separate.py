@@ -2,7 +2,7 @@
 
 A model may use a module at several places. If these are on two ranks, which are threads, both would accumulate into the
 same gradient at the same time. So the first rank keeps the user's module, and every other rank gets a copy whose parameters
-share the memory. The gradients are summed like those of any tied weight; see `penstock.runtime.weights.shared`.
+share the memory. Their gradients are summed as for any tied weight; see `penstock.runtime.weights.shared`.
 """
 
 from __future__ import annotations

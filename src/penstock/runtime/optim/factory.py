@@ -98,7 +98,7 @@ def require_no_fp16(pipe: Pipeline) -> None:
     names = [
         name
         for name, p in pipe.named_parameters()
-        if p.requires_grad and p.dtype == torch.float16 and getattr(p, "grad_dtype", p.dtype) == torch.float16
+        if p.requires_grad and p.dtype == torch.float16 and p.grad_dtype == torch.float16
     ]
     if names:
         raise ConfigError(

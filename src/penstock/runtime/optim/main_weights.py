@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_dtensor, local
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -101,10 +100,6 @@ def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.dtype not in _NARROW or not parameter.requires_grad:
             continue
-        if not hasattr(parameter, "grad_dtype"):
-            raise ConfigError(
-                f"main weights need Tensor.grad_dtype, which torch {torch.__version__} does not have; update torch"
-            )
         before, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.float32
         parameter.grad = None if before is None else before.to(torch.float32)

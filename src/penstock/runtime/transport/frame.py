@@ -82,7 +82,7 @@ class Strided(NamedTuple):
 
 
 FRAME_BYTES = 1 << 16
-HEADER_BYTES = 64
+HEADER_BYTES = 64  # payloads behind it are aligned as torch's own memory is
 # Bits of `Header.flags`.
 INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
 # More than these come from shapes that always change; both ends then start again, so that memory stays bounded.
@@ -110,7 +110,6 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: memoryview) -> Header:
-        """Read the header of a frame."""
         magic, *fields = _HEADER.unpack_from(buffer, 0)
         if magic != _MAGIC:
             raise TransportError(f"a message that is not a Penstock frame arrived (it starts with {magic!r})")
@@ -259,7 +258,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def layout_of(message: Message) -> MessageLayout:
-    """Return the layout of a message."""
     leaves = message.leaves
     return MessageLayout(
         tuple(

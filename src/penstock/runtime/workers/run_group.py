@@ -32,7 +32,7 @@ class RunGroup:
 
     @staticmethod
     def of(pipe: Pipeline) -> RunGroup:
-        """Return the group of all processes of a pipeline's run, including those of its replicas."""
+        """Return the group of all processes of a pipeline's run, with all replicas."""
         return RunGroup(None if pipe.world is None else pipe.world.collectives)
 
     @staticmethod

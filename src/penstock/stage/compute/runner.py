@@ -71,6 +71,7 @@ class LossWeight(NamedTuple):
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return the weighted loss, from which the backward starts."""
+        # A division, as in accumulation by hand: a product with 1 / divisor may differ in the last bit.
         if self.divisor != 1:
             loss = loss / self.divisor
         if self.factor != 1.0:

@@ -130,8 +130,8 @@ def _sum_dtypes(sums: _SumsByDtype) -> Sums:
 
 
 def _to_grad_dtype(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Cast a gradient to the parameter's ``grad_dtype``; older PyTorch has none, and None allows any dtype."""
-    dtype = getattr(parameter, "grad_dtype", None)
+    """Cast a gradient to the parameter's ``grad_dtype``; None allows any dtype."""
+    dtype = parameter.grad_dtype
     return gradient if dtype is None or dtype is gradient.dtype else gradient.to(dtype)
 
 

@@ -54,9 +54,10 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     """
     warmup = round(config.warmup * steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup  # not 0 in the first step, which would train nothing
     if config.lr_schedule == "constant":
         return 1.0
+    # Steps count from 0, so the last one has exactly `final_lr`.
     done = (step - warmup) / max(1, steps - 1 - warmup)
     if config.lr_schedule == "linear":
         return config.final_lr + (1 - config.final_lr) * (1 - done)

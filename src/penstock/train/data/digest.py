@@ -82,8 +82,6 @@ class CorpusDigest:
 
 @dataclass(frozen=True)
 class DataDigest:
-    """A digest of all the data of a run."""
-
     training: CorpusDigest
     held_out: CorpusDigest
 

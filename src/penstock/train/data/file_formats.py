@@ -56,8 +56,6 @@ _SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval"}
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files of a source."""
-
     root: Path
     paths: tuple[Path, ...]
     format: str

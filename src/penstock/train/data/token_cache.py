@@ -51,7 +51,6 @@ class TokenCache:
         self._watch = watch
 
     def records(self, files: DataFiles, config: DataConfig) -> RecordStore:
-        """Return the tokenized records of files."""
         encoder = RecordEncoder(config, self._tokenizer, self._source)
         fields = (
             "record",

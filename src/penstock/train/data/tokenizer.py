@@ -141,7 +141,6 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
-    """Read a ``tokenizer.json``."""
     try:
         import tokenizers
     except ImportError as error:

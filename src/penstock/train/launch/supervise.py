@@ -162,8 +162,6 @@ class End:
 
 
 class Start:
-    """One start of all processes."""
-
     def __init__(self, command: Sequence[str], ranks: int, attempt: int, scratch: Path) -> None:
         self._command = command
         self._ranks = ranks

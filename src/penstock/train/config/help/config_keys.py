@@ -28,8 +28,6 @@ config of a run with all its defaults. [training.md](training.md) shows how the 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of the config."""
-
     section: str
     key: str
     default: str
@@ -72,7 +70,6 @@ def keys_page() -> str:
 
 
 def keys_text(names: Sequence[str]) -> str:
-    """Return keys as plain text."""
     sections = config_keys()
     everything = [key for _, keys in sections.values() for key in keys]
     chosen: list[ConfigKey] = [] if names else everything
