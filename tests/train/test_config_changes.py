@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.config_changes import config_changes
+from penstock.train.resume import config_changes
 
 SOURCES = [{"path": "here/a.jsonl", "weight": 3.0}, {"path": "here/b.jsonl"}]
 

@@ -16,17 +16,9 @@ from torch import nn
 from penstock.base.errors import SplitError
 from penstock.forward.frames import arguments_of, forward_frame, method_called, method_frame
 from penstock.forward.hoisting import Substituted, hoistable
-from penstock.forward.iteration import (
-    UNKNOWN,
-    constants,
-    rounds,
-    specialised,
-    static_value,
-    without_aliases,
-)
+from penstock.forward.iteration import UNKNOWN, constants, rounds, specialised, static_value, without_aliases
 from penstock.forward.liveness import assigned, live_before, own_returns
 from penstock.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
-from penstock.forward.no_blocks import no_blocks
 from penstock.stage.layers import has_forward_hooks
 
 # Vision models with stages, such as ResNet and Swin, have four or five; deep models have a dozen blocks or more.
@@ -123,11 +115,7 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """Statements of a forward or a method, each with the loops and calls in it that may run blocks.
-
-    Attributes:
-        rows: statements without branches that are never taken, with their candidates in the order in which they run.
-    """
+    """Statements of a forward or a method, each with the loops and calls in it that may run blocks."""
 
     frame: Frame
     rows: list[tuple[ast.stmt, list[Candidate]]] = field(default_factory=list)
@@ -159,9 +147,6 @@ class BlockFinder:
         The blocks are the rounds of that one, and of each that has similar rounds: of LEAST_SHARE of the parameters, of the
         same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are blocks only
         if loops and sequences of modules with children have less than LEAST_SHARE of the parameters.
-
-        Raises:
-            SplitError: if it has no blocks, or most of its parameters are where they cannot be divided.
         """
         plan = self.plan(frame, facts)
         leaves = plan.leaves()
@@ -432,11 +417,7 @@ def _share(
     arguments: Mapping[str, ast.expr],
     statements: Sequence[ast.stmt],
 ) -> None:
-    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes.
-
-    Args:
-        statements: the statement of the call, and all that follow it.
-    """
+    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes."""
     changed = assigned(inner.source.tree.body)
     after = _times_named(*statements) - _times_named(call)
     for name, node in arguments.items():
@@ -492,3 +473,39 @@ def part_of(frame: Frame, path: str) -> nn.Module | nn.Parameter | None:
     owner, _, last = inner.rpartition(".")
     module = frame.module.get_submodule(owner)
     return module._modules[last] if last in module._modules else module._parameters.get(last)
+
+
+_STACKS = nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer
+
+
+def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, Any]) -> SplitError:
+    """Return the error for a forward without blocks, with the reason if it is a known one."""
+    for statement in statements:
+        for node in ast.walk(statement):
+            reason = _reason(frame, node)
+            if reason is not None:
+                return frame.source.refusal(node, *reason)
+    return frame.source.refusal(
+        frame.source.tree,
+        "no loop over modules, such as `for block in self.blocks:`, and no nn.Sequential of blocks is called in it "
+        "outside of any if, with or try",
+        "put the blocks into an nn.ModuleList, and call them one after another in such a loop",
+    )
+
+
+def _reason(frame: Frame, node: ast.AST) -> tuple[str, str] | None:
+    match node:
+        case ast.Call(ast.Attribute() | ast.Subscript() as called):
+            known = resolve_module(frame, called)
+            if known is not None and isinstance(known[0], _STACKS):
+                kind = type(known[0]).__name__
+                return (
+                    f"its blocks are in torch's nn.{kind}, whose forward does more than call them",
+                    "hold the blocks in an nn.ModuleList of your own, and call them in a loop",
+                )
+        case ast.For(_, ast.Call(ast.Name("range"))):
+            return (
+                "the number of rounds of the loop is not known when the model is split",
+                "write `for block in self.blocks:`, or `for n in range(len(self.blocks)):`",
+            )
+    return None

@@ -58,9 +58,8 @@ def from_local_like(shard: Tensor, model: Tensor) -> Tensor:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's ``.grad``: its ``grad_dtype`` if set (torch 2.10 on), else its own."""
-    grad_dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return grad_dtype if grad_dtype is not None else parameter.dtype
+    """Return the dtype of a parameter's ``.grad``: its ``grad_dtype`` unless that is None, which allows any dtype."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def real_values(grad: Tensor) -> Tensor:

@@ -41,11 +41,7 @@ from penstock.stage.compute.stage import Stage
 
 
 class Executor:
-    """Executor of one rank's ops, step by step.
-
-    Attributes:
-        progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
-    """
+    """Executor of one rank's ops, step by step."""
 
     def __init__(
         self,
@@ -86,19 +82,7 @@ class Executor:
         self._collector = program.schedule.placement.holders[-1][0]
 
     def run(self, step: int, work: Work) -> Work:
-        """Run one step.
-
-        Args:
-            step: number of the step, the same on every rank; messages of other steps are ignored.
-            work: the rank's share of the step; the results are filled in, with the losses of all ranks.
-
-        Raises:
-            StageError: if an op fails on this rank; names rank, stage, op and microbatch, and chains the cause.
-            NonFiniteError: if a loss or a gradient is NaN or infinite on any rank.
-            PeerError: if another rank failed first.
-            ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
-            WaitTimeoutError: if a wait exceeds the timeout.
-        """
+        """Run this rank's ops of a step, and agree with all ranks on its losses; messages of other steps are ignored."""
         # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)

@@ -16,8 +16,7 @@ from penstock.base.errors import ConfigError, PenstockError
 from penstock.forward.own_layers import ModelLayers
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.device_mesh import given_mesh
-from penstock.parallel.mesh import Mesh, MeshShape
+from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,

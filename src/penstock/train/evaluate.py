@@ -40,11 +40,7 @@ class Evaluation:
 
     Attributes:
         tokens: number of tokens that were predicted: for completions and chats, the trained ones alone.
-        loss: mean loss in nats per token.
-        perplexity: exponential of the loss; None if it is too large for a number.
-        bits_per_token: the loss in bits.
         bits_per_byte: bits by bytes of the text; None where its bytes are not known, as for ``.npy`` files.
-        notes: what was left out or cut, a sentence each.
     """
 
     data: str
@@ -62,17 +58,10 @@ def evaluate(
     """Evaluate a model on files, in threads or as one of several processes.
 
     Args:
-        target: folder of a run, one of its checkpoints, or a local Hugging Face folder.
         paths: files or folders of data; none for the held-out data of the run.
-        overrides: entries ``section.key=value`` over the run's config, or over the defaults.
-        watch: receiver of the progress of tokenizing (default none).
 
     Returns:
         An evaluation of each path, on the leading process; None on the others.
-
-    Raises:
-        ConfigError: if there is no such model, a value cannot be used, or a Hugging Face folder comes without paths.
-        DataError: if weights or data cannot be read.
     """
     config, run = _config_of(target, overrides)
     if run is None and not paths:

@@ -69,10 +69,6 @@ class Outcome:
         held_out_bits: the model's mean bits per token (a byte, where tokens are bytes) on the held-out samples.
         bigram_bits: a bigram table's mean bits per byte on the same samples; None where tokens are not bytes.
         seconds: duration of the steps and evaluations, without start and end of the run.
-        tokens_per_second: trained tokens divided by the time of the steps alone.
-        unit: name of a token: ``byte`` or ``token``.
-        sample: the generated text, with its prompt.
-        report: path of the run's page; None without `train.report` or where Bokeh is not installed.
     """
 
     folder: str
@@ -100,21 +96,13 @@ def train(
 
     Args:
         config: a checked config, not yet resolved.
-        make_reporter: function of the number of steps, and of whether this process leads, that returns a reporter.
-        profile: profile one step with torch's profiler (default False); see `StepProfiler`.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.train.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
-        callbacks: more callbacks than the config names (default none); only the leading process calls them.
 
     Returns:
         The outcome on the leading process, None on the others.
-
-    Raises:
-        ConfigError: if a value cannot be used, or another run uses the folder; nothing has been written then.
-        StoppedError: if the run was asked to stop; it is saved. Raised on every process.
-        PenstockError: if the run failed later; the folder keeps what has been written.
     """
     world = current_world()
     in_processes = world is not None
@@ -333,9 +321,6 @@ def build_pipeline(
     Args:
         data: data of the run; where targets may be -100, the loss is the mean over all other targets of the batch. The first
             batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
-
-    Raises:
-        ConfigError: if ``train.reduction`` does not suit data with masked targets, or the pipeline cannot be built.
     """
     masked = data is None or data.masked
     parallel, runtime, reduction = config.parallel, config.runtime, config.train.reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,8 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config_changes import config_changes
+from penstock.train.config.sections.data_section import SourceConfig
+from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import final_values
 from penstock.train.report.progress import Reporter
@@ -44,11 +45,8 @@ class RunProgress:
     """The progress of a run, without weights and optimizer.
 
     Attributes:
-        done: number of steps done, and the number of the next batch.
         loss: loss of the last step that had a finite one, in nats per token; NaN if there is none.
-        skipped_in_a_row: number of consecutive steps skipped last.
         final: the last line of the run's metrics if the run had ended and has no steps left; else None.
-        has_state: whether the pipeline has the weights of these steps (default True).
     """
 
     done: int = 0
@@ -96,11 +94,6 @@ class RunCheckpointer:
 
         Returns:
             The progress of the run. All steps may be done: then only files that are missing are written.
-
-        Raises:
-            ConfigError: if there is no intact checkpoint, unless nothing is missing of a finished run; or it belongs to
-                another model, other data or another optimizer, or to a later step than the last.
-            DataError: if the checkpoint was not written by a run.
         """
         train = self._config.train
         if not train.resume:
@@ -228,14 +221,7 @@ class RunCheckpointer:
             self._save(progress)
 
     def stop(self, progress: RunProgress) -> StoppedError:
-        """Save the run unless this step is saved already, and wait for the disk; every process calls this.
-
-        Returns:
-            The error to raise.
-
-        Raises:
-            PenstockError: if the run could not be saved; says how to resume it.
-        """
+        """Save the run unless this step is saved, and return the error to raise; every process calls this."""
         done = progress.done
         if not done:
             return StoppedError(
@@ -295,3 +281,89 @@ def _progress_of(loaded: Loaded) -> RunProgress:
             f"{skipped!r:.40}"
         )
     return RunProgress(loaded.step, float(loss), skipped)
+
+
+_NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
+"""Keys that change the numbers; so do all of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]`` but `_OTHER_KEYS`."""
+_OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
+_PATHS = ("path", "held_out_path")
+
+
+def config_changes(before: dict[str, Any], config: Config, *, knows_data: bool) -> list[str]:
+    """Return the keys that change a run's numbers and differ from a checkpoint's config, a phrase each.
+
+    Args:
+        knows_data: whether the checkpoint has a digest of its data. The data may then have moved: the digest tells whether
+            it is the same.
+    """
+    before, now = dict(before), asdict(config)
+    before.setdefault("lora", asdict(LoraSection()))  # of a run from before there were adapters
+    for key in _PATHS if knows_data else ():
+        if key == "path" or (now["data"][key] and _shown(before, "data", key) != "''"):
+            del now["data"][key]
+    if config.lora.enabled:
+        # So may the base model have: a load compares the digests of its weights.
+        del now["model"]["path"]
+    changes: list[str] = []
+    for section in ("model", "lora", "data", "optim", "train", "runtime"):
+        for key, value in now[section].items():
+            if (section, key) == ("data", "sources") and (sources := _sources(before)) is not None:
+                changes += _source_changes(sources, value, knows_data)
+            elif _changes_numbers(section, key) and (old := _shown(before, section, key)) != repr(value):
+                changes.append(f"{section}.{key} was {_words(old)} and is {_words(repr(value))}")
+    return changes
+
+
+def _changes_numbers(section: str, key: str) -> bool:
+    keys = _NUMERIC_KEYS.get(section)
+    return (section, key) not in _OTHER_KEYS if keys is None else key in keys
+
+
+def _sources(config: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the sources of a checkpoint's config; None if they are no list of tables."""
+    data = config.get("data")
+    sources = data.get("sources", []) if isinstance(data, dict) else None
+    known = isinstance(sources, list) and all(isinstance(source, dict) for source in sources)
+    return sources if known else None
+
+
+def _source_changes(
+    before: list[dict[str, Any]], now: list[dict[str, Any]], knows_data: bool
+) -> Iterator[str]:
+    if len(before) != len(now):
+        yield f"data.sources had {_listed(before)} and has {_listed(now)}"
+        return
+    defaults = asdict(SourceConfig(path=""))
+    for number, (old, new) in enumerate(zip(before, now, strict=True), 1):
+        for key, value in new.items():
+            was = old.get(key, defaults[key])
+            if was != value and not (knows_data and key == "path"):
+                yield (
+                    f"{key} of source {number} in data.sources ({_name(new)}) was {_words(repr(was))} and is "
+                    f"{_words(repr(value))}"
+                )
+
+
+def _listed(sources: list[dict[str, Any]]) -> str:
+    if not sources:
+        return "none"
+    return f"{len(sources)} ({', '.join(map(_name, sources))})"
+
+
+def _name(source: dict[str, Any]) -> str:
+    path = str(source.get("path", ""))
+    return Path(path).name or path
+
+
+def _words(shown: str) -> str:
+    return "not set" if shown == "None" else shown
+
+
+def _shown(config: dict[str, Any], section: str, key: str) -> str:
+    """Return a value of a checkpoint's config; its default, if the key is newer than the checkpoint."""
+    table = config.get(section)
+    return repr(table.get(key, _default(section, key))) if isinstance(table, dict) else "not known"
+
+
+def _default(section: str, key: str) -> Any:
+    return getattr(getattr(Config(), section), key)

@@ -53,10 +53,6 @@ def ignore_index_of(loss_fn: object, reduction: object) -> int:
 
     It is the ``ignore_index`` of the function, of a partial's arguments, of a module that it calls, or a number that its
     source passes on by that keyword.
-
-    Raises:
-        ConfigError: if targets that count are to be counted and the code passes on an ``ignore_index`` of its own, or
-            weighs classes.
     """
     found: set[int | None] = set()
     for part in (*parts_of(loss_fn), *(inner for m in modules_called(loss_fn) for inner in m.modules())):
@@ -125,9 +121,6 @@ def arguments_of(
 
     Args:
         names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
-
-    Raises:
-        BatchError: if the mapping has a key that the model does not know, or one that is given twice.
     """
     if names is None:
         return x, y, named
@@ -196,15 +189,7 @@ class BatchSplitter:
         self.compares = compares
 
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
-        """Split a step's batch into microbatches, and keep this pipeline's.
-
-        Args:
-            x: input of the model; None on processes without the first stage.
-            y: target; None on processes without the last stage, or in an evaluation without loss.
-
-        Raises:
-            BatchError: if the input or the target is missing, cannot be split, or they have different numbers of rows.
-        """
+        """Split a step's batch into microbatches, and keep this pipeline's."""
         inputs: list[object] = []
         targets: list[object] = []
         weights = [LossWeight(divisor=self.microbatches)] * self.microbatches
@@ -291,15 +276,7 @@ def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
 def loss_weights(
     targets: Sequence[object], rows: Sequence[int], reduction: Reduction, scale: float = 1.0
 ) -> list[LossWeight]:
-    """Return the weights of the microbatches' losses.
-
-    Args:
-        reduction: "mean" to weight by rows (divide by the number of microbatches if rows are equal), "sum" to add, or a
-            function that returns a target's weight.
-
-    Raises:
-        BatchError: if the function's counts are not finite, are negative, or are all 0.
-    """
+    """Return the weights of the microbatches' losses."""
     count = len(rows)
     if reduction == "sum":
         return [LossWeight(scale=scale)] * count

@@ -17,11 +17,7 @@ from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of one step, the same on every rank.
-
-    Attributes:
-        number: training steps done before this one.
-    """
+    """Options of one step, the same on every rank; `number` counts the training steps done before it."""
 
     trains: bool = True
     outputs: bool = False
@@ -37,9 +33,6 @@ class LocalBatch:
     """One pipeline's share of a batch, split into microbatches.
 
     Attributes:
-        inputs: inputs of the first stage by microbatch, as `StageState` if the step has named values; empty if this
-            process does not hold the first stage.
-        rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
@@ -78,9 +71,6 @@ class Work:
     """One rank's share of a step; the executor fills in the results.
 
     Attributes:
-        has_graph: whether a loss that counts had a graph to start a backward from.
-        flags: flags of all ranks after the step; see `penstock.runtime.consensus.require_graph`.
-        losses: losses of this rank, and of all ranks after the step.
         outputs, grads: outputs and input gradients of this rank, by microbatch number in the global batch.
     """
 
@@ -235,7 +225,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
 
 
 def reduced(losses: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the weighted sum of the microbatches' losses, without those of weight 0, which may be NaN."""
+    """Return the weighted sum of the microbatches' losses; losses of weight 0 may be NaN, and are left out."""
     if len(set(weights)) == 1:
         return losses.sum() if weights[0] == 1.0 else losses.mean()
     terms = (losses[n] * weight for n, weight in enumerate(weights) if weight)

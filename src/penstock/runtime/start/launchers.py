@@ -37,9 +37,6 @@ class Launch:
     """This process among the processes that a launcher started.
 
     Attributes:
-        local_rank, local_size: rank and number of processes on this machine; None if unknown.
-        address: host of rank 0, where the processes meet; empty if unknown.
-        port: port on the host of rank 0; 0 if unknown.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
         job: name of the launcher's job, the same for all its processes and no others; empty if unknown.
@@ -61,11 +58,7 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Address where the processes meet, as ``init_process_group`` takes it.
-
-        Raises:
-            ConfigError: if neither the launcher nor the user sets it; says which variables to set.
-        """
+        """Address where the processes meet, as ``init_process_group`` takes it."""
         if not self.address or not self.port:
             variables = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
             missing = [name for name, value in variables.items() if not value]
@@ -81,11 +74,7 @@ class Launch:
 
 
 def launcher_of(env: Environment) -> Launch | None:
-    """Return how a launcher other than torchrun started this process; None if it is not one of several.
-
-    Raises:
-        ConfigError: if the launcher's variables contradict one another, or are only partly set, or cannot be used.
-    """
+    """Return how a launcher other than torchrun started this process; None if it is not one of several."""
     launch = next((launch for read in _LAUNCHERS if (launch := read(env)) is not None), None)
     if launch is None and not any(name in env for name in _SIZES):
         _refuse_unknown_size(env)
@@ -233,11 +222,7 @@ def _tasks_here(env: Environment) -> int | None:
 
 
 def _several(env: Environment, launcher: str, rank: str, size: str) -> tuple[int, int] | None:
-    """Return the rank and size in two variables; None if there is one process, or the size is not set.
-
-    Raises:
-        ConfigError: if there are several processes, but this one has no rank: each would run by itself.
-    """
+    """Return the rank and size in two variables; None if there is one process, or the size is not set."""
     if size not in env or (rank not in env and not is_several(env[size])):
         return None
     if rank not in env:

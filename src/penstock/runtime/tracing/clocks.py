@@ -47,11 +47,7 @@ class Readings:
         self._first: dict[torch.device, tuple[Any, float]] = {}
 
     def seconds(self, device: torch.device | None, moments: Sequence[Any]) -> npt.NDArray[np.float64]:
-        """Convert the moments of one rank to seconds.
-
-        Args:
-            moments: return values of that device's `clock`, at least one.
-        """
+        """Convert the moments of one rank to seconds."""
         if device is None:
             return np.array(moments, np.float64)
         if device not in self._first:

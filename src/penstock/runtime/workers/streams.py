@@ -42,11 +42,7 @@ def device_of(modules: Sequence[nn.Module]) -> torch.device | None:
 
 
 class Streams:
-    """The CUDA streams of the ranks.
-
-    Args:
-        used: every CUDA device that has values.
-    """
+    """The CUDA streams of the ranks."""
 
     def __init__(self, devices: Sequence[torch.device | None], used: Sequence[torch.device]) -> None:
         self.devices = devices

@@ -42,7 +42,6 @@ class World:
 
     Attributes:
         rank, size: rank and world size as in ``torch.distributed``; once joined, within this process's pipeline.
-        channel: this rank's end of the edges between ranks, once connected.
         mesh: the processes of the run on their axes, once joined; None for one pipeline.
     """
 
@@ -88,12 +87,7 @@ class World:
         Args:
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
-            first: seconds that a wait may last until the first step ends, this call included (default: `timeout`).
             compare: function that is called once all processes have met, before what depends on their arguments.
-
-        Raises:
-            ConfigError: if the shape does not fit the number of processes.
-            WaitTimeoutError: if not all processes come in time.
         """
         self.timeout = Timeout(timeout, first)
         self._peer_registry = PeerRegistry()
@@ -129,7 +123,7 @@ class World:
         return self
 
     def _join_members(self) -> None:
-        """Open the communicator of all processes of the run, unless that of ``torch.distributed`` is one for the CPU."""
+        """Open the communicator of all processes of the run, unless ``torch.distributed`` has one for the CPU."""
         members, processes = self._members, dist.get_world_size()
         if len(members) < processes:
             with named_errors(f"the processes {members} of the mesh did not all meet"):
@@ -221,7 +215,6 @@ class World:
         """Open the Program's edges, after `join`; every rank calls it with the same Program.
 
         Args:
-            holders: groups of ranks that have the same parameters and sum their gradients.
             device: device of the stages' values, with a communicator for each directed edge; None on the CPU (default).
         """
         assert self._messages is not None, "joined"
@@ -307,11 +300,7 @@ class World:
         )
 
     def separate_group(self, timeout: float) -> dist.ProcessGroup:
-        """Return one more group of all processes of the run, which the caller destroys; every process calls it.
-
-        Args:
-            timeout: timeout of the group, in seconds.
-        """
+        """Return one more group of all processes of the run, which the caller destroys; every process calls it."""
         delta = timedelta(seconds=timeout)
         if self._local_groups is None:
             group: dist.ProcessGroup = dist.new_group(self._members, timeout=delta, backend="gloo")
@@ -403,9 +392,6 @@ class LocalGroups:
     ``torch.distributed.new_group`` is called by all processes of the run, or else names a group by the number of groups that
     this process has: after one was destroyed, the next would read its addresses from the store. Here the processes of a
     mesh agree on a name that was never used.
-
-    Raises:
-        RuntimeError: if not all of the processes come in time.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -420,9 +406,6 @@ class LocalGroups:
 
         Args:
             lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
-
-        Returns:
-            The group; None if no line has this process.
         """
         self._made += 1
         rank = dist.get_rank()

@@ -2,7 +2,7 @@
 
 These are all kinds of dropout, attention with dropout, recurrent layers with dropout between them, and fractional pooling.
 On a CPU the formulas and the order of the draws are torch's own, so the results are bit-identical to torch's with a default
-generator in the same state. On other devices the draws differ from those of torch's fused kernels, but have the same
+generator in the same state. On other devices the draws differ from the ones of torch's fused kernels, but have the same
 distribution. Attention with dropout keeps the full matrix of attention weights for the backward, as torch's own "math" path
 does: several times batch × heads × queries × keys elements.
 """

@@ -132,11 +132,7 @@ def require_loggers(config: Config) -> None:
 
 
 def find_callbacks(config: Config) -> list[Callback]:
-    """Return new callbacks, first the services of ``train.loggers``; call `require_loggers` before.
-
-    Raises:
-        ConfigError: if a name in ``train.callbacks`` leads to no callback.
-    """
+    """Return new callbacks, first the services of ``train.loggers``; call `require_loggers` before."""
     services: dict[str, type[Callback]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     callbacks = [services[name]() for name in names_in(config.train.loggers)]
     for name in names_in(config.train.callbacks):

@@ -64,12 +64,7 @@ _SHOWN = 200
 
 
 def from_mapping(tables: dict[str, Any]) -> Config:
-    """Check ``{section: {key: value}}`` and fill in the defaults.
-
-    Raises:
-        ConfigError: if a section or key is unknown (with the nearest names), a value has the wrong type or range, or two
-            values contradict each other.
-    """
+    """Check ``{section: {key: value}}`` and fill in the defaults."""
     try:
         config = _CONFIG.validate_python(tables)
     except ValidationError as error:

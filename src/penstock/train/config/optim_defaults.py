@@ -20,15 +20,7 @@ LORA_LR = 2e-4
 def optim_defaults(
     config: OptimConfig, given: set[str], *, fine_tunes: bool, adapters: bool = False
 ) -> OptimConfig:
-    """Fill in the keys that are not given and whose default depends on the optimizer or the model.
-
-    Args:
-        fine_tunes: whether the run starts from trained weights (``model.path``).
-        adapters: whether it trains adapters in place of them (``[lora]``).
-
-    Raises:
-        ConfigError: if the optimizer is unknown, or fine-tuning with it has no safe default for the learning rate.
-    """
+    """Fill in the keys that are not given and whose default depends on the optimizer or the model."""
     values = {} if config.name == OURS else torch_defaults(config.name)
     if fine_tunes and config.name == OURS:
         values |= FINE_TUNING

@@ -56,14 +56,6 @@ _SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval"}
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files of a source.
-
-    Attributes:
-        root: the folder, or the file itself.
-        paths: the files, sorted by name; of a folder that ``datasets`` saved, that folder.
-        format: ``text`` (which includes ``tokens``), ``jsonl``, ``parquet`` or ``datasets``.
-    """
-
     root: Path
     paths: tuple[Path, ...]
     format: str
@@ -75,16 +67,7 @@ class DataFiles:
 
 
 def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
-    """Find the files of a source and their format.
-
-    Args:
-        config: the ``[data]`` section, as if the source were its only one.
-        key: key of the path, for messages (default ``data.path``).
-
-    Raises:
-        DataError: if there are none, or one is in a format that is not understood, or they are in several; names the file
-            and says what to set.
-    """
+    """Find the files of a source and their format."""
     if not config.path:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [p for p in _below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]

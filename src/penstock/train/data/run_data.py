@@ -35,10 +35,7 @@ class RunData:
 
     Attributes:
         masked: whether labels may be -100, so that losses are weighted by the number of other labels.
-        digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
-        summary: sizes, for the first line of a run.
-        notes: what was left out or cut, a sentence each.
     """
 
     training: Samples
@@ -56,15 +53,7 @@ class RunData:
 
 
 def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name, share: None) -> RunData:
-    """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read.
-
-    Args:
-        watch: receiver of the progress of tokenizing (default none).
-
-    Raises:
-        DataError: if the data cannot be read, is not understood, is too short, or has tokens outside the vocabulary.
-        ConfigError: if the data does not suit the model.
-    """
+    """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read."""
     train = config.train
     folder = Path(config.data.cache or Path(train.folder) / CACHE).expanduser()
     cache = TokenCache(folder, model.tokenizer, model.source, watch)
@@ -139,11 +128,7 @@ def mean_loss(pipe: Pipeline, result: StepResult) -> float:
 
 
 def steps_of(epochs: float, samples: int, data: RunData) -> int:
-    """Return the number of steps that see every training sample `epochs` times, the last one maybe once more.
-
-    Raises:
-        ConfigError: if these are more steps than a run can have.
-    """
+    """Return the number of steps that see every training sample `epochs` times, the last one maybe once more."""
     # Rounded first: 1.1 * 50 is a little more than 55, and would be 56 steps of one sample.
     steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
     if steps >= 2**31:

@@ -37,11 +37,7 @@ class OpenData:
     """Training and held-out samples of one source, or of several.
 
     Attributes:
-        tokens: training and held-out tokens, for a digest.
         corpus: the training corpus, of a single source of text or tokens; else None.
-        text: a file that is one text, not records or tokens; None if there is none.
-        summary: sizes, for the first line of a run.
-        notes: what was left out or cut, a sentence each.
     """
 
     training: Samples
@@ -54,12 +50,7 @@ class OpenData:
 
 
 def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int) -> OpenData:
-    """Open the data of a run.
-
-    Raises:
-        DataError: if files cannot be read, are not understood, or hold too little.
-        ConfigError: if a library is missing, or the data does not suit the model or the config.
-    """
+    """Open the data of a run."""
     apart = config.of_held_out()
     open_one = _open_all if apart else _open
     opened = [
@@ -147,11 +138,7 @@ def _shared(opened: Sequence[OpenData], held_out: Sequence[OpenData]) -> Iterato
 
 
 def open_whole(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache) -> OpenData:
-    """Open all of a single source for an evaluation, without dividing it; `training` and `held_out` are both all of it.
-
-    Raises:
-        DataError, ConfigError: as `open_sources`.
-    """
+    """Open all of a single source for an evaluation, without dividing it; `training` and `held_out` are both all of it."""
     return _open_all(config, tokenizer, cache, 0, "held-out")
 
 

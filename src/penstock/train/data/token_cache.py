@@ -35,7 +35,6 @@ class TokenCache:
 
     Args:
         folder: folder of the cache; None for a temporary one, which lives as long as this object.
-        source: Hugging Face folder of the model, with the chat template; None for a model of Penstock's own.
     """
 
     def __init__(
@@ -52,12 +51,6 @@ class TokenCache:
         self._watch = watch
 
     def records(self, files: DataFiles, config: DataConfig) -> RecordStore:
-        """Return the tokenized records of files.
-
-        Raises:
-            DataError: if a file cannot be read, or a record is malformed; names its line or row.
-            ConfigError: if a library is missing, or the records do not suit the model.
-        """
         encoder = RecordEncoder(config, self._tokenizer, self._source)
         fields = (
             "record",

@@ -26,12 +26,7 @@ _MAX_FILE_BYTES = 512 * MEGABYTE
 
 
 class Tokenizer(Protocol):
-    """Conversion between text and a model's tokens.
-
-    Attributes:
-        end: token that ends a generated text; None for none.
-        unit: name of a token in messages: ``byte`` or ``token``.
-    """
+    """Conversion between text and a model's tokens."""
 
     @property
     def end(self) -> int | None: ...
@@ -40,11 +35,7 @@ class Tokenizer(Protocol):
     def unit(self) -> str: ...
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, at least one.
-
-        Raises:
-            ConfigError: if the text is not a valid prompt.
-        """
+        """Return the tokens of a prompt, at least one."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
@@ -94,9 +85,7 @@ class HFTokenizer:
 
     Attributes:
         end: end-of-text token, which also follows every training file; None where the model has none.
-        start: the token of an empty prompt.
         prefix: tokens that the tokenizer puts before every text by itself, such as a start token.
-        digest: digest of the file, and of the tokens around a text.
     """
 
     tokenizer: Any
@@ -152,17 +141,6 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
-    """Read a ``tokenizer.json``.
-
-    Args:
-        vocabulary: number of tokens of the model, larger than every token.
-        end: the model's end-of-text token, or None.
-        start: the model's first token of a text, or None.
-
-    Raises:
-        DataError: if the file cannot be read.
-        ConfigError: if the tokenizer has tokens that the model lacks, or ``tokenizers`` is not installed.
-    """
     try:
         import tokenizers
     except ImportError as error:

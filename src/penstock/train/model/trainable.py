@@ -40,14 +40,8 @@ class TrainableModel:
 
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
-        loss_fn: function of logits and target that returns the mean loss in nats.
-        valid_tokens: function of a target that returns the number of its tokens that `masked_loss_fn` counts.
-        masked_loss_fn: `loss_fn` where targets may be -100, which are not counted.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
-        source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
-        family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.plan.PLANS`.
-        adapters: the adapters that are trained in place of the model's weights; None for none.
     """
 
     layers: list[Layer]
@@ -63,16 +57,7 @@ class TrainableModel:
 
 
 def build_model(config: Config, run: Path | None = None) -> TrainableModel:
-    """Return the model of a config; its layers are built later.
-
-    Args:
-        run: folder of a finished run, whose weights are used if they are in Hugging Face's layout (default None).
-
-    Raises:
-        ConfigError: if there is no such folder or file, the family is unknown, or a sequence has more tokens than the model
-            has positions.
-        DataError: if the files of a folder do not belong together.
-    """
+    """Return the model of a config; its layers are built later."""
     model, dtype = config.model, weights_dtype(config.runtime.precision)
     if not (model.path or model.config):
         layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
@@ -156,11 +141,7 @@ def default_text_note(config: Config, model: TrainableModel) -> str | None:
 
 
 def new_adapters(lora: LoraSection) -> Any:
-    """Return the argument ``adapters`` of `from_transformers`: a folder, or peft's config of new adapters.
-
-    Raises:
-        ConfigError: if peft is not installed.
-    """
+    """Return the argument ``adapters`` of `from_transformers`: a folder, or peft's config of new adapters."""
     if lora.path:
         return lora.path
     require_peft()

@@ -41,8 +41,6 @@ class Samples(Protocol):
     """Samples of one source, or of several.
 
     Attributes:
-        per_epoch: number of samples of an epoch.
-        masked: whether labels may be -100, so that a loss has to count the others.
         size: bytes of the text that the labels are of; None if that is unknown.
     """
 
@@ -56,11 +54,7 @@ class Samples(Protocol):
     def size(self) -> int | None: ...
 
     def read(self, samples: Numbers) -> list[Row]:
-        """Return the training samples of some numbers, shape (n,).
-
-        Raises:
-            DataError: if a file can no longer be read.
-        """
+        """Return the training samples of some numbers, shape (n,)."""
 
     def spread(self, count: int) -> list[Row]:
         """Return `count` rows for an evaluation, spread evenly; fewer if there are fewer."""
@@ -77,7 +71,6 @@ class Batch:
         x: tokens, int64 (batch, sequence).
         y: target of each token, as the model's loss takes it, int64 (batch, sequence).
         named: keyword inputs of the step: ``position_ids``, int64 (batch, sequence), if samples are packed.
-        valid: number of tokens that the loss counts.
     """
 
     x: Tensor
@@ -99,14 +92,8 @@ def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool, pac
     """Return the batch of some rows.
 
     Args:
-        rows: rows of equal length.
-        vocabulary: number of the model's tokens.
         target_is_input: whether the loss shifts its target, so that it is the labels of the tokens themselves; else it is
             those of the tokens that follow.
-        packed: whether to give the positions.
-
-    Raises:
-        DataError: if a token is outside the vocabulary.
     """
     tokens, labels = np.stack([row.tokens for row in rows]), np.stack([row.labels for row in rows])
     smallest, largest = int(tokens.min()), max(int(tokens.max()), int(labels.max()))

@@ -27,14 +27,6 @@ class Mixture:
     """Samples of several sources; see `penstock.train.data.samples.batches.Samples`.
 
     An epoch has as many samples as the sources have rows. With weights, a source may be read more or less than once in it.
-
-    Args:
-        sources: samples of each source.
-        weights: relative share of the samples that come from each.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: if a source has less than one sample of a block.
     """
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
