@@ -35,7 +35,7 @@ def require_bokeh() -> None:
     try:
         import bokeh.embed  # noqa: F401
     except ImportError as error:
-        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
+        raise ConfigError("the report page needs bokeh: pip install 'penstock-torch[report]'") from error
 
 
 def figures(

@@ -1,4 +1,4 @@
-"""Calls in a model's own forward: of modules, of their methods, and of what only looks like a module."""
+"""Calls in a forward."""
 
 # ruff: noqa: RET504 - people name a result before they return it
 

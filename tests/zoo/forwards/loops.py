@@ -1,4 +1,4 @@
-"""Where the blocks are: in a loop, an nn.Sequential, a method, a backbone, or two towers."""
+"""Location of the blocks."""
 
 # ruff: noqa: RET504 - people name a result before they return it
 
