@@ -28,7 +28,6 @@ FOLLOWED = {
     "own_schedule.md": "tests/test_own_schedule_page.py",
     "fine_tuning.md": "tests/train/test_fine_tuning_guide.py",
     "watching.md": "tests/test_watching_page.py",
-    "overview.md": "tests/test_overview_page.py",
     "huggingface.md": "tests/huggingface/test_huggingface_page.py",
     "stability.md": "tests/project/test_release_check.py",
     "start.md": "tests/pages/test_guides.py",
