@@ -36,7 +36,7 @@ def require_bokeh() -> None:
     try:
         import_module("bokeh.embed")
     except ImportError as error:
-        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
+        raise ConfigError("the report page needs bokeh: pip install 'penstock-torch[report]'") from error
 
 
 def figures(

@@ -67,7 +67,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
+        raise ConfigError("pictures need matplotlib: pip install 'penstock-torch[pictures]'") from error
     # Text as text, in fonts that journals accept (not Type 3). Without random identifiers and dates, the same trace gives
     # the same file.
     settings: dict[Any, Any] = {

@@ -1,4 +1,4 @@
-"""Calls in a model's own forward: of modules, of their methods, and of what only looks like a module."""
+"""Calls in a forward."""
 
 from __future__ import annotations
 

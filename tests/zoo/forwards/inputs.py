@@ -1,4 +1,4 @@
-"""Inputs by name, and default arguments."""
+"""Keyword inputs and default arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the blocks are: in a loop, an nn.Sequential, a method, a backbone, or two towers."""
+"""Location of the blocks."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class MetricsReceiver(Callback, ABC):
 class TensorBoard(MetricsReceiver):
     """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``.
 
-    Needs `penstock[tensorboard]`.
+    Needs `penstock-torch[tensorboard]`.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class TensorBoard(MetricsReceiver):
 class WeightsAndBiases(MetricsReceiver):
     """A run of Weights & Biases in the project ``penstock``; with ``WANDB_MODE=offline`` it stays in the run's folder.
 
-    Needs `penstock[wandb]`.
+    Needs `penstock-torch[wandb]`.
     """
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the tokenizers package: pip install 'penstock[transformers]'"
+            f"{path} needs the tokenizers package: pip install 'penstock-torch[transformers]'"
         ) from error
     try:
         content = read_bytes(path, _MAX_FILE_BYTES)

@@ -70,7 +70,7 @@ class RunPage:
             return None
         command = f"penstock trace {self._run} --html {self._run / PAGE}"
         if find_spec("bokeh") is None:
-            self._say(f"no report without Bokeh: pip install 'penstock[report]'; {command}")
+            self._say(f"no report without Bokeh: pip install 'penstock-torch[report]'; {command}")
             return None
         try:
             return write_report(read_run(self._run), self._run / PAGE, note=note)

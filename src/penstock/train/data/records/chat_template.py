@@ -42,7 +42,7 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
             raise ConfigError(
-                "chats need the transformers package: pip install 'penstock[transformers]'"
+                "chats need the transformers package: pip install 'penstock-torch[transformers]'"
             ) from error
         try:
             self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)

@@ -99,7 +99,7 @@ def _read_parquet(path: Path) -> Iterator[ReadRecord]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ConfigError(f"{path} needs the pyarrow package: pip install 'penstock[data]'") from error
+        raise ConfigError(f"{path} needs the pyarrow package: pip install 'penstock-torch[data]'") from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -116,7 +116,7 @@ def _read_saved(path: Path, split: str) -> Iterator[ReadRecord]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"{path} needs the datasets package: pip install 'penstock[data]'") from error
+        raise ConfigError(f"{path} needs the datasets package: pip install 'penstock-torch[data]'") from error
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # the library raises many kinds
