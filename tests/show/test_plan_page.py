@@ -30,7 +30,9 @@ ODD = "<img src=x onerror=alert(1)>&'\"{{ 7 * 7 }}"
 
 def small_model(name: str = "small") -> Profile:
     return of_shape(
-        ModelShape(name, layers=8, hidden=512, heads=8, kv_heads=8, head_size=64, ffn=2048, vocabulary=1024)
+        ModelShape(
+            name=name, layers=8, hidden=512, heads=8, kv_heads=8, head_size=64, ffn=2048, vocabulary=1024
+        )
     )
 
 

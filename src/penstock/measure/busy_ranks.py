@@ -58,8 +58,8 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
         optimizer_bandwidth=_optimizer_rate(),
     )
     return Cluster(
-        name,
-        device,
+        name=name,
+        device=device,
         ranks_per_node=max(ranks, dp),
         node=LinkSpeed(latency, bandwidth, reduces),
         dtype="fp32",

@@ -47,7 +47,17 @@ def write(
     if not steps:
         raise ConfigError("a report needs at least one trace")
     path = Path(path)
-    text = _page(title, *_chosen(steps, problems), settings, metrics, facts, note, reload_seconds)
+    shown, problems = _chosen(steps, problems)
+    text = _page(
+        title,
+        shown,
+        problems=problems,
+        settings=settings,
+        metrics=metrics,
+        facts=facts,
+        note=note,
+        reload_seconds=reload_seconds,
+    )
     try:
         write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
     except OSError as error:
@@ -74,6 +84,7 @@ def _chosen(
 def _page(
     title: str,
     steps: Sequence[StepAnalysis],
+    *,
     problems: Sequence[str],
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
@@ -105,5 +116,15 @@ def _page(
         "steps": packed,
     }
     return render(
-        title, steps, unit, settings, problems, facts, data, places, library(), note, reload_seconds
+        title,
+        steps,
+        unit=unit,
+        settings=settings,
+        problems=problems,
+        facts=facts,
+        data=data,
+        figures=places,
+        library=library(),
+        note=note,
+        reload_seconds=reload_seconds,
     )

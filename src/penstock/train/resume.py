@@ -68,6 +68,7 @@ class RunCheckpointer:
         self,
         run: Path,
         config: Config,
+        *,
         data: DataDigest,
         pipe: Pipeline,
         optimizer: PipelineOptimizer,

@@ -17,7 +17,15 @@ def problems(draw: st.DrawFn) -> Problem:
     p, m = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     f, b, w = (np.array(draw(st.lists(st.integers(1, 9), min_size=p, max_size=p)), float) for _ in range(3))
     limit, kept = draw(st.integers(1, 2 * p)), draw(st.sampled_from([1.0, 0.5, 0.0]))
-    return Problem(m, f, b, w, float(draw(st.integers(0, 3))), float(limit), kept)
+    return Problem(
+        microbatches=m,
+        forward=f,
+        input_gradient=b,
+        weight_gradient=w,
+        latency=float(draw(st.integers(0, 3))),
+        limit=float(limit),
+        kept=kept,
+    )
 
 
 def policies(problem: Problem) -> st.SearchStrategy[Policy]:
@@ -82,12 +90,28 @@ def test_the_score_of_a_schedule_is_its_time(name: str):
     p, m = 3, 7
     schedule = build_schedule(name, p, m)
     lists = np.searchsorted(KINDS, schedule.kind.reshape(p, 3 * m)).astype(np.int8)
-    problem = Problem(m, np.full(p, 4.0), np.full(p, 5.0), np.full(p, 3.0), 2.0, 9.0, 1.0)
+    problem = Problem(
+        microbatches=m,
+        forward=np.full(p, 4.0),
+        input_gradient=np.full(p, 5.0),
+        weight_gradient=np.full(p, 3.0),
+        latency=2.0,
+        limit=9.0,
+        kept=1.0,
+    )
     makespan, longest, _ = timed(schedule, 4, 5, 3, 2)
     assert score(problem, lists) == (longest, makespan)
 
 
 def test_a_policy_that_waits_for_what_cannot_come_has_no_score():
-    problem = Problem(2, np.ones(1), np.ones(1), np.ones(1), 0.0, 2.0, 1.0)
+    problem = Problem(
+        microbatches=2,
+        forward=np.ones(1),
+        input_gradient=np.ones(1),
+        weight_gradient=np.ones(1),
+        latency=0.0,
+        limit=2.0,
+        kept=1.0,
+    )
     never = Policy(np.array([2]), np.zeros(1), np.full(1, math.inf), np.ones(1, np.bool_))
     assert construct(problem, never)[0] == (math.inf, math.inf)

@@ -29,7 +29,7 @@ _ROUNDING = 1e-9
 """Tolerance of the memory limit: sums of parts of an activation may miss a whole number by this much."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
     """Counts, costs and memory limit of the lists to build.
 
@@ -246,7 +246,7 @@ def _prefer(
     return chosen, awaited
 
 
-def _improve(
+def _improve(  # noqa: PLR0917 - numba takes no keyword-only parameters
     seconds: Floats,
     latency: float,
     limit: float,

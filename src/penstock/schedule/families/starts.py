@@ -71,6 +71,6 @@ class CatalogueStarts:
         if limit < 1:
             return None
         return zb_auto(
-            problem.ranks, problem.microbatches, (costs[0], costs[1], costs[2]), latency,
-            min(limit, 4.0 * problem.ranks), objective="makespan",
+            problem.ranks, problem.microbatches, costs=(costs[0], costs[1], costs[2]), latency=latency,
+            memory_limit=min(limit, 4.0 * problem.ranks), objective="makespan",
         )  # fmt: skip

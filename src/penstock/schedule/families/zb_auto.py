@@ -41,6 +41,7 @@ _MOVES_AN_OP = 200
 def zb_auto(
     ranks: int,
     microbatches: int,
+    *,
     costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
     latency: float = 0.0,
     memory_limit: float | None = None,
@@ -90,7 +91,15 @@ def zb_auto(
         raise ScheduleError(
             f"zb-auto: the latency must be a number of seconds of at least 0, got {latency!r}"
         )
-    problem = Problem(m, f, b, w, float(latency), float(limit), float(kept))
+    problem = Problem(
+        microbatches=m,
+        forward=f,
+        input_gradient=b,
+        weight_gradient=w,
+        latency=float(latency),
+        limit=float(limit),
+        kept=float(kept),
+    )
     lists = _best_lists(problem, objective)
     columns = [plain_columns(r, KINDS[lists[r]], occurrence(lists[r].astype(np.int64))) for r in range(p)]
     options = {
