@@ -51,6 +51,16 @@ class VerifyTarget:
 
 
 @dataclass(frozen=True)
+class _Case:
+    target: str
+    schedule: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference:
     """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters."""
 
@@ -144,11 +154,20 @@ def _rows(
                 loss, weights, gradients = _differences(in_float64(m), plain[m])
                 allowed = (SLACK * loss, SLACK * weights, SLACK * gradients)
             for transport in transports:
-                job = (target, name, p, virtual, m, steps)
+                case = _Case(target, name, p, virtual, m, steps)
                 in_processes = transport == "processes"
-                outcomes = pool.run(p, _pipelined, *job) if in_processes else [_pipelined(0, *job)]
-                differences = _differences(plain[m], _joined(name, plain[m], outcomes))
-                yield Difference(name, transport, p, m, *differences, allowed)
+                outcomes = pool.run(p, _pipelined, case) if in_processes else [_pipelined(0, case)]
+                loss, weights, gradients = _differences(plain[m], _joined(name, plain[m], outcomes))
+                yield Difference(
+                    schedule=name,
+                    transport=transport,
+                    ranks=p,
+                    microbatches=m,
+                    loss=loss,
+                    weights=weights,
+                    gradients=gradients,
+                    allowed=allowed,
+                )
 
 
 def _in_order(name: str, ranks: int, microbatches: int, virtual: int) -> bool:
@@ -192,23 +211,21 @@ def _as(value: object, dtype: torch.dtype | None) -> object:
     return value.to(dtype)
 
 
-def _pipelined(
-    rank: int, target_name: str, schedule: str, ranks: int, virtual: int, microbatches: int, steps: int
-) -> _Outcome:
-    target = load_target(target_name)
+def _pipelined(rank: int, case: _Case) -> _Outcome:
+    target = load_target(case.target)
     with Pipeline(
         target.model,
         target.loss_fn,
-        microbatches=microbatches,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual,
+        microbatches=case.microbatches,
+        schedule=case.schedule,
+        ranks=case.ranks,
+        virtual_stages=case.virtual_stages,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
         losses: list[Tensor] = []
-        for step in range(steps):
+        for step in range(case.steps):
             optimizer.zero_grad()
-            result = pipe.step(*target.batch(step, microbatches))
+            result = pipe.step(*target.batch(step, case.microbatches))
             assert result.losses is not None
             losses.extend(result.losses)
             pipe.clip_grad_norm_(MAX_NORM)

@@ -39,8 +39,18 @@ def test_keys_have_defaults_and_other_names():
     assert str(Layout()) == "pp=1,dp=1,tp=1,microbatch=1,schedule=1f1b"
     text = " pp = 8, tp=2 ,v=2,sequence_parallel=yes,zero=on,overlap=no,split=3+3;2,recompute=2"
     assert Layout.parse(text) == Layout(
-        8, 1, 2, 2, 1, "1f1b", 2, True, True, split=(3, 3, 2), overlap=False
-    )  # fmt: skip
+        pp=8,
+        dp=1,
+        tp=2,
+        v=2,
+        microbatch=1,
+        schedule="1f1b",
+        recompute=2,
+        zero=True,
+        sequence_parallel=True,
+        split=(3, 3, 2),
+        overlap=False,
+    )
     assert Layout.parse("zero=FALSE,recompute=full") == Layout(recompute="full")
 
 

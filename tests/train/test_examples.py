@@ -114,14 +114,14 @@ def test_prometheus_asks_an_endpoint_until_the_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PROMETHEUS_PORT", str(port))
     board = loaded("to_prometheus").Prometheus()
     board.on_start(penstock.StartEvent(tmp_path, steps=9))
-    board.on_step(penstock.StepEvent(4, loss=0.25, rss=(1, 2)))
+    board.on_step(penstock.StepEvent(step=4, loss=0.25, rss=(1, 2)))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         found = gauges(answer.read().decode())
     name = tmp_path.name
     assert found[f'penstock_train_loss{{run="{name}"}}'] == 0.25
     assert found[f'penstock_train_rss{{rank="1",run="{name}"}}'] == 2
     assert found[f'penstock_running{{run="{name}"}}'] == 1
-    board.on_end(penstock.EndEvent("done", 9))
+    board.on_end(penstock.EndEvent(outcome="done", step=9))
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert not (tmp_path / "metrics.prom").exists()

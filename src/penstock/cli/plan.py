@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     model: str,
     cluster_name: str,
     sequence: int | None,
@@ -149,7 +150,18 @@ def command(
     if layout_text is not None:
         result = best = predict(profile, cluster, Layout(**values), sequence=sequence, batch=batch)
     else:
-        result = _search(profile, cluster, sequence, batch, values, schedules, devices, top, seconds, as_json)
+        result = _search(
+            profile,
+            cluster,
+            sequence=sequence,
+            batch=batch,
+            fixed=values,
+            schedules=schedules,
+            devices=devices,
+            top=top,
+            seconds=seconds,
+            as_json=as_json,
+        )
         if order is not None and order_seconds is not None:
             from penstock.plan.explore.searched_orders import with_searched_order
 
@@ -169,7 +181,7 @@ def command(
     elif untrained is not None and out is not None:
         lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
-        lines += _run_lines(Path(model), profile, cluster, best, sequence, batch, out)
+        lines += _run_lines(Path(model), profile, cluster, best, sequence=sequence, batch=batch, out=out)
     if best.layout.schedule == str(order):
         lines += ["", f"order:   {order}"]
     if as_json:
@@ -182,7 +194,7 @@ def command(
 
 
 def _search(
-    profile: Profile, cluster: Cluster, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
+    profile: Profile, cluster: Cluster, *, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
     devices: int | None, top: int, seconds: float | None, as_json: bool,
 ) -> SearchResult:  # fmt: skip
     from rich.console import Console
@@ -226,7 +238,7 @@ def _show(
 
 
 def _run_lines(
-    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
+    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, *, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it."""
     from penstock.cli.plan_files import (

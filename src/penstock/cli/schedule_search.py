@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(dir_okay=False), metavar="PATH", help="CSV file for the schedule.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def search_command(
+    *,
     ranks: int,
     microbatches: int,
     virtual_stages: int | None,

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 @figure_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     schedule: str | None,
     ranks: int | None,
     microbatches: int | None,
@@ -90,8 +91,19 @@ def command(
         _check_options(values, names)
     runs = []
     for name in names:
-        fitting = (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
-        built = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
+        stages, fitting = (
+            (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
+        )
+        built = _schedule(
+            name,
+            ranks=ranks,
+            microbatches=microbatches,
+            virtual_stages=stages,
+            values=fitting,
+            costs=costs,
+            latency=latency,
+            memory_limit=memory_limit,
+        )
         runs.append(_run(built, costs, latency, memory_limit))
     exposed = None if reduction is None else _exposed(runs[0][1], reduction)
     if html is not None:
@@ -199,7 +211,7 @@ def _fitting(
 
 
 def _schedule(
-    name: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
+    name: str, *, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
     values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule; a family that adapts to costs, latency and memory gets the simulation's."""

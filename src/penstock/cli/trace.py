@@ -47,6 +47,7 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     runs: tuple[Path, ...],
     step: int | None,
     html: Path | None,

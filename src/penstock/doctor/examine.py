@@ -33,7 +33,7 @@ UNANSWERED = 1.0
 _LATE = 5.0  # seconds after its timeout at which a wait still counts as ended in time
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Report:
     """Results of all checks, equal on every rank."""
 
@@ -114,7 +114,7 @@ def examine(rounds: Rounds, folder: Path | None, cluster: Path | None = None) ->
     """
     if cluster is not None:
         _require_writable_on_rank_0(rounds, cluster)
-    report = Report(rounds.size)
+    report = Report(ranks=rounds.size)
     with _sorted_findings(report):
         report.machines = _sound(
             report, "machine", rounds.each("machine", lambda: machine_facts(rounds.rank))

@@ -29,7 +29,7 @@ LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Candidate:
     """A loop or a call that may run blocks; or another expression, which must be evaluated before them.
 
@@ -213,7 +213,7 @@ class BlockFinder:
                     case _:
                         target = f"_penstock_value_{next(self.numbers)}"
                 called = self._of_call(frame, part, facts, [statement, *later], target)
-            found.append(called or Candidate(0, call=part))
+            found.append(called or Candidate(parameters=0, call=part))
         return found
 
     def _loop(
@@ -248,7 +248,7 @@ class BlockFinder:
         if not paths and values:
             return None
         after = [*loop.body, *later]
-        candidate = Candidate(sum(p.numel() for p in weights.values()), modules)
+        candidate = Candidate(parameters=sum(p.numel() for p in weights.values()), modules=modules)
         candidate.rounds = [self._round(frame, body, facts, after, bodies) for body in bodies]
         for node in ast.walk(ast.Module([*loop.body], [])):
             if isinstance(node, ast.Return) or (
@@ -301,7 +301,7 @@ class BlockFinder:
         error = frame.source.refusal(
             statement, f"the loop over its blocks is within {article} {word} statement", fix
         )
-        return [Candidate(_size(modules), modules, refused=error)]
+        return [Candidate(parameters=_size(modules), modules=modules, refused=error)]
 
     def _of_call(
         self, frame: Frame, call: ast.Call, facts: Mapping[str, Any], later: Sequence[ast.stmt], target: str
@@ -322,7 +322,9 @@ class BlockFinder:
             simple = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred)
             if not simple or not any(True for _ in module.parameters()):
                 return None
-            found = Candidate(_size([module]), list(module.children()), call=call, value=target)
+            found = Candidate(
+                parameters=_size([module]), modules=list(module.children()), call=call, value=target
+            )
             for name in module._modules:
                 item = ast.Call(
                     ast.Attribute(call.func, name, ast.Load()), [ast.Name(target, ast.Load())], []
@@ -365,14 +367,16 @@ class BlockFinder:
             values = {name: static_value(frame, node, facts) for name, node in arguments.items()}
             within = self.plan(inner, {n: v for n, v in values.items() if v is not UNKNOWN})
         except SplitError as error:
-            return Candidate(_size(modules), modules, call=call, refused=error)
+            return Candidate(parameters=_size(modules), modules=modules, call=call, refused=error)
         leaves = within.leaves()
         if not any(leaf.parameters or leaf.refused for leaf in leaves):
             return None
         if early := early_return(within.statements):
             size = sum(leaf.parameters for leaf in leaves)
-            return Candidate(size, modules, call=call, refused=refused_return(inner, early))
-        return Candidate(0, modules, call=call, within=within, arguments=arguments)
+            return Candidate(
+                parameters=size, modules=modules, call=call, refused=refused_return(inner, early)
+            )
+        return Candidate(parameters=0, modules=modules, call=call, within=within, arguments=arguments)
 
 
 def early_return(statements: Sequence[ast.stmt]) -> ast.AST | None:

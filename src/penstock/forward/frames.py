@@ -66,7 +66,15 @@ def method_frame(
     if not arguments.args:
         raise source.refusal(source.tree, "it takes no self", "let it take self as its first argument")
     decided = {} if outer is None else outer.decided
-    return Frame(source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided)
+    return Frame(
+        source=source,
+        module=module,
+        path=path,
+        self_name=arguments.args[0].arg,
+        names=frozenset(names_of),
+        prefix=prefix,
+        decided=decided,
+    )
 
 
 def method_called(frame: Frame, call: ast.Call) -> tuple[FunctionType, nn.Module, str] | None:

@@ -27,7 +27,7 @@ Steps = tuple[str | tuple[int | str] | None, ...]
 _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Frame:
     """One forward that runs: the model's, or a forward or a method within it which has blocks.
 

@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError, SplitError
 Attention = Literal["full_attention", "sliding_attention"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """Names of the modules of a causal language model, and what its forward does between them.
 

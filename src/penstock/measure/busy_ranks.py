@@ -62,8 +62,8 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15) -> Cluster
         optimizer_bandwidth=optimizer_bandwidth(_CPU, _BUDGET),
     )
     return Cluster(
-        "this machine",
-        device,
+        name="this machine",
+        device=device,
         ranks_per_node=max(ranks, dp),
         node=LinkSpeed(latency, bandwidth, reduces),
         dtype="fp32",

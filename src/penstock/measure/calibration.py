@@ -145,7 +145,7 @@ def calibrate(
     runs = []
     for way, stages, found in zip(ways, stages_of, steps_of, strict=True):
         layout = Layout(
-            ranks, v=stages // ranks, microbatch=rows, schedule=way.schedule, recompute=way.recompute
+            pp=ranks, v=stages // ranks, microbatch=rows, schedule=way.schedule, recompute=way.recompute
         )
         runs.append(MeasuredLayout(layout, profile.sequence or 1, *zip(*_fastest(found, share), strict=True)))
     return fit_profile(profile, cluster, runs)

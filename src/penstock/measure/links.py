@@ -140,7 +140,9 @@ class Edges:
     def __enter__(self) -> ProcessChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         exchange: Callable[[Any], list[Any]] = self._world.all_gather
-        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Timeout(self._wait))
+        self._channel = ProcessChannel(
+            self._group, exchange, incoming=self._peers, outgoing=self._peers, timeout=Timeout(self._wait)
+        )
         return self._channel
 
     def __exit__(self, *_: object) -> None:

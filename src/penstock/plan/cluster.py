@@ -55,7 +55,7 @@ _MAX_DEVICES = 1_000_000
 _LARGEST = 1e30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """Achieved rates of one device; see the module's docstring for units."""
 
@@ -106,7 +106,7 @@ class LinkSpeed:
     reduce_bandwidth: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Devices on nodes, and the links between them.
 

@@ -51,7 +51,7 @@ _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Predicted step of a layout.
 
@@ -194,13 +194,27 @@ def predict(
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     return Prediction(
-        layout, seconds, seconds / factor, seconds * factor, batch * sequence / seconds,
-        model, hardware, model / peak_rate, hardware / peak_rate,
-        rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
-        sum(causes.values()), causes,
-        {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
-        dtype, unit, assumptions(profile, cluster, layout, sequence), costs, program, trace,
-    )  # fmt: skip
+        layout=layout,
+        step_seconds=seconds,
+        low=seconds / factor,
+        high=seconds * factor,
+        tokens_per_second=batch * sequence / seconds,
+        tflops_per_device=model,
+        hardware_tflops_per_device=hardware,
+        mfu=model / peak_rate,
+        hfu=hardware / peak_rate,
+        memory=rank_memory(schedule, costs, layout, dtype),
+        capacity=cluster.device.memory,
+        bubble=sum(causes.values()),
+        causes=causes,
+        parts={"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
+        dtype=dtype,
+        unit=unit,
+        assumptions=assumptions(profile, cluster, layout, sequence),
+        costs=costs,
+        program=program,
+        trace=trace,
+    )
 
 
 def _simulated(

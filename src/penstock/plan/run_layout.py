@@ -18,7 +18,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One way to run a model on devices.
 

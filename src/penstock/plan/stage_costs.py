@@ -23,7 +23,7 @@ from penstock.stage.partition import by_counts, even
 Table = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerTimes:
     """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute."""
 
@@ -125,21 +125,21 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     forward, input_grad, weight_grad = seconds("forward"), seconds("input_grad"), seconds("weight_grad")
     selective = layout.recompute == "selective"
     return LayerTimes(
-        table,
-        forward,
-        input_grad,
-        weight_grad,
-        other("backward", input_grad + weight_grad),
-        seconds("selective") if selective else other("again", forward),
-        column("attention_flops") if selective else column("model_flops"),
-        column("saved_bytes"),
-        column("selective_bytes") if selective else column("input_bytes"),
-        column("waiting_bytes"),
-        column("transient_bytes"),
-        column("parameters"),
-        column("output_bytes"),
-        column("model_flops"),
-        np.array([cost.recomputes for cost in table.costs])[list(kinds)],
+        table=table,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=other("backward", input_grad + weight_grad),
+        again=seconds("selective") if selective else other("again", forward),
+        repeats=column("attention_flops") if selective else column("model_flops"),
+        saved=column("saved_bytes"),
+        kept=column("selective_bytes") if selective else column("input_bytes"),
+        waiting=column("waiting_bytes"),
+        transient=column("transient_bytes"),
+        parameters=column("parameters"),
+        outputs=column("output_bytes"),
+        model_flops=column("model_flops"),
+        recomputes=np.array([cost.recomputes for cost in table.costs])[list(kinds)],
     )
 
 
@@ -180,7 +180,7 @@ def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
     return np.array([values[kind] for kind in kinds], np.float64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StageCosts:
     """Seconds and bytes of every stage; arrays of shape (stages,)."""
 
@@ -249,9 +249,23 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
-        counts, starts, forward, input_grad, weight_grad, backward, repeated, segments, kept, waiting, largest[0],
-        largest[1], parameters, np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
-    )  # fmt: skip
+        counts=counts,
+        starts=starts,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=backward,
+        again=repeated,
+        segments=segments,
+        saved=kept,
+        waiting=waiting,
+        transient=largest[0],
+        logits=largest[1],
+        parameters=parameters,
+        messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
+        model_flops=flops,
+        repeated_flops=repeated_flops,
+    )
 
 
 def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout: Layout) -> Table:

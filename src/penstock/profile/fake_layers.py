@@ -112,7 +112,9 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
             if n + 1 == len(layers) and sample.loss_fn is not None:
                 loss = (sample.loss_fn, fake(sample.target))
             with mode, device:
-                run, value = _run_layer(layer, module, value, context, loss, counted, sample.autocast)
+                run, value = _run_layer(
+                    layer, module, value, context, loss=loss, counted=counted, autocast=sample.autocast
+                )
         runs.append(run)
     return runs
 
@@ -122,6 +124,7 @@ def _run_layer(
     module: StageModule,
     value: Any,
     context: Context,
+    *,
     loss: tuple[LossFunction, Any] | None,
     counted: set[int],
     autocast: torch.dtype | None,

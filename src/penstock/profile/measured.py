@@ -110,14 +110,14 @@ def measure_layers(
     smallest = next(iter(runs))
     empty = [times[_EMPTY, smallest, way, op] for way, op in (("whole", "F"), ("whole", "B"))]
     return Profile(
-        name or type(model).__name__,
-        "measured",
-        None,
-        sample.tokens,
-        dtype_of_runs(runs, sample),
-        kinds,
-        tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
-        _machine(ranks, rounds),
+        name=name or type(model).__name__,
+        source="measured",
+        shape=None,
+        sequence=sample.tokens,
+        dtype=dtype_of_runs(runs, sample),
+        kinds=kinds,
+        layers=tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
+        machine=_machine(ranks, rounds),
         op_overhead=statistics.mean(empty),
         spread=_spread(samples),
         autocast=autocast is not None,

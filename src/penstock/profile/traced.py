@@ -77,7 +77,14 @@ def profile_of_runs(
     entries = tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True))
     dtype = dtype_of_runs(runs, sample)
     return Profile(
-        name, "traced", None, sample.tokens, dtype, kinds, entries, autocast=sample.autocast is not None
+        name=name,
+        source="traced",
+        shape=None,
+        sequence=sample.tokens,
+        dtype=dtype,
+        kinds=kinds,
+        layers=entries,
+        autocast=sample.autocast is not None,
     )
 
 

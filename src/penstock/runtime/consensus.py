@@ -168,6 +168,7 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
 
 def agree(
     channel: Channel | None,
+    *,
     rank: int,
     collector: int,
     ranks: int,

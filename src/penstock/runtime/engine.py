@@ -47,6 +47,7 @@ class Engine:
     def __init__(
         self,
         local_stages: LocalStages,
+        *,
         local_ranks: Sequence[int],
         timeout: Timeout,
         world: World | None,
@@ -158,7 +159,7 @@ class Engine:
                             for executor in executors:
                                 executor.refuse(self._step, error)
                         raise
-                    works = [Work(batch, options) for _ in self.local_ranks]
+                    works = [Work(batch=batch, options=options) for _ in self.local_ranks]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
                     self._run_ranks(executors, works)
                     # 4. What the step did to buffers reaches all copies.

@@ -49,6 +49,7 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         channel: Channel | None,
+        *,
         shared: SharedGradients | None = None,
         replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
@@ -76,7 +77,14 @@ class Executor:
         self._state = StepState()
         gradients = [each for each in (shared, replica_reduction) if each is not None]
         compiler = OpCompiler(
-            program, rank, stages, channel, self._state, self.records, gradients, self.trains
+            program,
+            rank,
+            stages,
+            channel,
+            state=self._state,
+            records=self.records,
+            gradients=gradients,
+            trains=self.trains,
         )
         self.ops = compiler.compile()
         self._collector = program.schedule.placement.holders[-1][0]
@@ -191,11 +199,11 @@ class Executor:
         flags |= marks_of(work.batch.digest, self._factor)
         return agree(
             self.channel,
-            self.rank,
-            self._collector,
-            self.program.schedule.ranks,
-            self.program.tags,
-            work.losses,
-            refusal,
-            flags,
+            rank=self.rank,
+            collector=self._collector,
+            ranks=self.program.schedule.ranks,
+            tag=self.program.tags,
+            losses=work.losses,
+            refusal=refusal,
+            flags=flags,
         )

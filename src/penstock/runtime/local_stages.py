@@ -46,6 +46,7 @@ class LocalStages:
         self,
         program: Program,
         layers_of_stages: Sequence[Sequence[Layer]],
+        *,
         local_ranks: Sequence[int],
         device: torch.device | None,
         loss_fn: LossFunction,
@@ -201,7 +202,15 @@ class LocalStages:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
             shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replica_reduction, fixed)
+        return Executor(
+            program,
+            rank,
+            stages,
+            channel,
+            shared=shared,
+            replica_reduction=self.replica_reduction,
+            fixed=fixed,
+        )
 
 
 def build_modules(

@@ -51,6 +51,7 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_n
 def render(
     title: str,
     steps: Sequence[StepAnalysis],
+    *,
     unit: Unit,
     settings: str,
     problems: Sequence[str],

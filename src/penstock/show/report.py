@@ -39,8 +39,18 @@ def write(
     """
     if not steps:
         raise ConfigError("a report needs at least one trace")
-    chosen = _chosen(steps, problems)
-    return write_page(path, _page(title, *chosen, settings, metrics, facts, note, reload_seconds))
+    shown, problems = _chosen(steps, problems)
+    text = _page(
+        title,
+        shown,
+        problems=problems,
+        settings=settings,
+        metrics=metrics,
+        facts=facts,
+        note=note,
+        reload_seconds=reload_seconds,
+    )
+    return write_page(path, text)
 
 
 def _chosen(
@@ -62,6 +72,7 @@ def _chosen(
 def _page(
     title: str,
     steps: Sequence[StepAnalysis],
+    *,
     problems: Sequence[str],
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
@@ -91,4 +102,15 @@ def _page(
         + [name for name in places if name.startswith("curve-")],
         "steps": packed,
     }
-    return render(title, steps, unit, settings, problems, facts, data, places, note, reload_seconds)
+    return render(
+        title,
+        steps,
+        unit=unit,
+        settings=settings,
+        problems=problems,
+        facts=facts,
+        data=data,
+        figures=places,
+        note=note,
+        reload_seconds=reload_seconds,
+    )

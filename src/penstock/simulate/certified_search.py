@@ -30,7 +30,7 @@ SECONDS = 10.0
 """Time of a search, unless another is given."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CertifiedSchedule:
     """Result of a search."""
 
@@ -119,9 +119,17 @@ def search_schedule(
     ended: Ended = "converged" if found.ended == "proved" else found.ended
     ended = "proved" if _reaches(span, bound) else ended
     return CertifiedSchedule(
-        schedule, trace, span, min(bound, span), bubbles(trace).busy.max(),
-        (budget or Budget(0)).peak(schedule), start, found.rounds, ended, perf_counter() - began,
-    )  # fmt: skip
+        schedule=schedule,
+        trace=trace,
+        makespan=span,
+        lower_bound=min(bound, span),
+        work=bubbles(trace).busy.max(),
+        peak=(budget or Budget(0)).peak(schedule),
+        start=start,
+        rounds=found.rounds,
+        ended=ended,
+        seconds=perf_counter() - began,
+    )
 
 
 def _rounded(least: float, like: Any) -> Any:
@@ -151,7 +159,14 @@ def order_problem(
         for s, (a, b) in enumerate(pairwise(pipe)):
             travel[q, s] = 0 if a == b else transfer[s, int(node[a] != node[b])]
     return OrderProblem(
-        placement, microbatches, backward, seconds, travel, budget,
-        communication.blocks in ("sender", "both"), communication.blocks in ("receiver", "both"),
-        backward == "split" and bool((seconds[:, Kind.B] < seconds[:, Kind.I] + seconds[:, Kind.W]).any()),
-    )  # fmt: skip
+        placement=placement,
+        microbatches=microbatches,
+        backward=backward,
+        seconds=seconds,
+        travel=travel,
+        budget=budget,
+        sender_blocks=communication.blocks in ("sender", "both"),
+        receiver_blocks=communication.blocks in ("receiver", "both"),
+        mixed=backward == "split"
+        and bool((seconds[:, Kind.B] < seconds[:, Kind.I] + seconds[:, Kind.W]).any()),
+    )

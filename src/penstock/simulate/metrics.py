@@ -24,7 +24,7 @@ from penstock.trace.events import Trace
 from penstock.trace.memory_curve import peaks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Metrics:
     """Figures of one simulated schedule; times in the costs' unit."""
 
@@ -80,17 +80,17 @@ def measure(schedule: Schedule, costs: Costs, trace: Trace) -> Metrics:
     """Return the figures of a simulation of `schedule` with `costs`."""
     split = bubbles(trace)
     return Metrics(
-        schedule.name,
-        schedule.ranks,
-        schedule.stages,
-        schedule.microbatches,
-        split.makespan,
-        longest(trace),
-        bound_of(schedule, costs).makespan,
-        split.busy,
-        split.makespan - split.busy,
-        split.idle,
-        peaks(trace) if trace.info.get("held") == "chunks" else peak(schedule),
+        schedule=schedule.name,
+        ranks=schedule.ranks,
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        makespan=split.makespan,
+        longest=longest(trace),
+        lower_bound=bound_of(schedule, costs).makespan,
+        busy=split.busy,
+        bubble=split.makespan - split.busy,
+        idle=split.idle,
+        peak_activations=peaks(trace) if trace.info.get("held") == "chunks" else peak(schedule),
     )
 
 

@@ -40,16 +40,16 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
             "`penstock schedule check` shows the cycle"
         )
     return Trace(
-        schedule.ranks,
-        program.rank,
-        schedule.stage,
-        schedule.kind,
-        schedule.microbatch,
-        start,
-        end,
-        np.zeros_like(schedule.paired) if split_pairs else schedule.paired,
-        held(schedule) if memory is None else memory,
-        {
+        ranks=schedule.ranks,
+        rank=program.rank,
+        stage=schedule.stage,
+        kind=schedule.kind,
+        microbatch=schedule.microbatch,
+        start=start,
+        end=end,
+        paired=np.zeros_like(schedule.paired) if split_pairs else schedule.paired,
+        held=held(schedule) if memory is None else memory,
+        info={
             "source": "simulated",
             "schedule": schedule.name,
             "stages": schedule.stages,

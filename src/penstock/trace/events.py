@@ -48,7 +48,7 @@ class Activity(IntEnum):
     OPTIMIZER = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Trace:
     """Timed events of one step, as columns of equal length, sorted by rank and then by start.
 
@@ -86,7 +86,7 @@ class Trace:
         """Return the events in some rows (a mask, indices or a slice), in their order."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         held = None if self.held is None else self.held[rows]
-        return Trace(self.ranks, **columns, held=held, info=self.info)
+        return Trace(ranks=self.ranks, **columns, held=held, info=self.info)
 
     def only(self, kinds: Iterable[Activity]) -> Trace:
         """Return the events of some kinds; the trace itself if it has no event of another kind."""
@@ -143,7 +143,7 @@ class Trace:
         problem = _problem(ranks, info, {**columns, **({} if held is None else {"held": held})})
         if problem:
             raise DataError(f"{path} is not a valid trace: {problem}")
-        return Trace(ranks, **columns, held=held, info=info)
+        return Trace(ranks=ranks, **columns, held=held, info=info)
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:

@@ -58,7 +58,7 @@ def _concatenated(parts: Sequence[Trace], began: Sequence[float], info: dict[str
     # A stable sort keeps the events of a rank in the order of their part.
     order = np.argsort(columns["rank"], kind="stable")
     return Trace(
-        parts[0].ranks,
+        ranks=parts[0].ranks,
         **{name: column[order] for name, column in columns.items()},
         held=np.concatenate(held)[order] if len(held) == len(parts) else None,
         info={**parts[0].info, **info, "origin": origin},

@@ -34,7 +34,7 @@ from penstock.train.report.device import choose_device, sharing_cores
 _SEQUENCE = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Loss of a model on some data.
 
@@ -152,11 +152,11 @@ def _evaluation(
     bits = nats / math.log(2)
     size = tokens if model.tokenizer.unit == "byte" else samples.size
     return Evaluation(
-        name,
-        tokens,
-        loss,
-        math.exp(loss) if loss < 700 else None,
-        bits / tokens,
-        bits / size if size else None,
-        notes,
+        data=name,
+        tokens=tokens,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else None,
+        bits_per_token=bits / tokens,
+        bits_per_byte=bits / size if size else None,
+        notes=notes,
     )

@@ -60,7 +60,7 @@ _PRECISION = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The outcome of a run.
 
@@ -127,7 +127,14 @@ def train(
         with make_reporter(config.train.steps, run_group.leads) as shown:
             reporter, calls = LoggedReporter(shown), CallbackList(found, shown.say)
             with RunCheckpointer(
-                path, config, data.digest, pipe, optimizer, run_group, reporter, calls
+                path,
+                config,
+                data=data.digest,
+                pipe=pipe,
+                optimizer=optimizer,
+                run_group=run_group,
+                reporter=reporter,
+                callbacks=calls,
             ) as checkpointer:
                 first_lines = [_opening(config, path, pipe, device, data)]
                 adapters = None if model.adapters is None else str(model.adapters)
@@ -150,10 +157,10 @@ def train(
                         path,
                         reporter,
                         config,
-                        progress.done,
-                        device,
-                        world.size if world else 1,
-                        pipe.threads,
+                        done=progress.done,
+                        device=device,
+                        processes=world.size if world else 1,
+                        threads=pipe.threads,
                     )
                 with (
                     run_log(path, run_group.rank, level, shown.say, first_lines),
@@ -166,20 +173,22 @@ def train(
                 ):
                     steps = config.train.steps
                     run = TrainingRun(
-                        config,
-                        model,
-                        data,
-                        pipe,
-                        optimizer,
-                        run_group,
-                        reporter,
-                        metrics,
-                        checkpointer,
-                        Traces(path, steps, config.train.trace_every, metrics.writes, calls, reporter.say),
-                        StepProfiler(path if profile else None, steps, run_group.rank),
-                        calls,
-                        page,
-                        stopping,
+                        config=config,
+                        model=model,
+                        data=data,
+                        pipe=pipe,
+                        optimizer=optimizer,
+                        run_group=run_group,
+                        reporter=reporter,
+                        metrics=metrics,
+                        checkpointer=checkpointer,
+                        traces=Traces(
+                            path, steps, config.train.trace_every, metrics.writes, calls, reporter.say
+                        ),
+                        profiles=StepProfiler(path if profile else None, steps, run_group.rank),
+                        callbacks=calls,
+                        page=page,
+                        stopping=stopping,
                     )
                     trainer = Trainer(run, progress)
                     with _reporting_end(trainer, calls, page):
@@ -229,7 +238,7 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
             error.begun = True
         outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, StoppedError) else "failed"
         text, done = str(error) or type(error).__name__, trainer.progress.done
-        calls.on_end(EndEvent(outcome, done, text))
+        calls.on_end(EndEvent(outcome=outcome, step=done, error=text))
         page.finish(
             f"The run {text}" if outcome == "stopped" else f"The run failed after step {done:,}: {text}"
         )
@@ -255,6 +264,7 @@ def _keep_start(
     path: Path,
     reporter: Reporter,
     config: Config,
+    *,
     done: int,
     device: torch.device,
     processes: int,
@@ -276,15 +286,15 @@ def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: boo
         write_text(path / "sample.txt", sample + "\n")
     except OSError as error:
         reporter.say(f"cannot write {path / 'sample.txt'}: {error.strerror}")
-    end = EndEvent("done", run.config.train.steps, bigram_bits=bigram, **vars(result))
+    end = EndEvent(outcome="done", step=run.config.train.steps, bigram_bits=bigram, **vars(result))
     if writes_metrics:
         run.metrics.write("final", **values_of(end))
     run.checkpointer.wait()
     run.callbacks.on_end(end)
     page = run.page.finish()
     return Outcome(
-        str(path),
-        run.config.train.steps,
+        folder=str(path),
+        steps=run.config.train.steps,
         bigram_bits=bigram,
         unit=model.tokenizer.unit,
         sample=sample,

@@ -66,6 +66,7 @@ class RunCheckpointer:
         self,
         run: Path,
         config: Config,
+        *,
         data: DataDigest,
         pipe: Pipeline,
         optimizer: PipelineOptimizer,

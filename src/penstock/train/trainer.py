@@ -33,7 +33,7 @@ Stopping = Callable[[], bool]
 """Function that returns True if this process has been asked to stop; all processes stop if one has been asked."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """The components of a run; `stopping` is None if nothing can stop it early."""
 
@@ -172,7 +172,7 @@ class Trainer:
         run.reporter.step(done, loss)
         samples = run.config.train.batch * done
         return StepEvent(
-            done, loss, update.lr[0], float(update.grad_norm),
+            step=done, loss=loss, lr=update.lr[0], grad_norm=float(update.grad_norm),
             samples=samples, tokens=samples * run.config.data.sequence, logged=False,
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ class Trainer:
         self.progress = replace(self.progress, done=done, skipped_in_a_row=in_a_row)
         run.reporter.step(done, self.progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
-        run.callbacks.on_step(StepEvent(done, seconds=self._seconds(), logged=False, skipped=where))
+        run.callbacks.on_step(StepEvent(step=done, seconds=self._seconds(), logged=False, skipped=where))
         run.metrics.write(
             "skipped",
             step=done,

@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 @sendable
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything in a checkpoint except the numbers of its tensors.
 

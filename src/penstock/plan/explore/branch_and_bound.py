@@ -86,7 +86,15 @@ def search(
     """
     require_inputs(profile, cluster)
     cluster = cluster if memory is None else with_memory(cluster, memory)
-    space = make_space(profile, cluster, sequence, batch, fixed or {}, schedules, devices)
+    space = make_space(
+        profile,
+        cluster,
+        sequence=sequence,
+        batch=batch,
+        fixed=fixed or {},
+        schedules=schedules,
+        devices=devices,
+    )
     run = _Search(space, top)
     began, complete = perf_counter(), True
     try:
@@ -101,12 +109,18 @@ def search(
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
     return SearchResult(
-        plans, run.evaluated, run.simulated, perf_counter() - began, complete, reasons,
-        run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections), run.outcomes(),
-    )  # fmt: skip
+        plans=plans,
+        evaluated=run.evaluated,
+        simulated=run.simulated,
+        seconds=perf_counter() - began,
+        complete=complete,
+        rejections=reasons,
+        smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
+        outcomes=run.outcomes(),
+    )
 
 
-@dataclass(order=True)
+@dataclass(order=True, kw_only=True)
 class _Candidate:
     """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate."""
 
@@ -267,7 +281,7 @@ class _Search:
         heapq.heappush(self._heap, self._candidate(bound, 0.0, point))
 
     def _candidate(self, bound: float, estimate: float, point: Point, **chosen: Any) -> _Candidate:
-        return _Candidate(bound, estimate, next(self._number), point, **chosen)
+        return _Candidate(bound=bound, estimate=estimate, number=next(self._number), point=point, **chosen)
 
     def _choose_placements(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound a layout with every placement of its stages by the work of its busiest rank."""

@@ -20,7 +20,7 @@ class SimulatedLayout(NamedTuple):
     peak_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Best layouts of a search.
 

@@ -45,7 +45,7 @@ class Order:
     splits_backward: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Space:
     """Layouts to search."""
 
@@ -72,7 +72,7 @@ class Space:
                 for recompute, sequence_parallel in choices:
                     # `zero` and `split` are chosen last; see `variants` and `splits`.
                     layout = Layout(
-                        pp, dp, tp, None, microbatch, recompute=recompute,
+                        pp=pp, dp=dp, tp=tp, v=None, microbatch=microbatch, recompute=recompute,
                         zero=self.fixed.get("zero", dp > 1),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
@@ -231,6 +231,7 @@ def order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
 def make_space(
     profile: Profile,
     cluster: Cluster,
+    *,
     sequence: int,
     batch: int,
     fixed: Mapping[str, Any],
@@ -264,7 +265,15 @@ def make_space(
         )
     for what, value in (("batch", batch), ("sequence", sequence)):
         require_count(what, value)
-    space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
+    space = Space(
+        profile=profile,
+        cluster=cluster,
+        sequence=sequence,
+        batch=batch,
+        devices=count,
+        fixed=dict(fixed),
+        schedules=names,
+    )
     if next(space.points(), None) is None:
         raise ConfigError(_why_empty(space))
     if not any(is_csv(name) or name in FAMILIES for name in names):

@@ -8,7 +8,7 @@ errors; what the steps then still take longer goes to every op, and to every ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +86,8 @@ def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayou
         ProfiledLayer(tuple((size, _scaled(cost, scales)) for size, cost in kind.points))
         for kind in profile.kinds
     )
-    runtime = RuntimeCosts(*parameters[len(_TERMS) :].tolist())
+    names = (f.name for f in fields(RuntimeCosts))
+    runtime = RuntimeCosts(**dict(zip(names, parameters[len(_TERMS) :].tolist(), strict=True)))
     fitted = replace(profile, kinds=kinds, runtime=runtime, op_overhead=0.0, step_overhead=0.0)
     return _with_gaps(fitted, cluster, runs)
 

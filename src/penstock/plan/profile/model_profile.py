@@ -79,7 +79,7 @@ class LayerTable:
     tied: float = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuntimeCosts:
     """Seconds that the runtime adds to ops, and how much ops slow each other down, as fitted to steps of pipelines.
 
@@ -104,7 +104,7 @@ class RuntimeCosts:
     beside_weight_grad: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Costs of a model's layers.
 
@@ -198,7 +198,7 @@ class Profile:
 
 def of_shape(shape: ModelShape) -> Profile:
     """Return the profile of a model with a shape, in closed form."""
-    return Profile(shape.name, "sizes", shape)
+    return Profile(name=shape.name, source="sizes", shape=shape)
 
 
 def read_model(path: str | Path) -> Profile:

@@ -22,7 +22,7 @@ _MAX_BYTES = 16 * MEGABYTE
 _MOST_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of the layers: an embedding, equal blocks, a final norm and a head.
 
@@ -270,14 +270,14 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     if sizes["width"] % sizes["heads"]:
         raise ConfigError(f"{path}: width {sizes['width']} does not divide into {sizes['heads']} heads")
     return ModelShape(
-        path.stem,
-        sizes["layers"],
-        sizes["width"],
-        sizes["heads"],
-        sizes["kv_heads"],
-        sizes["width"] // sizes["heads"],
-        sizes["hidden"],
-        sizes["vocabulary"],
+        name=path.stem,
+        layers=sizes["layers"],
+        hidden=sizes["width"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        head_size=sizes["width"] // sizes["heads"],
+        ffn=sizes["hidden"],
+        vocabulary=sizes["vocabulary"],
     )
 
 
@@ -333,9 +333,18 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         traits["output_bias"] = flag
     traits["window"], traits["windowed"] = windows(kind, table, layers)
     return ModelShape(
-        name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
-        positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
-    )  # fmt: skip
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        positions=positions,
+        head_norm_weights=_head_norms(kind, heads, kv_heads, head_size),
+        **traits,
+    )
 
 
 def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:

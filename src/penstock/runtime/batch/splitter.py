@@ -167,6 +167,7 @@ class BatchSplitter:
     def __init__(
         self,
         microbatches: int,
+        *,
         replicas: int,
         replica: int,
         device: torch.device | None,
@@ -213,15 +214,15 @@ class BatchSplitter:
                 self._compares_counts = False
         local = self.local
         return LocalBatch(
-            inputs[local],
-            targets[local],
-            weights[local],
-            tuple(rows_in[local]),
-            tuple(rows_out[local]),
-            local.start,
-            _tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
-            self.ignore_index,
-            None if not self.compares or x is None or y is None
+            inputs=inputs[local],
+            targets=targets[local],
+            weights=weights[local],
+            rows_in=tuple(rows_in[local]),
+            rows_out=tuple(rows_out[local]),
+            first=local.start,
+            target_tensors=_tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
+            ignore_index=self.ignore_index,
+            digest=None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip
 

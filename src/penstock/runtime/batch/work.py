@@ -15,7 +15,7 @@ from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of one step, the same on every rank; `number` counts the training steps done before it."""
 
@@ -28,7 +28,7 @@ class StepOptions:
     loss_scale: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalBatch:
     """One pipeline's share of a batch, split into microbatches.
 
@@ -66,7 +66,7 @@ def class_targets(target: object) -> list[Tensor]:
     return [leaf for leaf in leaves_of(target) if isinstance(leaf, Tensor) and leaf.dtype in integers]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Work:
     """One rank's share of a step; the executor fills in the results.
 
@@ -167,6 +167,7 @@ def _held(values: tuple[Any, ...] | str) -> tuple[Any, ...]:
 def _or_reason(
     name: str,
     values: Sequence[Any],
+    *,
     asked: bool,
     trains: bool,
     local: Sequence[int],
@@ -217,9 +218,23 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
         total,
         values,
         parts,
-        _or_reason("outputs", by_id, options.outputs, options.trains, ends.local, "last", ends.last),
         _or_reason(
-            "input_grads", leaves, options.input_grads, options.trains, ends.local, "first", ends.first
+            "outputs",
+            by_id,
+            asked=options.outputs,
+            trains=options.trains,
+            local=ends.local,
+            end="last",
+            ranks=ends.last,
+        ),
+        _or_reason(
+            "input_grads",
+            leaves,
+            asked=options.input_grads,
+            trains=options.trains,
+            local=ends.local,
+            end="first",
+            ranks=ends.first,
         ),
     )
 

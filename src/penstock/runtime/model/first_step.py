@@ -41,6 +41,7 @@ class FirstStepCheck:
         self,
         layers: ModelLayers,
         loss_fn: LossFunction,
+        *,
         stages: Sequence[int],
         parameters: LocalParameters,
         world: World | None,

@@ -27,6 +27,7 @@ def resolve_split(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
     schedule: Schedule,
+    *,
     world: World | None,
     seed: int,
     autocast: torch.dtype | None = None,

@@ -142,7 +142,8 @@ def _of_torch(env: Environment) -> Launch:
     """Return the launch that RANK and WORLD_SIZE describe, checked against the launcher that started them."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
     job = env.get("TORCHELASTIC_RUN_ID", "")
-    by_rank = Launch("RANK and WORLD_SIZE", *pair(env, "RANK", "WORLD_SIZE"), from_torch=True, job=job)
+    rank, ranks = pair(env, "RANK", "WORLD_SIZE")
+    by_rank = Launch(launcher="RANK and WORLD_SIZE", rank=rank, size=ranks, from_torch=True, job=job)
     try:
         launch = launcher_of(env)
     except ConfigError:

@@ -32,7 +32,7 @@ Environment = Mapping[str, str]
 _LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """This process among the processes that a launcher started.
 
@@ -115,11 +115,11 @@ def _open_mpi(env: Environment) -> Launch | None:
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # of Open MPI 5, and of 4
     is_local = local_size == size and bool(job)
     return Launch(
-        "Open MPI",
-        rank,
-        size,
-        _optional(env, f"{prefix}LOCAL_RANK"),
-        local_size,
+        launcher="Open MPI",
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, f"{prefix}LOCAL_RANK"),
+        local_size=local_size,
         address="127.0.0.1" if is_local else "",
         port=_LOWEST_PORT + crc32(str(job).encode()) % _PORTS if is_local else 0,
         advice="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 hands them on",
@@ -138,11 +138,11 @@ def _pmi(env: Environment) -> Launch | None:
     local_size = _optional(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     host = "127.0.0.1" if local_size == size else "HOST"
     return Launch(
-        "PMI",
-        rank,
-        size,
-        _optional(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size,
+        launcher="PMI",
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size=local_size,
         advice=f"mpiexec -genv MASTER_ADDR {host} -genv MASTER_PORT 29500 hands them on",
         size_variable="PMI_SIZE",
     )
@@ -174,14 +174,14 @@ def _slurm(env: Environment) -> Launch | None:
         # The same for all tasks, but different for each step of a job and for jobs that run at the same time.
         port = _LOWEST_PORT + (int(job) * _STEPS + int(step) % _STEPS) % _PORTS
     return Launch(
-        name,
-        rank,
-        size,
-        _optional(env, "SLURM_LOCALID"),
-        _tasks_here(env),
-        address,
-        port,
-        advice,
+        launcher=name,
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, "SLURM_LOCALID"),
+        local_size=_tasks_here(env),
+        address=address,
+        port=port,
+        advice=advice,
         own_devices="SLURM_GPUS_PER_TASK" in env or "SLURM_GPU_BIND" in env,
         size_variable="SLURM_STEP_NUM_TASKS",
         listed=bool(address) and address != "127.0.0.1",

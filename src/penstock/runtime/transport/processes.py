@@ -52,6 +52,7 @@ class ProcessChannel:
         self,
         group: dist.ProcessGroup,
         exchange: Callable[[Any], list[Any]],
+        *,
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
         timeout: Timeout,

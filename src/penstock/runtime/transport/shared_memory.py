@@ -104,6 +104,7 @@ class WakePipe:
         self,
         ready: Callable[[], bool],
         counters: memoryview,
+        *,
         sleeps: int,
         host: Host,
         timeout: float,
@@ -292,9 +293,14 @@ class SharedOutgoing:
         if sent - ring.counters[_TAKEN] >= ring.slots - 1:
             self.wake_pipe.wait(
                 lambda: sent - ring.counters[_TAKEN] < ring.slots - 1,
-                ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "receive earlier messages",
-                self.check,
-            )  # fmt: skip
+                ring.counters,
+                sleeps=_SENDER_SLEEPS,
+                host=self.host,
+                timeout=self.timeout.seconds,
+                peer=self.peer,
+                action="receive earlier messages",
+                check=self.check,
+            )
         return sent % ring.slots
 
     def _publish(self, slot: int) -> None:
@@ -363,8 +369,13 @@ class SharedIncoming:
         if number[0] != wanted:
             self.wake_pipe.wait(
                 lambda: number[0] == wanted,
-                ring.counters, _RECEIVER_SLEEPS, self.host, self.timeout.seconds, self.peer, "send",
-            )  # fmt: skip
+                ring.counters,
+                sleeps=_RECEIVER_SLEEPS,
+                host=self.host,
+                timeout=self.timeout.seconds,
+                peer=self.peer,
+                action="send",
+            )
         return slot
 
     def _segment(self, frame: memoryview, start: int) -> _Segment:

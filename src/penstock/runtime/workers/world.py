@@ -222,11 +222,11 @@ class World:
         self.channel = ProcessChannel(
             self._messages,
             self.all_gather,
-            {s: size for (s, t), size in sizes.items() if t == self.rank},
-            {t: size for (s, t), size in sizes.items() if s == self.rank},
-            self.timeout,
-            self._open_bulk(sizes, device, backend) if device is not None else {},
-            self.peer_registry,
+            incoming={s: size for (s, t), size in sizes.items() if t == self.rank},
+            outgoing={t: size for (s, t), size in sizes.items() if s == self.rank},
+            timeout=self.timeout,
+            bulk=self._open_bulk(sizes, device, backend) if device is not None else {},
+            peer_registry=self.peer_registry,
         )
         self._register_peers(self.channel)
         return self.channel

@@ -203,7 +203,7 @@ def _fill(tables: _Tables, max_held: int, fill_ahead: bool) -> None:
         slot += 1
 
 
-def _next_pass(
+def _next_pass(  # noqa: PLR0917 - numba takes no keyword-only parameters
     rank: int,
     slot: int,
     sources: Any,

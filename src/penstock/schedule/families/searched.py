@@ -52,6 +52,7 @@ def searched(
     ranks: int,
     microbatches: int,
     virtual_stages: int = 1,
+    *,
     placement: Shape = "loop",
     backward: BackwardMode = "split",
     costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
@@ -106,7 +107,15 @@ def searched(
     travel = np.where(pipes[:, 1:] != pipes[:, :-1], float(latency), 0.0)
     budget = None if memory_limit is None else Budget(memory_limit)
     mixed = backward == "split" and bool((whole < b + w).any())
-    problem = OrderProblem(placed, microbatches, backward, seconds, travel, budget, mixed=mixed)
+    problem = OrderProblem(
+        placement=placed,
+        microbatches=microbatches,
+        backward=backward,
+        seconds=seconds,
+        travel=travel,
+        budget=budget,
+        mixed=mixed,
+    )
     search = OrderSearch(problem, catalogue_starts, seed=seed)
     options: dict[str, object] = {
         "placement": placement, "backward": backward, "costs": tuple(tuple(map(float, c)) for c in (f, b, w)),
@@ -119,6 +128,7 @@ def searched(
 def zb_auto(
     ranks: int,
     microbatches: int,
+    *,
     costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
     latency: float = 0.0,
     memory_limit: int | None = None,

@@ -196,7 +196,12 @@ class Alternatives:
 def _change(words: str, schedule: Schedule, memory: float, trace: Trace) -> Change:
     virtual_stages = schedule.stages / schedule.ranks
     return Change(
-        words, schedule.name, virtual_stages, memory, float(makespan(trace)), bubble_fraction(trace)
+        words=words,
+        schedule=schedule.name,
+        virtual_stages=virtual_stages,
+        memory=memory,
+        makespan=float(makespan(trace)),
+        bubble=bubble_fraction(trace),
     )
 
 

@@ -113,7 +113,7 @@ def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: di
 def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute attention with dropout on its weights; without dropout, call torch's own kernels."""
 
-    def attention(
+    def attention(  # noqa: PLR0917 - the parameters of torch's function
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -129,14 +129,34 @@ def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
             return func(*args, **kwargs)
         kind = query.device.type
         if not torch.is_autocast_enabled(kind):
-            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attend(
+                source,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         # Autocast treats attention as one function: it casts its inputs, and nothing inside.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attend(
+                source,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
 
     return attention(*args, **kwargs)
 
@@ -146,6 +166,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     attn_mask: Tensor | None,
     p: float,
     is_causal: bool,

@@ -29,7 +29,7 @@ CACHE = ".tokens"
 _MAX_TOKENS = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunData:
     """Training and held-out data of a run.
 
@@ -61,13 +61,13 @@ def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name,
     require_readable(config, model, [] if sources.text is None else [sources.text])
     rows = sources.held_out.spread(train.eval_batches * train.batch)
     data = RunData(
-        sources.training,
-        tuple(batches_of(rows, config, model, train.batch)),
-        sources.training.masked or sources.held_out.masked,
-        DataDigest.of(*sources.tokens),
-        sources.corpus,
-        sources.summary,
-        sources.notes,
+        training=sources.training,
+        held_out=tuple(batches_of(rows, config, model, train.batch)),
+        masked=sources.training.masked or sources.held_out.masked,
+        digest=DataDigest.of(*sources.tokens),
+        corpus=sources.corpus,
+        summary=sources.summary,
+        notes=sources.notes,
     )
     training_batch(data, config, model, 0)
     return data

@@ -32,7 +32,7 @@ _WASTEFUL = 0.8
 Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenData:
     """Training and held-out samples of one source, or of several.
 
@@ -67,17 +67,20 @@ def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, se
 def _mixed(config: DataConfig, opened: Sequence[OpenData], seed: int) -> OpenData:
     weights = [source.weight for source in config.sources]
     return OpenData(
-        Mixture([source.training for source in opened], weights, seed),
-        Mixture([source.held_out for source in opened], weights, seed),
-        (Joined([source.tokens[0] for source in opened]), Joined([source.tokens[1] for source in opened])),
-        None,
-        next((source.text for source in opened if source.text is not None), None),
-        f"{len(opened)} sources: "
+        training=Mixture([source.training for source in opened], weights, seed),
+        held_out=Mixture([source.held_out for source in opened], weights, seed),
+        tokens=(
+            Joined([source.tokens[0] for source in opened]),
+            Joined([source.tokens[1] for source in opened]),
+        ),
+        corpus=None,
+        text=next((source.text for source in opened if source.text is not None), None),
+        summary=f"{len(opened)} sources: "
         + "; ".join(
             f"{fraction:.1%} {source.summary}"
             for fraction, source in zip(fractions_of(weights), opened, strict=True)
         ),
-        tuple(note for source in opened for note in source.notes),
+        notes=tuple(note for source in opened for note in source.notes),
     )
 
 
@@ -115,13 +118,15 @@ def _with_held_out(
     one = len(held_out) == 1
     texts = (part.text for part in (data, *held_out))
     return OpenData(
-        data.training,
-        held_out[0].training if one else Mixture([part.training for part in held_out], weights, seed),
-        (data.tokens[0], tokens[0] if one else Joined(tokens)),
-        data.corpus,
-        next((text for text in texts if text is not None), None),
-        data.summary,
-        (*data.notes, *(note for part in held_out for note in part.notes), *_shared(opened, held_out)),
+        training=data.training,
+        held_out=held_out[0].training
+        if one
+        else Mixture([part.training for part in held_out], weights, seed),
+        tokens=(data.tokens[0], tokens[0] if one else Joined(tokens)),
+        corpus=data.corpus,
+        text=next((text for text in texts if text is not None), None),
+        summary=data.summary,
+        notes=(*data.notes, *(note for part in held_out for note in part.notes), *_shared(opened, held_out)),
     )
 
 
@@ -191,13 +196,13 @@ def _of_corpora(
     both = [WindowSamples(corpus, config.sequence, seed, role, size) for role, corpus in corpora.items()]
     training, held_out = (samples.corpus for samples in (both[0], both[-1]))
     return OpenData(
-        both[0],
-        both[-1],
-        (training, held_out),
-        training,
-        next((path for path in files.paths if path.suffix != ".npy"), None),
-        f"{plural(len(training.documents), 'training file')} with {len(training):,} {tokenizer.unit}s",
-        (),
+        training=both[0],
+        held_out=both[-1],
+        tokens=(training, held_out),
+        corpus=training,
+        text=next((path for path in files.paths if path.suffix != ".npy"), None),
+        summary=f"{plural(len(training.documents), 'training file')} with {len(training):,} {tokenizer.unit}s",
+        notes=(),
     )
 
 
@@ -237,14 +242,14 @@ def _of_records(
                 "take a larger one"
             )
     return OpenData(
-        training,
-        held_out,
-        (tokens[0], tokens[-1]),
-        None,
-        None,
-        f"{len(tokens[0].numbers):,} training {_KINDS[store.kind]} with {len(tokens[0]):,} tokens in "
+        training=training,
+        held_out=held_out,
+        tokens=(tokens[0], tokens[-1]),
+        corpus=None,
+        text=None,
+        summary=f"{len(tokens[0].numbers):,} training {_KINDS[store.kind]} with {len(tokens[0]):,} tokens in "
         f"{training.per_epoch:,} samples",
-        notes,
+        notes=notes,
     )
 
 

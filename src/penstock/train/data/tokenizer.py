@@ -79,7 +79,7 @@ class NumberTokenizer:
         return " ".join(map(str, tokens))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HFTokenizer:
     """A tokenizer of Hugging Face's ``tokenizers``, without the special tokens it would add by itself.
 
@@ -162,7 +162,14 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
         )
     first = next((t for t in (start, end) if t is not None), END)
     digest = hashlib.blake2b(content + f"{end}".encode(), digest_size=16).hexdigest()
-    return HFTokenizer(tokenizer, vocabulary, end, first, _prefix(tokenizer), digest)
+    return HFTokenizer(
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        end=end,
+        start=first,
+        prefix=_prefix(tokenizer),
+        digest=digest,
+    )
 
 
 def _prefix(tokenizer: Any) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from penstock.train.model.precision import weights_dtype, with_weights
 ALL_LINEAR = "all-linear"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainableModel:
     """A language model with its loss and tokenizer.
 
@@ -62,12 +62,12 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     if not (model.path or model.config):
         layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
         return TrainableModel(
-            with_weights(layers, dtype),
-            llama.next_token_loss,
-            model.vocabulary,
-            tokenizer,
-            llama.valid_targets,
-            llama.masked_next_token_loss,
+            layers=with_weights(layers, dtype),
+            loss_fn=llama.next_token_loss,
+            vocabulary=model.vocabulary,
+            tokenizer=tokenizer,
+            valid_tokens=llama.valid_targets,
+            masked_loss_fn=llama.masked_next_token_loss,
         )
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
@@ -88,12 +88,12 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
     return TrainableModel(
-        with_weights(layers, dtype),
-        causal_lm_loss,
-        hf_config.vocab_size,
-        _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
-        valid_tokens,
-        causal_lm_loss,
+        layers=with_weights(layers, dtype),
+        loss_fn=causal_lm_loss,
+        vocabulary=hf_config.vocab_size,
+        tokenizer=_tokenizer_of(hf_config, source if source.is_dir() else source.parent),
+        valid_tokens=valid_tokens,
+        masked_loss_fn=causal_lm_loss,
         target_is_input=True,
         source=source,
         family=hf_config.model_type,

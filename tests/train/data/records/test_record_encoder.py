@@ -58,7 +58,7 @@ ASKED_ALIKE = ("byte-level", "trimmed", "not-trimmed", "trimmed-across-words", "
 
 
 def encoded(name: str, prompt: str, completion: str) -> EncodedRecord:
-    tokenizer = HFTokenizer(TOKENIZERS[name], 400, None, 0)
+    tokenizer = HFTokenizer(tokenizer=TOKENIZERS[name], vocabulary=400, end=None, start=0)
     record = ReadRecord(Place(Path("a.jsonl"), "line", 1), {"prompt": prompt, "completion": completion}, 1.0)
     (one,) = RecordEncoder(DataConfig(), tokenizer, None).encode([record])
     return one
@@ -124,7 +124,7 @@ def rendered(
         folder = tmp_path_factory.mktemp("model")
         TOKENIZERS[name].save(str(folder / "tokenizer.json"))
         (folder / "chat_template.jinja").write_text(template)
-        tokenizer = HFTokenizer(TOKENIZERS[name], 400, None, 0)
+        tokenizer = HFTokenizer(tokenizer=TOKENIZERS[name], vocabulary=400, end=None, start=0)
         record = ReadRecord(Place(Path("a.jsonl"), "line", 1), {"messages": messages}, 1.0)
         (one,) = RecordEncoder(DataConfig(), tokenizer, folder).encode([record])
         library = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -21,7 +21,7 @@ from penstock.train.config.fields import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceConfig(Table):
     """``[[data.sources]]``: one of several sources of training data; unset keys are those of ``[data]``.
 
@@ -44,7 +44,7 @@ class SourceConfig(Table):
     messages_field: Text | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Table):
     """``[data]``: the training and the held-out data.
 

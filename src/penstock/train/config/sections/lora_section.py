@@ -28,7 +28,7 @@ Names = Annotated[Text, BeforeValidator(_joined)]
 TargetNames = Annotated[Names, AfterValidator(_check_names)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraSection(Table):
     """``[lora]``: low-rank adapters (2106.09685) of Hugging Face's peft, trained in place of the weights of ``model.path``.
 
