@@ -16,7 +16,9 @@ CLUSTER = read_cluster("h100*4")
 
 def small_model(name: str = "small") -> Profile:
     return of_shape(
-        ModelShape(name=name, layers=8, hidden=512, heads=8, kv_heads=8, head_size=64, ffn=2048, vocabulary=1024)
+        ModelShape(
+            name=name, layers=8, hidden=512, heads=8, kv_heads=8, head_size=64, ffn=2048, vocabulary=1024
+        )
     )
 
 
