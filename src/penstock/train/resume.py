@@ -21,7 +21,6 @@ from penstock.checkpoint.find import (
     steps_in,
 )
 from penstock.checkpoint.format.manifest import Manifest
-from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -87,7 +86,6 @@ class RunCheckpointer:
             optimizer,
             keep_last=config.train.keep_last,
             keep_every=config.train.keep_every,
-            keep_frozen=not config.lora.enabled,
             config=asdict(config),
         )
 
@@ -152,7 +150,7 @@ class RunCheckpointer:
 
     def _has_weights(self) -> bool:
         """Return whether the run's folder has its weights; raise if they belong to another config."""
-        if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS)):
+        if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX)):
             return False
         kept = asdict(config_file.load(self._run / "config.toml"))
         if changed := config_changes(kept, self._config, knows_data=True):
