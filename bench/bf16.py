@@ -41,10 +41,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def model(dtype: torch.dtype) -> list[Layer]:
     """Return the built-in model's layers in a dtype."""
-    return [
-        Layer(one.name, lambda one=one: one.build().to(dtype), one.role)  # type: ignore[misc]
-        for one in layers(CONFIG)
-    ]
+    return [Layer(one.name, lambda one=one: one.build().to(dtype), one.role) for one in layers(CONFIG)]
 
 
 def batch() -> tuple[Tensor, Tensor]:

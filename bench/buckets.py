@@ -80,7 +80,7 @@ def reduced(
 
 def contest(rank: int, rounds: int, mib: float, sequence: int) -> dict[str, list[float]]:
     """Time steps of all contestants in turn."""
-    job = Job(8, 256, sequence, 8, 4, "1f1b")
+    job = Job(blocks=8, width=256, sequence=sequence, microbatches=8, rows=4, schedule="1f1b")
     x, y = (part.chunk(RANKS)[rank] for part in job.batch())
     size = int(mib * (1 << 20))
     runs: dict[str, Callable[[], None]] = {}
@@ -155,7 +155,7 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(ELEMENTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.weight)
         return out
 
 

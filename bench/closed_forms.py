@@ -20,7 +20,7 @@ from penstock.simulate.simulator import simulate
 EQUAL = (10, 10, 10)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One schedule and its costs; f, b, w and the pair are those of a stage."""
 

@@ -57,7 +57,7 @@ def printed(figures: Figures, quiet: bool) -> dict[str, Any]:
         try:
             line = next(figures)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]  # StopIteration does not say
+            return done.value  # StopIteration does not say
         if not quiet:
             print(line, flush=True)
 

@@ -41,7 +41,7 @@ def conditional() -> Iterator[tuple[Form, str]]:
         ),
         "negative at p=2, k=4; the bound (p-1)f takes over",
     )  # fmt: skip
-    waves = [Case("hanayo", p, p, 2 * n) for p in (2, 4, 8) for n in (1, 2)]
+    waves = [Case(family="hanayo", p=p, m=p, v=2 * n) for p in (2, 4, 8) for n in (1, 2)]
     yield (
         Form("hanayo", "rate (2p-2)/(3pW+p-1), W = v/2, BW=2F, m=p", "makespan", waves, _quoted_for_hanayo),
         "this order is faster, with the bubble above: 33.3 % and not 40 % at p=4, W=1",
@@ -67,7 +67,11 @@ def _grid(
     ranks: Iterable[int] = RANKS, counts: Callable[[int], Iterable[int]] = _counts,
 ) -> list[Case]:  # fmt: skip
     return [
-        Case(family, p, m, v, mix, c) for p in ranks for m in counts(p) for mix in mixes for c in latencies
+        Case(family=family, p=p, m=m, v=v, costs=mix, c=c)
+        for p in ranks
+        for m in counts(p)
+        for mix in mixes
+        for c in latencies
     ]
 
 
@@ -128,7 +132,7 @@ def _looped() -> Iterator[Form]:
         return k.work + (k.p - 1) * (k.f + k.bw)
 
     groups = [
-        Case("interleaved-1f1b", p, m, v, mix, group=n)
+        Case(family="interleaved-1f1b", p=p, m=m, v=v, costs=mix, group=n)
         for p, v in ((4, 2), (4, 3), (3, 2), (2, 4), (5, 3))
         for m in range(p, 21)
         for n in range(p, m + 1)
@@ -215,7 +219,7 @@ def _on_a_v() -> Iterator[Form]:
     most = [k for p in RANKS for m in _steady(p) for k in _pairs("dualpipe-v", p, m, MIXES)]
     yield Form("dualpipe-v", "2p+1", "largest peak", most, lambda k: 2 * k.p + 1)
     golden = {12: 264, 10: 236, 9: 222, 8: 208}
-    cases = [Case("dualpipe-v", 4, 10, 2, (4, 4, 4), pair=pair) for pair in golden]
+    cases = [Case(family="dualpipe-v", p=4, m=10, v=2, costs=(4, 4, 4), pair=pair) for pair in golden]
     yield Form("dualpipe-v", "PyTorch's golden file, timed", "makespan", cases, lambda k: golden[_pair(k)])
 
 
@@ -264,7 +268,13 @@ def _pairs(
     for mix in mixes:
         for saved in (0,) if early else (0, 1, mix[0] // 2):
             yield Case(
-                family, p, m, 1 if family == "dualpipe" else 2, mix, pair=sum(mix) - saved, early=early
+                family=family,
+                p=p,
+                m=m,
+                v=1 if family == "dualpipe" else 2,
+                costs=mix,
+                pair=sum(mix) - saved,
+                early=early,
             )
 
 
@@ -274,13 +284,13 @@ def _two_way() -> Iterator[Form]:
     yield _at_the_turn("dualpipe", *_TURN_EARLY)
     most = [k for p in even for m in (2 * p, 2 * p + 2, 4 * p) for k in _pairs("dualpipe", p, m, MIXES)]
     yield Form("dualpipe", "p+1", "largest peak", most, lambda k: k.p + 1)
-    official = Case("dualpipe", 8, 20, costs=(1, 1, 1), pair=3)
+    official = Case(family="dualpipe", p=8, m=20, costs=(1, 1, 1), pair=3)
     yield Form("dualpipe", "the official figure: 66 columns", "makespan", [official], lambda k: 66)
     # A slot is a forward or a backward: F = BW.
-    slots = [Case("chimera", p, n * p, costs=(10, 5, 5)) for p in even for n in (1, 2, 3, 4)]
+    slots = [Case(family="chimera", p=p, m=n * p, costs=(10, 5, 5)) for p in even for n in (1, 2, 3, 4)]
     yield Form("chimera", "2m+p-2 slots if F=BW", "makespan", slots, lambda k: (2 * k.m + k.p - 2) * k.f)
     yield Form("chimera", "p/2+1 .. p", "peak", slots, _each(lambda k, r: k.p // 2 + 1 + min(r, k.p - 1 - r)))
-    double = [Case("chimera", p, p, costs=(10, 10, 10)) for p in even]
+    double = [Case(family="chimera", p=p, m=p, costs=(10, 10, 10)) for p in even]
     yield Form(
         "chimera",
         "pF + (2p-2)BW if m=p, BW=2F",
@@ -289,7 +299,11 @@ def _two_way() -> Iterator[Form]:
         lambda k: k.p * k.f + (2 * k.p - 2) * k.bw,
     )
     waves = [
-        Case("hanayo", p, p, v, mix) for p in RANKS for v in (2, 4) for mix in MIXES if mix[0] <= sum(mix[1:])
+        Case(family="hanayo", p=p, m=p, v=v, costs=mix)
+        for p in RANKS
+        for v in (2, 4)
+        for mix in MIXES
+        if mix[0] <= sum(mix[1:])
     ]
     yield Form(
         "hanayo",
@@ -301,5 +315,5 @@ def _two_way() -> Iterator[Form]:
     twice = {4: 300, 6: 480, 8: 660}
     yield Form(
         "chimera", "two blocks one after the other, m=2p, BW=2F", "makespan",
-        [Case("chimera", p, 2 * p, costs=(10, 10, 10)) for p in twice], lambda k: twice[k.p],
+        [Case(family="chimera", p=p, m=2 * p, costs=(10, 10, 10)) for p in twice], lambda k: twice[k.p],
     )  # fmt: skip

@@ -76,7 +76,7 @@ def alone(microbatches: int, steps: int, reverse: bool = False) -> tuple[Tensor,
             for n in range(microbatches)[:: -1 if reverse else 1]:
                 x, y = parts[n]
                 loss = next_token_loss(net(x), y)
-                (loss / microbatches).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+                (loss / microbatches).backward()  # torch does not annotate it
                 row[n] = loss.detach()
             losses.append(torch.stack([row[n] for n in range(microbatches)]))
             gradients = gradients or {name: p.grad.clone() for name, p in named.items() if p.grad is not None}

@@ -27,7 +27,16 @@ CASES = (("interleaved-1f1b", 4), ("1f1b", 1))
 
 def job(schedule: str, virtual: int) -> Job:
     """Return a job with one linear layer per stage."""
-    return Job(RANKS * virtual, 64, 16, MICROBATCHES, 1, schedule, virtual, tiny=True)
+    return Job(
+        blocks=RANKS * virtual,
+        width=64,
+        sequence=16,
+        microbatches=MICROBATCHES,
+        rows=1,
+        schedule=schedule,
+        virtual=virtual,
+        tiny=True,
+    )
 
 
 def timed(step: Callable[[], object]) -> float:

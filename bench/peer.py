@@ -37,7 +37,7 @@ SCHEDULES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A model and its split.
 

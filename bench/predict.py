@@ -99,7 +99,14 @@ def predicted(case: Case, profile: Profile, cluster: Cluster) -> Prediction:
     rows = ROWS[case.model]
     virtual = case.stages // case.pp
     layout = Layout(
-        case.pp, case.dp, 1, virtual, rows, case.schedule, case.recompute, split=split_of(case, profile)
+        pp=case.pp,
+        dp=case.dp,
+        tp=1,
+        v=virtual,
+        microbatch=rows,
+        schedule=case.schedule,
+        recompute=case.recompute,
+        split=split_of(case, profile),
     )
     return predict(profile, cluster, layout, sequence=profile.sequence or 1, batch=case.batch * rows)
 

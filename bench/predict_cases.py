@@ -18,7 +18,7 @@ ROWS = {"decoder": 1, "gpt2": 1, "conv": 2, "sleep": 1}
 SEQUENCE = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One layout of one model; the fields are those of a `Pipeline`."""
 
@@ -52,7 +52,15 @@ def cases(model: str, mode: str) -> list[Case]:
     """Return the layouts of a model on two ranks, or in processes on two replicas of one."""
 
     def case(schedule: str, microbatches: int = 8, virtual: int = 1, **other: Any) -> Case:
-        return Case(model, mode, other.pop("pp", 2), schedule, microbatches, virtual, **other)
+        return Case(
+            model=model,
+            mode=mode,
+            pp=other.pop("pp", 2),
+            schedule=schedule,
+            microbatches=microbatches,
+            virtual=virtual,
+            **other,
+        )
 
     return [
         case("1f1b", 2),
@@ -76,8 +84,8 @@ def cases(model: str, mode: str) -> list[Case]:
 def alone(model: str) -> list[Case]:
     """Return the layouts of a model on one rank."""
     return [
-        Case(model, "threads", 1, microbatches=4),
-        Case(model, "threads", 1, microbatches=8, recompute="full"),
+        Case(model=model, mode="threads", pp=1, microbatches=4),
+        Case(model=model, mode="threads", pp=1, microbatches=8, recompute="full"),
     ]
 
 
@@ -92,7 +100,9 @@ def asleep(ranks: int, mode: str) -> list[Case]:
         ("breadth-first", 2),
     ]
     return [
-        Case("sleep", mode, ranks, schedule, count * ranks, virtual)
+        Case(
+            model="sleep", mode=mode, pp=ranks, schedule=schedule, microbatches=count * ranks, virtual=virtual
+        )
         for schedule, virtual in kinds
         for count in (2, 4)
     ]

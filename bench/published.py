@@ -147,7 +147,13 @@ def _row(run: Run, predicted: float) -> Row:
     batch = f"batch {run.batch}, sequence {run.sequence}, vocabulary {run.profile.shape.vocabulary}"
     model = f"{run.model} {run.key[0]} x {run.key[1]}"
     return Row(
-        group, model, f"{layout}, {batch}", "s", predicted, run.seconds or 0.0, run.reason_not_fitted or ""
+        group=group,
+        model=model,
+        layout=f"{layout}, {batch}",
+        unit="s",
+        predicted=predicted,
+        measured=run.seconds or 0.0,
+        remark=run.reason_not_fitted or "",
     )
 
 

@@ -65,12 +65,12 @@ def _figure_1() -> Iterator[Row]:
 
 def _figure_row(run: Run, says: str, predicted: float, measured: float, whole: float) -> Row:
     return Row(
-        f"Korthikanti, {says.partition(',')[0]}",
-        run.model,
-        says,
-        "GiB",
-        predicted / GIB,
-        measured,
+        group=f"Korthikanti, {says.partition(',')[0]}",
+        model=run.model,
+        layout=says,
+        unit="GiB",
+        predicted=predicted / GIB,
+        measured=measured,
         note=f"with embedding and head: {whole / GIB:.2f} on the first rank, {whole / predicted - 1:+.1%}",
     )
 
@@ -97,4 +97,11 @@ def _peak_row(run: Run) -> Row:
     shape = run.profile.shape
     assert shape is not None
     layout = f"{run.layout.with_values(dtype=None)}, sequence {run.sequence}, vocabulary {shape.vocabulary}"
-    return Row(f"{run.group}, peak", run.model, layout, unit, most / size, run.memory or 0.0)
+    return Row(
+        group=f"{run.group}, peak",
+        model=run.model,
+        layout=layout,
+        unit=unit,
+        predicted=most / size,
+        measured=run.memory or 0.0,
+    )

@@ -28,7 +28,7 @@ _FAMILIES = {
 _GPUS = {"A100-80GB": "a100-80gb", "GB200": None, "B200": "b200", "H100-80GB": "h100", "DGX-H100": "h100"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One published run.
 
@@ -120,9 +120,16 @@ def _run(row: dict[str, str]) -> Run | None:
     gpt = any(word in row["model"] for word in ("GPT", "Nemotron"))
     vocabulary = int(row["vocab"] or 51200)
     shape = ModelShape(
-        row["model"], layers, hidden, heads, kv_heads, hidden // heads, ffn, vocabulary,
+        name=row["model"],
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=hidden // heads,
+        ffn=ffn,
+        vocabulary=vocabulary,
         **({**_GPT, "positions": sequence} if gpt else {}),
-    )  # fmt: skip
+    )
     if group == "Llama 3":
         row = {**row, "vp": "7", "schedule": "interleaved-1F1B", "iter_time_s": _seconds_of(shape, row)}
     v = int(row["vp"]) if row["vp"].isdigit() else 1
@@ -137,17 +144,36 @@ def _run(row: dict[str, str]) -> Run | None:
     if group == "Zero Bubble":
         split = (layers // pp, *(-(-layers // pp) for _ in range(pp - 2)), layers // pp)
     layout = Layout(
-        pp, dp, tp, v if v > 1 else None, int(row["microbatch"] or 1), family, recompute, group in ("NeMo", "SimuMax"),
-        row["seq_parallel"] == "yes", split, "fused" if group == "Vocabulary" else None,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        v=v if v > 1 else None,
+        microbatch=int(row["microbatch"] or 1),
+        schedule=family,
+        recompute=recompute,
+        zero=group in ("NeMo", "SimuMax"),
+        sequence_parallel=row["seq_parallel"] == "yes",
+        split=split,
+        attention="fused" if group == "Vocabulary" else None,
         dtype="fp8" if "FP8" in row["notes"] else "bf16",
-    )  # fmt: skip
+    )
     if batch % (dp * layout.microbatch):
         return None
-    number = lambda text: float(text) if text else None  # noqa: E731
     return Run(
-        group, row["source"], row["table"], row["model"], gpu, of_shape(shape), layout, sequence, batch, gpus,
-        number(row["iter_time_s"]), number(row["peak_mem_GB"]), row["notes"],
-    )  # fmt: skip
+        group=group,
+        source=row["source"],
+        table=row["table"],
+        model=row["model"],
+        gpu=gpu,
+        profile=of_shape(shape),
+        layout=layout,
+        sequence=sequence,
+        batch=batch,
+        gpus=gpus,
+        seconds=_number(row["iter_time_s"]),
+        memory=_number(row["peak_mem_GB"]),
+        notes=row["notes"],
+    )
 
 
 def _seconds_of(shape: ModelShape, row: dict[str, str]) -> str:
@@ -159,6 +185,10 @@ def _seconds_of(shape: ModelShape, row: dict[str, str]) -> str:
     return str(
         flops * sequence * int(row["global_batch"]) / int(row["gpus"]) / float(row["tflops_per_gpu"]) / 1e12
     )
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def _gpu(text: str) -> str | None:

@@ -39,12 +39,12 @@ def stage_rows(quick: bool) -> Iterator[Row]:
         step = float(makespan(trace)) + _optimizer_seconds(int(row["s"]), int(row["v"]))
         plain = _PLAIN.get(row["method"])
         yield Row(
-            "plain 1F1B" if plain else "vocabulary passes",
-            f"{row['method']}, vocabulary {int(row['v']):,}",
-            plain or "F + S and B + T on each rank",
-            "s",
-            step,
-            float(row["iter_s"]),
+            group="plain 1F1B" if plain else "vocabulary passes",
+            model=f"{row['method']}, vocabulary {int(row['v']):,}",
+            layout=plain or "F + S and B + T on each rank",
+            unit="s",
+            predicted=step,
+            measured=float(row["iter_s"]),
         )
 
 

@@ -168,26 +168,53 @@ def _large(seconds: float) -> Iterator[Any]:
 
 def _gpt2(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
     return ModelShape(
-        name, layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50257, gated=False, positions=2048, tied=True,
-        norm_weights=4, final_norm_weights=2, qkv_bias=True, output_bias=True, ffn_bias=True,
-    )  # fmt: skip
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        vocabulary=50257,
+        gated=False,
+        positions=2048,
+        tied=True,
+        norm_weights=4,
+        final_norm_weights=2,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+    )
 
 
 def _llama(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int
+    name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int
 ) -> ModelShape:
-    return ModelShape(name, layers, hidden, heads, kv_heads, hidden // heads, ffn, vocabulary)
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=hidden // heads,
+        ffn=ffn,
+        vocabulary=vocabulary,
+    )
 
 
 MODELS = {
     shape.name: shape
     for shape in (
-        _gpt2("GPT-2", 12, 768, 12), _gpt2("GPT-2 medium", 24, 1024, 16), _gpt2("GPT-2 XL", 48, 1600, 25),
-        _llama("Llama-3.2 1B", 16, 2048, 32, 8, 8192, 128256), _llama("Llama-2 7B", 32, 4096, 32, 32, 11008, 32000),
-        _llama("Llama-3 8B", 32, 4096, 32, 8, 14336, 128256), _llama("Llama-2 13B", 40, 5120, 40, 40, 13824, 32000),
-        _llama("Llama-3 70B", 80, 8192, 64, 8, 28672, 128256),
+        _gpt2("GPT-2", 12, 768, 12),
+        _gpt2("GPT-2 medium", 24, 1024, 16),
+        _gpt2("GPT-2 XL", 48, 1600, 25),
+        _llama("Llama-3.2 1B", layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocabulary=128256),
+        _llama("Llama-2 7B", layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000),
+        _llama("Llama-3 8B", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256),
+        _llama("Llama-2 13B", layers=40, hidden=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000),
+        _llama("Llama-3 70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256),
     )
-}  # fmt: skip
+}
 
 
 @cache

@@ -5,8 +5,7 @@
 Sections, in this order:
 
     forms    the literature's closed forms beside the simulator, exactly; and some that are published without a condition
-    table    the zero-bubble paper's rates to four digits, zb-auto beside its 1p and 2p columns
-    regret   zb-auto beside ZB-H1 and ZB-H2 in their memory
+    table    the zero-bubble paper's rates to four digits
     optimum  zb-auto beside the proved optimum at p=4, m=8 (OR-Tools CP-SAT)
     plan     p=64, v=4, m=512 interleaved: build, check, lower and simulate; and PyTorch's planning alone
     scaling  1F1B from 10^4 to 3.4 x 10^7 ops: time and peak memory
@@ -59,13 +58,10 @@ def table(quick: bool) -> Figures:
     from bench.zero_bubble import COLUMNS, rates
 
     found = list(islice(rates(), len(COLUMNS) if quick else None))
-    fixed = [rate for rate in found if rate.column not in ("zb-1p", "zb-2p")]
-    exact = [rate for rate in fixed if round(rate.ours, 4) == rate.published]
-    auto = [rate for rate in found if rate not in fixed]
-    better = [rate for rate in auto if round(rate.ours, 4) <= rate.published]
+    exact = [rate for rate in found if round(rate.ours, 4) == rate.published]
     yield (
-        f"zero-bubble paper, table 5: {len(exact)} of {len(fixed)} rates to four digits; zb-auto no worse than the 1p "
-        f"and 2p columns in {len(better)} of {len(auto)} (rates of the longest rank; published, then ours)"
+        f"zero-bubble paper, table 5: {len(exact)} of {len(found)} rates to four digits "
+        "(rates of the longest rank; published, then ours)"
     )
     yield "  model   p    m  " + "".join(f"{column:>16}" for column in COLUMNS)
     for n in range(0, len(found), len(COLUMNS)):
@@ -73,23 +69,6 @@ def table(quick: bool) -> Figures:
         cells = "".join(f"   {rate.published:.4f} {rate.ours:.4f}" for rate in row)
         yield f"  {row[0].model:6} {row[0].p:2} {row[0].m:4} {cells}"
     return {"rates": [asdict(rate) for rate in found]}
-
-
-def regret(quick: bool) -> Figures:
-    """Find the largest regret of zb-auto against a handcrafted schedule in its memory."""
-    from bench.zero_bubble import regrets
-
-    found = list(islice(regrets(), 40 if quick else None))
-    longest, whole = (max(found, key=lambda r: getattr(r, name)) for name in ("longest", "makespan"))
-    gain = min(found, key=lambda r: r.longest)
-    yield f"zb-auto in the memory of zb-h1 (p) and zb-h2 (2p-1), {len(found)} cases with p <= 16, m <= 64, ten cost mixes:"
-    yield f"  largest regret  {longest.longest:+.2%} of the longest rank, {whole.makespan:+.2%} of the makespan"
-    yield (
-        f"  largest gain    {gain.longest:+.2%} of the longest rank, at {gain.handcrafted} p={gain.p} m={gain.m} "
-        f"F,B,W,c={gain.mix}"
-    )
-    worst = {"longest": asdict(longest), "makespan": asdict(whole)}
-    return {"cases": len(found), "largest_regret": worst, "largest_gain": asdict(gain)}
 
 
 def optimum(quick: bool) -> Figures:
@@ -159,7 +138,7 @@ def scaling(quick: bool) -> Figures:
 
 
 SECTIONS: dict[str, Callable[[bool], Figures]] = {
-    section.__name__: section for section in (forms, table, regret, optimum, plan, scaling)
+    section.__name__: section for section in (forms, table, optimum, plan, scaling)
 }
 
 

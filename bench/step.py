@@ -33,7 +33,15 @@ def cases(schedules: Sequence[str], quick: bool) -> dict[str, Job]:
     width, sequence = (32, 32) if quick else (256, 128)
     found = {}
     for name in schedules:
-        found[name] = Job(8, width, sequence, 8, 4, name, 2 if SCHEDULES[name][1] else 1)
+        found[name] = Job(
+            blocks=8,
+            width=width,
+            sequence=sequence,
+            microbatches=8,
+            rows=4,
+            schedule=name,
+            virtual=2 if SCHEDULES[name][1] else 1,
+        )
         if name == "interleaved-1f1b":
             found[f"{name} v=4"] = replace(found[name], virtual=4)
     return found

@@ -1,7 +1,6 @@
 """The zero-bubble paper's rates, and zb-auto compared with the handcrafted schedules and with the optimum.
 
-The costs and rates are those of tables 9 and 5 of 2401.10241, in microseconds and as shares of the longest rank. Its
-memory: a forward takes M_B = s b (34 h + 5 a s) bytes per layer, and M_W = 32 s b h of them stay from B to W.
+The costs and rates are those of tables 9 and 5 of 2401.10241, in microseconds and as shares of the longest rank.
 """
 
 from __future__ import annotations
@@ -18,33 +17,15 @@ from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import longest, makespan
 from penstock.trace.events import Trace
 
-SEQUENCE = 1024
-
-
-@dataclass(frozen=True)
-class Model:
-    """One of the paper's models, by hidden size and heads."""
-
-    name: str
-    hidden: int
-    heads: int
-
-    @property
-    def kept(self) -> float:
-        """Part of an activation that stays from B to W."""
-        return 32 * self.hidden / (34 * self.hidden + 5 * self.heads * SEQUENCE)
-
-
-SMALL, LARGE = Model("6.2B", 4096, 32), Model("28.3B", 6144, 48)
-COLUMNS = ("1f1b", "1f1b-i", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
+COLUMNS = ("1f1b", "1f1b-i", "zb-h1", "zb-h2")
 # Model, ranks, microbatches, virtual stages of 1F1B-I, (F, B, W, latency) in µs, and the rates in the order of COLUMNS.
 TABLE = (
-    (SMALL, 8, 24, 4, (29718, 29444, 19927, 527), (0.2347, 0.0808, 0.1323, 0.0698, 0.1323, 0.0029)),
-    (SMALL, 8, 32, 4, (29802, 29428, 19530, 577), (0.1898, 0.0628, 0.1045, 0.0559, 0.1045, 0.0022)),
-    (SMALL, 8, 64, 4, (29935, 29621, 19388, 535), (0.1091, 0.0320, 0.0554, 0.0294, 0.0554, 0.0010)),
-    (LARGE, 32, 96, 2, (10419, 10207, 7715, 408), (0.2646, 0.1493, 0.1421, 0.0641, 0.1421, 0.0038)),
-    (LARGE, 32, 128, 2, (10408, 10204, 7703, 408), (0.2168, 0.1164, 0.1106, 0.0490, 0.1106, 0.0029)),
-    (LARGE, 32, 256, 2, (10402, 10248, 7698, 460), (0.1352, 0.0624, 0.0594, 0.0257, 0.0594, 0.0018)),
+    ("6.2B", 8, 24, 4, (29718, 29444, 19927, 527), (0.2347, 0.0808, 0.1323, 0.0698)),
+    ("6.2B", 8, 32, 4, (29802, 29428, 19530, 577), (0.1898, 0.0628, 0.1045, 0.0559)),
+    ("6.2B", 8, 64, 4, (29935, 29621, 19388, 535), (0.1091, 0.0320, 0.0554, 0.0294)),
+    ("28.3B", 32, 96, 2, (10419, 10207, 7715, 408), (0.2646, 0.1493, 0.1421, 0.0641)),
+    ("28.3B", 32, 128, 2, (10408, 10204, 7703, 408), (0.2168, 0.1164, 0.1106, 0.0490)),
+    ("28.3B", 32, 256, 2, (10402, 10248, 7698, 460), (0.1352, 0.0624, 0.0594, 0.0257)),
 )
 MIXES = (
     (10, 10, 10, 0),
@@ -82,39 +63,9 @@ def rates() -> Iterator[Rate]:
         for column, rate in zip(COLUMNS, published, strict=True):
             if column == "1f1b-i":
                 cost = work + (p - 1) * (f + b + w) / v + (2 * p * v - p - 2) * c
-            elif column in ("zb-1p", "zb-2p"):
-                limit = p if column == "zb-1p" else 2 * p
-                cost = int(longest(timed(automatic(p, m, mix, limit, "longest", model.kept), mix)))
             else:
                 cost = int(longest(timed(build_schedule(column, p, m), mix)))
-            yield Rate(model.name, p, m, column, rate, 1 - work / cost)
-
-
-@dataclass(frozen=True)
-class Regret:
-    """Difference between zb-auto and a handcrafted schedule in that schedule's memory, as shares of the latter's time."""
-
-    handcrafted: str
-    p: int
-    m: int
-    mix: Mix
-    longest: float
-    makespan: float
-
-
-def regrets() -> Iterator[Regret]:
-    """Compare zb-auto with ZB-H1 (p activations) and ZB-H2 (2p-1); it minimizes the longest rank, then the makespan."""
-    for p in (2, 3, 4, 6, 8, 12, 16):
-        for m in (1, 3, 8, 16, 32, 64):
-            for mix in MIXES:
-                for name, limit in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
-                    theirs = timed(build_schedule(name, p, m), mix)
-                    ours = timed(automatic(p, m, mix, limit, "longest"), mix)
-                    ratios = (
-                        float(measured(ours)) / float(measured(theirs)) - 1
-                        for measured in (longest, makespan)
-                    )
-                    yield Regret(name, p, m, mix, *ratios)
+            yield Rate(model, p, m, column, rate, 1 - work / cost)
 
 
 @dataclass(frozen=True)
@@ -134,19 +85,12 @@ def gaps(seconds: float = 60.0) -> Iterator[Gap]:
     p, m = 4, 8
     for name, limit in (("zb-h1", p), ("zb-h2", 2 * p)):
         for mix in MIXES:
-            schedule = automatic(p, m, mix, limit, "makespan")
+            f, b, w, c = mix
+            schedule = build_schedule("zb-auto", p, m, costs=(f, b, w), latency=c, memory_limit=limit)
             trace = timed(schedule, mix)
             best = optimum(schedule, _costs(schedule, mix), trace, limit, seconds)
             handcrafted = int(makespan(timed(build_schedule(name, p, m), mix)))
             yield Gap(limit, mix, int(makespan(trace)), handcrafted, best.makespan, best.proved)
-
-
-def automatic(p: int, m: int, mix: Mix, limit: int, objective: str, kept: float = 1.0) -> Schedule:
-    """Return zb-auto for a cost mix."""
-    f, b, w, c = mix
-    return build_schedule(
-        "zb-auto", p, m, costs=(f, b, w), latency=c, memory_limit=limit, kept=kept, objective=objective
-    )
 
 
 def timed(schedule: Schedule, mix: Mix) -> Trace:

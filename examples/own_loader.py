@@ -58,7 +58,7 @@ class Embed(nn.Module):
         self.places = nn.Embedding(LONGEST, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tokens(x) + self.places.weight[: x.shape[1]]  # type: ignore[no-any-return]
+        return self.tokens(x) + self.places.weight[: x.shape[1]]
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        return self.inner(x, src_mask=mask, is_causal=True)  # type: ignore[no-any-return]
+        return self.inner(x, src_mask=mask, is_causal=True)
 
 
 def main() -> None:

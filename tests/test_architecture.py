@@ -13,6 +13,7 @@ import torch
 import penstock
 
 SOURCE = Path(penstock.__file__).parent
+ROOT = SOURCE.parents[1]
 FLOORS = [
     {"base"},
     {"schedule", "stage", "parallel", "trace"},
@@ -165,3 +166,26 @@ def test_all_is_exactly_what_is_exported():
                 n.asname for inner in node.body if isinstance(inner, ast.ImportFrom) for n in inner.names
             }
     assert typed == set(penstock._HOME)
+
+
+def _wide_dataclasses() -> list[str]:
+    """Return the dataclasses of more than six fields whose values may be given by position."""
+    found = []
+    for folder in ("src", "tests", "bench", "tools", "examples", "recipes"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(tree_of(path)):
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                decorators = [d for d in map(ast.unparse, node.decorator_list) if "dataclass" in d]
+                fields = [
+                    line
+                    for line in node.body
+                    if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
+                ]
+                if decorators and len(fields) > 6 and "kw_only=True" not in decorators[0]:
+                    found.append(f"{path.relative_to(ROOT)}: {node.name} has {len(fields)} fields")
+    return found
+
+
+def test_dataclasses_of_more_than_six_fields_take_keywords_only():
+    assert not _wide_dataclasses()

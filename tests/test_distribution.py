@@ -102,7 +102,7 @@ class Built:
             ROOT,
         )
         (site,) = (self.environment / "lib").glob("python*/site-packages")
-        (metadata,) = site.glob("penstock-*.dist-info")
+        (metadata,) = site.glob("penstock_torch-*.dist-info")
         self.requirements = requirements(PathDistribution(metadata))
         for name in self.requirements:
             package = distribution(name)
@@ -179,7 +179,7 @@ def test_the_installed_commands_do_what_penstock_suggests(built: Built, tmp_path
         name, *words = shlex.split(command)
         printed[name] = built.penstock([name, *words, *SMALL.get(name, [])], tmp_path)
     assert "kept in runs/first" in printed["train"]
-    assert "pip install 'penstock[report]'" in printed["train"]  # Bokeh is an extra
+    assert "pip install 'penstock-torch[report]'" in printed["train"]  # Bokeh is an extra
     assert "1f1b, 2 ranks" in printed["trace"]
     assert "no difference is larger than allowed" in printed["verify"]
     assert "written: run.toml" in printed["plan"]

@@ -1,9 +1,12 @@
-"""`make demo` installs what a user needs, `make test` the rest, in either order."""
+"""Each target installs what it needs and no more, in any order: `make demo`, `make test`, `make docs`, `make test-slow`."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -34,20 +37,57 @@ def touch_stamps(clone: Path, target: str) -> None:
             (clone / stamp).touch()
 
 
-def test_the_demo_installs_no_tools(clone: Path):
-    printed = commands(clone, "demo")
-    assert "-e '.[report]'" in printed
-    assert ".[dev]" not in printed
-    assert printed.rstrip().endswith("penstock train")
+@pytest.mark.parametrize(
+    ("target", "extras", "last"),
+    [
+        ("demo", "report", "penstock train"),
+        ("setup", "dev", ""),
+        ("test", "dev", "exit $((tests | types))"),
+        ("docs", "docs", "docs/_build/html"),
+        ("setup-ci", "dev,docs,ci", ""),
+        ("test-slow", "dev,docs,ci", "-m slow"),
+        ("coverage", "dev,docs,ci", "coverage report"),
+    ],
+)
+def test_a_target_installs_its_extras_alone(clone: Path, target: str, extras: str, last: str):
+    printed = commands(clone, target)
+    assert re.findall(r"-e '\.\[(.*)\]'", printed) == [extras]
+    assert printed.rstrip().endswith(last)
 
 
-def test_after_the_demo_the_tests_install_the_tools(clone: Path):
-    touch_stamps(clone, "demo")
-    assert "pip" not in commands(clone, "demo")
-    assert "-e '.[dev]'" in commands(clone, "test")
+@pytest.mark.parametrize(
+    ("first", "installed", "missing"),
+    [
+        ("demo", ["demo"], ["test", "docs", "test-slow"]),
+        ("test", ["demo", "setup", "test", "lint"], ["docs", "test-slow"]),
+        ("docs", ["demo", "docs"], ["test", "test-slow"]),
+        ("test-slow", ["demo", "test", "docs", "setup-ci", "test-slow", "coverage"], []),
+    ],
+)
+def test_what_a_target_has_installed_is_not_installed_again(
+    clone: Path, first: str, installed: list[str], missing: list[str]
+):
+    touch_stamps(clone, first)
+    assert [target for target in installed if "pip" in commands(clone, target)] == []
+    assert [target for target in missing if "pip" not in commands(clone, target)] == []
 
 
-def test_after_the_tests_the_demo_installs_nothing(clone: Path):
+@pytest.mark.parametrize("fails", ["ruff", "mypy", "python", ""])
+def test_the_tests_fail_with_the_lint_the_types_or_a_test(clone: Path, fails: str):
     touch_stamps(clone, "test")
-    for target in ("demo", "test", "test-slow"):
-        assert "pip" not in commands(clone, target)
+    for name in ("ruff", "mypy", "python"):
+        command = clone / ".venv" / "bin" / name
+        command.write_text(f"#!/bin/sh\necho {name} $*\nexit {int(name == fails)}\n")
+        command.chmod(0o755)
+    words = ["make", "--no-print-directory", "test"]
+    done = subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == bool(fails)
+    if fails != "ruff":
+        assert re.search(r"^python -m pytest .*-m not slow\nmypy$", done.stdout, re.M)
+
+
+def test_a_changed_constraint_installs_again(clone: Path):
+    touch_stamps(clone, "test-slow")
+    later = time.time() + 60
+    os.utime(clone / "constraints.txt", (later, later))
+    assert all("pip" in commands(clone, target) for target in ("demo", "test", "docs", "test-slow"))

@@ -41,7 +41,7 @@ def test_its_code_trains_as_plain_torch_does(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines() == lines
     assert all(
         torch.equal(ours, theirs)
-        for ours, theirs in zip(names["model"].parameters(), model.parameters(), strict=True)  # type: ignore[attr-defined]
+        for ours, theirs in zip(names["model"].parameters(), model.parameters(), strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Print the size of the code: ``make report``, or ``python -m tools.house [--files]``.
+"""Print the size of the code and of the documentation: ``make report``, or ``python -m tools.house [--files]``.
 
 A line of code is one that is neither blank, a comment, part of a docstring, nor part of an import. Comments
 beside code are not counted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import tokenize
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "penstock"
+DOCS = ROOT / "docs"
+GENERATED = ("config.md", "trust.md", "reference/")
+"""Pages that commands or Sphinx make; parts of other pages between ``<!-- from ... -->`` and ``<!-- end -->`` are, too."""
 SMALL = 90
 """Lines up to which a file that one other file imports is listed."""
 _LAYOUT = {
@@ -84,10 +88,21 @@ def importers() -> dict[str, set[str]]:
     return found
 
 
+def words() -> dict[str, int]:
+    """Return the words of every page of the documentation, as ``wc -w`` counts them, without what is generated."""
+    counts = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        name = path.relative_to(DOCS).as_posix()
+        if not name.startswith((*GENERATED, "_build/", "gallery/")):
+            written = re.sub(r"<!-- from .*?<!-- end -->", "", path.read_text(), flags=re.DOTALL)
+            counts[name] = len(written.split())
+    return counts
+
+
 def main() -> None:
     """Print totals, and with ``--files`` every file."""
     parser = argparse.ArgumentParser(prog="python -m tools.house", description="size of the code")
-    parser.add_argument("--files", action="store_true", help="print every file, the largest first")
+    parser.add_argument("--files", action="store_true", help="print every file and page, the largest first")
     options = parser.parse_args()
     sizes = sorted(map(measure, SOURCE.rglob("*.py")), key=lambda size: -size.lines)
     lines, code = sum(s.lines for s in sizes), sum(s.code for s in sizes)
@@ -101,6 +116,11 @@ def main() -> None:
     print(f"{comments:,} comment lines, {comments / code:.2%} of the lines of code")
     print(f"{len(alone)} files of at most {SMALL} lines that one other file imports")
     print(f"largest: {', '.join(f'{s.name} ({s.lines})' for s in sizes[:5])}")
+    pages = words()
+    if options.files:
+        for name, count in sorted(pages.items(), key=lambda page: -page[1]):
+            print(f"{count:5} words docs/{name}")
+    print(f"{sum(pages.values()):,} words in {len(pages)} pages of docs/, generated ones left out")
 
 
 def _dotted(path: Path) -> str:

@@ -1,11 +1,13 @@
-"""Print the files of Penstock that a training step enters: ``python -m tools.walk``.
+"""Print the files of Penstock that a training step enters: ``python -m tools.walk [--markdown]``.
 
 The second ``Pipeline.step`` and ``optimizer.step`` of a pipeline of two ranks that are threads are watched with
-`sys.setprofile`, in all threads. CONTRIBUTING's *How a step runs* goes through the files in this order.
+`sys.setprofile`, in all threads. ``--markdown`` prints the list of CONTRIBUTING's *How a step runs*, by phase.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +19,13 @@ from torch import nn
 import penstock
 
 SOURCE = Path(penstock.__file__).parent
+PHASES = {
+    "Pipeline.step": "Check, and split the batch",
+    "Executor.run": "Run the ops of a rank",
+    "Executor._finish_gradients": "Sum gradients, and agree on the outcome",
+    "PipelineOptimizer.step": "Update the weights",
+}
+"""Function whose first call begins a phase of the step, and the phase."""
 
 
 class Walk:
@@ -24,12 +33,15 @@ class Walk:
 
     Attributes:
         files: paths below the package, with the first function that was called there.
+        phases: paths below the package, with the phase in which they were entered.
         watching: whether calls are noted.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}
+        self.phases: dict[str, str] = {}
         self.watching = False
+        self._phase = ""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note a call."""
@@ -37,11 +49,14 @@ class Walk:
             return
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(SOURCE):
-            self.files.setdefault(path.relative_to(SOURCE).as_posix(), frame.f_code.co_qualname)
+            self._phase = PHASES.get(frame.f_code.co_qualname, self._phase)
+            name = path.relative_to(SOURCE).as_posix()
+            self.files.setdefault(name, frame.f_code.co_qualname)
+            self.phases.setdefault(name, self._phase)
 
 
-def walk() -> dict[str, str]:
-    """Return the files that the second step of a pipeline enters, with the first function called in each."""
+def walk() -> Walk:
+    """Return the files that the second step of a pipeline enters."""
     seen = Walk()
     threading.setprofile(seen)  # before the rank threads start
     sys.setprofile(seen)
@@ -57,15 +72,45 @@ def walk() -> dict[str, str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return seen.files
+    return seen
+
+
+def purpose(name: str) -> str:
+    """Return the first line of a file's docstring, up to a colon, semicolon or comma unless that says little."""
+    docstring = ast.get_docstring(ast.parse((SOURCE / name).read_text())) or ""
+    line = docstring.splitlines()[0].replace("``", "`").removesuffix(".")
+    for mark in ":;,":
+        if len((before := line.partition(mark)[0]).split()) > 4:
+            line = before
+    return line
+
+
+def markdown(seen: Walk) -> str:
+    """Return the files as a numbered list for every phase."""
+    lines: list[str] = []
+    number = 0
+    for phase in PHASES.values():
+        lines += [f"**{phase}**", ""]
+        for name in (name for name in seen.files if seen.phases[name] == phase):
+            number += 1
+            function = seen.files[name].partition(".<locals>")[0]
+            lines.append(f"{number}. `{name}`, `{function}`. {purpose(name)}.")
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def main() -> None:
-    """Print one line per file, and their number."""
-    files = walk()
-    for path, function in files.items():
+    """Print one line per file, and their number; or the list in Markdown."""
+    parser = argparse.ArgumentParser(prog="python -m tools.walk", description="files that a step enters")
+    parser.add_argument("--markdown", action="store_true", help="print the list of CONTRIBUTING.md")
+    options = parser.parse_args()
+    seen = walk()
+    if options.markdown:
+        print(markdown(seen))
+        return
+    for path, function in seen.files.items():
         print(f"{path:45} {function}")
-    print(f"{len(files)} files")
+    print(f"{len(seen.files)} files")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ def sockets(root: Path, quick: bool) -> Outcome:
     """Row 14: list the sockets while a rank hangs for a moment in the middle of a step."""
     checks, seen = Checks(), []
     for name, processes, restarts in (("threads", 0, None), ("processes", 2, 0)):
-        fault = Fault("slow", "F+B", again=True)
+        fault = Fault(action="slow", at="F+B", again=True)
         settings = {"train.steps": 10_000}
-        victim = Victim(root / name, fault, processes, restarts, settings).start()
+        victim = Victim(
+            root=root / name, fault=fault, processes=processes, restarts=restarts, settings=settings
+        ).start()
         try:
             victim.until("step", step=3)
             found = {address for pid in victim.processes_left() for address in listening(pid)}

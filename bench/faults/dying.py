@@ -44,15 +44,19 @@ def redone(ended: Ended) -> int:
 def killed(root: Path, quick: bool) -> Outcome:
     """Row 1: two pipelines of two ranks, in four processes."""
     processes, settings = (2, LONGER) if quick else (4, MESH | LONGER)
-    plain = weights(Victim(root / "plain", processes=processes, restarts=0, settings=settings).run().folder)
+    plain = weights(
+        Victim(root=root / "plain", processes=processes, restarts=0, settings=settings).run().folder
+    )
     checks, knows, again, most = Checks(), [], [], 0
     checks.that(bool(plain), "the undisturbed run has no weights")
     cases = [(1, "B")] if quick else [(rank, at) for at in KILLED_IN for rank in range(processes)]
     for rank, at in cases:
         case = f"rank {rank} in {at}"
         microbatch = 1 if at in "FB" else None
-        fault = Fault("kill", at, rank, microbatch=microbatch, step=7)
-        ended = Victim(root / f"{rank}-{at}", fault, processes, 3, settings).run(240.0)
+        fault = Fault(action="kill", at=at, rank=rank, microbatch=microbatch, step=7)
+        ended = Victim(
+            root=root / f"{rank}-{at}", fault=fault, processes=processes, restarts=3, settings=settings
+        ).run(240.0)
         first = {event["pid"] for event in ended.all("start")[:processes]}
         told = [event for event in ended.all("end") if event["pid"] in first]
         steps = [event["time"] for event in ended.all("step") if event["pid"] not in first]
@@ -82,9 +86,9 @@ def killed(root: Path, quick: bool) -> Outcome:
 def stopped(root: Path, quick: bool) -> Outcome:
     """Row 2."""
     checks = Checks()
-    fault = Fault("stop", "F", rank=1, microbatch=2, step=3)
+    fault = Fault(action="stop", at="F", rank=1, microbatch=2, step=3)
     limits = {"runtime.timeout": 5, "runtime.first_timeout": 60}
-    ended = Victim(root, fault, processes=2, restarts=0, settings=limits).run()
+    ended = Victim(root=root, fault=fault, processes=2, restarts=0, settings=limits).run()
     took = ended.over - ended.struck
     checks.that(took < 8.0, f"all ended after {took:.1f} s")
     checks.that(ended.code > 0, f"exit code {ended.code}")
@@ -100,8 +104,10 @@ def terminated(root: Path, quick: bool) -> Outcome:
     starters = (("torchrun", None),) if quick else (("torchrun", None), ("penstock --restarts", 3))
     for name, restarts in starters:
         settings = {"train.steps": 100_000, "train.checkpoint_every": 0}
-        fault = Fault("slow", "F+B", rank=0, again=True)
-        victim = Victim(root / name.split()[0], fault, 2, restarts, settings).start()
+        fault = Fault(action="slow", at="F+B", rank=0, again=True)
+        victim = Victim(
+            root=root / name.split()[0], fault=fault, processes=2, restarts=restarts, settings=settings
+        ).start()
         victim.until("step", step=7)
         began = time.time()
         victim.send(signal.SIGTERM)
@@ -129,7 +135,7 @@ def interrupted(root: Path, quick: bool) -> Outcome:
     """Row 11: both signals arrive within one long step."""
     checks = Checks()
     settings = {"train.steps": 100_000, "train.checkpoint_every": 3}
-    victim = Victim(root, Fault("hang", "F", stage=1, step=8), settings=settings).start()
+    victim = Victim(root=root, fault=Fault(action="hang", at="F", stage=1, step=8), settings=settings).start()
     victim.until("fault")
     before = steps_in(victim.folder / "checkpoints")
     victim.send(signal.SIGINT, group=True)
@@ -155,8 +161,8 @@ def interrupted(root: Path, quick: bool) -> Outcome:
 def never_starts(root: Path, quick: bool) -> Outcome:
     """Row 15."""
     checks = Checks()
-    fault = Fault("kill", "start", rank=1, again=True)
-    ended = Victim(root, fault, processes=2, restarts=3).run(240.0)
+    fault = Fault(action="kill", at="start", rank=1, again=True)
+    ended = Victim(root=root, fault=fault, processes=2, restarts=3).run(240.0)
     starts = sum(event["rank"] == 1 for event in ended.all("start"))
     checks.that(starts == 4, f"{starts} starts")
     checks.that(ended.code == ExitCode.GAVE_UP, f"exit code {ended.code}")

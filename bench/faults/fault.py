@@ -19,7 +19,7 @@ PLACES = ("F", "B", "reduction", "optimizer", "start")
 ACTIONS = ("kill", "stop", "raise", "hang", "nan", "slow")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """One fault.
 

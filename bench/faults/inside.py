@@ -26,8 +26,8 @@ def raises(root: Path, quick: bool) -> Outcome:
     checks, took = Checks(), []
     soon = 20.0 if quick else 1.0  # a test may share its cores
     for name, processes in (("thread", 0),) if quick else (("thread", 0), ("process", 2)):
-        fault = Fault("raise", "F", stage=1, microbatch=2, step=3)
-        ended = Victim(root / name, fault, processes).run()
+        fault = Fault(action="raise", at="F", stage=1, microbatch=2, step=3)
+        ended = Victim(root=root / name, fault=fault, processes=processes).run()
         took.append(f"{name} {told(ended):.2f} s")
         checks.that(told(ended) < soon, f"{name}: the error came after {told(ended):.2f} s")
         checks.that(ended.code == 1, f"{name}: exit code {ended.code}")
@@ -44,7 +44,9 @@ def raises(root: Path, quick: bool) -> Outcome:
 def hangs(root: Path, quick: bool) -> Outcome:
     """Row 4."""
     limits = {"runtime.timeout": 5, "runtime.first_timeout": 30}
-    ended = Victim(root, Fault("hang", "F", stage=1, microbatch=2, step=3), settings=limits).run()
+    ended = Victim(
+        root=root, fault=Fault(action="hang", at="F", stage=1, microbatch=2, step=3), settings=limits
+    ).run()
     checks, took = Checks(), ended.over - ended.struck
     checks.that(took < 7.0, f"ended after {took:.1f} s")
     checks.that(ended.code > 0, f"exit code {ended.code}")
@@ -63,8 +65,8 @@ def slow(root: Path, quick: bool) -> Outcome:
         "model.hidden": 128,
     }
     checks = Checks()
-    fault = Fault("slow", "F+B", stage=1, again=True)
-    ended = Victim(root, fault, settings=settings).run()
+    fault = Fault(action="slow", at="F+B", stage=1, again=True)
+    ended = Victim(root=root, fault=fault, settings=settings).run()
     checks.that(ended.code == 0, f"exit code {ended.code}: {ended.err[-500:]}")
     command = [sys.executable, "-m", "penstock", "trace", str(ended.folder)]
     trace = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -78,7 +80,10 @@ def not_a_number(root: Path, quick: bool) -> Outcome:
     checks = Checks()
     settings = {"train.checkpoint_every": 1, "train.keep_last": 0}
     ended = Victim(
-        root, Fault("nan", "F", stage=1, microbatch=1, step=7), processes=0 if quick else 2, settings=settings
+        root=root,
+        fault=Fault(action="nan", at="F", stage=1, microbatch=1, step=7),
+        processes=0 if quick else 2,
+        settings=settings,
     ).run()
     ends = ended.all("end")
     codes = {event["code"] for event in ended.all("exit")}

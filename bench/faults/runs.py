@@ -44,7 +44,7 @@ SETTINGS: dict[str, object] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ended:
     """A run that has ended.
 
@@ -80,7 +80,7 @@ class Ended:
         return {event["step"]: event["loss"] for event in self.all("step") if event["loss"]}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Victim:
     """A run that has not started yet.
 
@@ -211,7 +211,14 @@ class Victim:
             time.sleep(0.05)
         self.kill()
         return Ended(
-            code, self._began, over, self._said("out"), self._said("err"), self.events(), left, self.folder
+            code=code,
+            began=self._began,
+            over=over,
+            out=self._said("out"),
+            err=self._said("err"),
+            events=self.events(),
+            left=left,
+            folder=self.folder,
         )
 
     def run(self, limit: float = 120.0) -> Ended:

@@ -140,7 +140,7 @@ def damaged(root: Path, quick: bool) -> Outcome:
 def disk_full(root: Path, quick: bool) -> Outcome:
     """Row 8: from step 40 to step 100 no file may grow beyond 100 kB, so no checkpoint fits."""
     settings = {"train.steps": 160, "train.checkpoint_every": 10, "train.log_every": 100}
-    victim = Victim(root, settings=settings).start()
+    victim = Victim(root=root, settings=settings).start()
     checks, saved = Checks(), victim.folder / "checkpoints"
     pid = victim.until("step", step=40)["pid"]
     before = steps_in(saved)
@@ -186,12 +186,12 @@ def other_layouts(root: Path, quick: bool) -> Outcome:
     checks = Checks()
     # A constant learning rate: the usual one depends on how many steps there will be.
     model = {"model.layers": 8, "train.checkpoint_every": 4, "optim.warmup": 0.0, "optim.final_lr": 1.0}
-    plain = Victim(root / "plain", settings={**model, "parallel.pp": 1, "train.steps": 16}).run()
+    plain = Victim(root=root / "plain", settings={**model, "parallel.pp": 1, "train.steps": 16}).run()
     losses: dict[int, float] = {}
     for number, (processes, layout) in enumerate(LAYOUTS):
         settings = {**model, **layout, "train.steps": 4 * number + 4}
         ended = Victim(
-            root, processes=processes, settings=settings, resume=number > 0, echo=root / f"echo-{number}"
+            root=root, processes=processes, settings=settings, resume=number > 0, echo=root / f"echo-{number}"
         ).run(240.0)
         checks.that(ended.code == 0, f"{layout} ended with {ended.code}: {ended.err[-500:]}")
         losses |= ended.losses()

@@ -56,7 +56,7 @@ def calibrate(root: Path) -> float:
 def victim(root: Path, steps: int, restarts: int, quick: bool) -> Victim:
     """Return a run of so many steps."""
     settings = {**SETTINGS, "train.steps": steps} | ({"data.sequence": QUICK_SEQUENCE} if quick else {})
-    return Victim(root, processes=PROCESSES, restarts=restarts, settings=settings).start()
+    return Victim(root=root, processes=PROCESSES, restarts=restarts, settings=settings).start()
 
 
 def run(

@@ -30,7 +30,7 @@ def install(injector: Injector) -> None:
         setattr(Stage, name, injector.around("F", getattr(Stage, name)))
     for name in ("backward", "backward_input"):
         setattr(Stage, name, injector.around("B", getattr(Stage, name)))
-    Bucket.start = injector.before("reduction", Bucket.start)  # type: ignore[method-assign]  # the fault
+    Bucket.start = injector.before("reduction", Bucket.start)  # the fault
     optimizer: Any = torch.optim.AdamW
     optimizer.step = injector.before("optimizer", optimizer.step)
     step = Pipeline.step
@@ -41,7 +41,7 @@ def install(injector: Injector) -> None:
         injector.diary.write("step", step=pipe.steps, loss=float(result.loss or 0.0))
         return result
 
-    Pipeline.step = noted  # type: ignore[method-assign]  # notes
+    Pipeline.step = noted  # notes
     checkpointer: Any = loop.RunCheckpointer
     resume = checkpointer.resume
 

@@ -51,24 +51,31 @@ class VerifyTarget:
 
 
 @dataclass(frozen=True)
+class _Case:
+    target: str
+    schedule: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters.
+    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters."""
 
-    Attributes:
-        schedule, transport, ranks, microbatches: layout of the run; transport is "threads" or "processes".
-        loss, weights, gradients: largest differences; weights and gradients after the last step.
-        allowed: bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
-            The others (two copies of a stage) only differ in the order of summation, and may be `SLACK` times as far
-            from plain PyTorch as that is from the same training in float64.
-    """
-
+    # Layout of the run; transport is "threads" or "processes".
     schedule: str
     transport: str
     ranks: int
     microbatches: int
+    # Largest differences; weights and gradients after the last step.
     loss: float
     weights: float
     gradients: float
+    # Bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
+    # Schedules with two copies of a stage differ in the order of summation alone, and may be `SLACK` times as
+    # far from plain PyTorch as that is from the same training in float64.
     allowed: tuple[float, float, float]
 
     @property
@@ -86,11 +93,7 @@ class _Outcome:
 
 
 def load_target(name: str) -> VerifyTarget:
-    """Return the result of ``module:function``.
-
-    Raises:
-        ConfigError: if there is no such function, or it returns no `VerifyTarget`.
-    """
+    """Return the result of ``module:function``."""
     module, _, function = name.partition(":")
     try:
         with current_folder_last():
@@ -123,9 +126,6 @@ def verify(
         ranks, microbatches: numbers of ranks and of microbatches to combine.
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
-
-    Raises:
-        ConfigError: if this machine cannot hold the schedules or processes.
     """
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if not is_csv(name) else ():
@@ -154,11 +154,20 @@ def _rows(
                 loss, weights, gradients = _differences(in_float64(m), plain[m])
                 allowed = (SLACK * loss, SLACK * weights, SLACK * gradients)
             for transport in transports:
-                job = (target, name, p, virtual, m, steps)
+                case = _Case(target, name, p, virtual, m, steps)
                 in_processes = transport == "processes"
-                outcomes = pool.run(p, _pipelined, *job) if in_processes else [_pipelined(0, *job)]
-                differences = _differences(plain[m], _joined(name, plain[m], outcomes))
-                yield Difference(name, transport, p, m, *differences, allowed)
+                outcomes = pool.run(p, _pipelined, case) if in_processes else [_pipelined(0, case)]
+                loss, weights, gradients = _differences(plain[m], _joined(name, plain[m], outcomes))
+                yield Difference(
+                    schedule=name,
+                    transport=transport,
+                    ranks=p,
+                    microbatches=m,
+                    loss=loss,
+                    weights=weights,
+                    gradients=gradients,
+                    allowed=allowed,
+                )
 
 
 def _in_order(name: str, ranks: int, microbatches: int, virtual: int) -> bool:
@@ -188,7 +197,7 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
                 if isinstance(losses_by_name, Tensor)
                 else torch.stack(list(losses_by_name.values())).sum()
             )
-            weight.apply(loss).backward()  # type: ignore[no-untyped-call]
+            weight.apply(loss).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
@@ -202,23 +211,21 @@ def _as(value: object, dtype: torch.dtype | None) -> object:
     return value.to(dtype)
 
 
-def _pipelined(
-    rank: int, target_name: str, schedule: str, ranks: int, virtual: int, microbatches: int, steps: int
-) -> _Outcome:
-    target = load_target(target_name)
+def _pipelined(rank: int, case: _Case) -> _Outcome:
+    target = load_target(case.target)
     with Pipeline(
         target.model,
         target.loss_fn,
-        microbatches=microbatches,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual,
+        microbatches=case.microbatches,
+        schedule=case.schedule,
+        ranks=case.ranks,
+        virtual_stages=case.virtual_stages,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
         losses: list[Tensor] = []
-        for step in range(steps):
+        for step in range(case.steps):
             optimizer.zero_grad()
-            result = pipe.step(*target.batch(step, microbatches))
+            result = pipe.step(*target.batch(step, case.microbatches))
             assert result.losses is not None
             losses.extend(result.losses)
             pipe.clip_grad_norm_(MAX_NORM)

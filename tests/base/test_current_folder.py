@@ -61,7 +61,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ["train", *TINY, "train.callbacks=own_hooks:Notes", "schedule.name=own_hooks:build"],
+        pytest.param(
+            ["train", *TINY, "train.callbacks=own_hooks:Notes", "schedule.name=own_hooks:build"],
+            marks=pytest.mark.slow,
+        ),
         [
             "verify",
             "--ranks",

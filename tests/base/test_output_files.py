@@ -76,8 +76,7 @@ def test_devices_are_written_to():
 
 COMMANDS = [
     ("trace", "run", "--html", "notes.txt"),
-    ("trace", "run", "--chrome", "notes.txt"),
-    ("trace", "run", "--svg", "notes.svg"),
+    ("trace", "run", "--out", "notes.svg"),
     ("trace", "run", "--costs", "notes.txt"),
     ("simulate", "1f1b", "-p", "2", "-m", "4", "--html", "notes.txt"),
     ("simulate", "mine.csv", "--html", "mine.csv"),
@@ -101,8 +100,8 @@ def test_no_command_replaces_a_file_of_another_kind(folder: Path, words: tuple[s
 @pytest.mark.parametrize(
     "words",
     [
-        ("trace", "run", "--html", "page.html", "--chrome", "step.json", "--svg", "step.svg", "--costs", "costs.toml"),
-        ("trace", "run", "--png", "step.png", "--costs", "costs.json"),
+        ("trace", "run", "--html", "page.html", "--out", "step.json", "--costs", "costs.toml"),
+        ("trace", "run", "--out", "step.png", "--costs", "costs.json"),
         ("simulate", "1f1b", "-p", "2", "-m", "4", "--html", "page.html"),
         ("schedule", "csv", "1f1b", "-p", "2", "-m", "4", "--out", "mine.csv"),
         ("schedule", "draw", "1f1b", "-p", "2", "-m", "4", "--out", "step.pdf"),

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.simulate.bounds import lower_bound
 from tests.support.simulated import priced, timed
 
 pytest.importorskip("ortools")
-
 from bench.optimum import Optimum, optimum
 
-from penstock.schedule.check import check
+pytestmark = pytest.mark.slow
 
 
 def best(family: str, p: int, m: int, limit: int, *mix: int, **options: object) -> Optimum:
@@ -30,7 +30,6 @@ def test_the_optimum_is_the_bound_where_the_bound_is_known_to_be_tight():
     assert best("zb-h2", 3, 6, 6, 2, 2, 2) == Optimum(bound, bound)
 
 
-@pytest.mark.slow
 def test_a_handcrafted_order_can_be_beaten_where_weights_are_long():
     found = best("zb-h1", 4, 8, 4, 10, 9, 13, 1)
     program = check(build_schedule("zb-h1", 4, 8)).program

@@ -93,10 +93,10 @@ def test_runs_that_are_not_fitted_say_why():
 
 def test_summaries_keep_remarks_apart():
     rows = (
-        Row("a", "m", "l", "s", 1.1, 1.0),
-        Row("a", "m", "l", "s", 0.8, 1.0),
-        Row("a", "m", "l", "s", 3.0, 1.0, "outlier"),
-        Row("b", "m", "l", "s", 1.0, 1.0, note="said"),
+        Row(group="a", model="m", layout="l", unit="s", predicted=1.1, measured=1.0),
+        Row(group="a", model="m", layout="l", unit="s", predicted=0.8, measured=1.0),
+        Row(group="a", model="m", layout="l", unit="s", predicted=3.0, measured=1.0, remark="outlier"),
+        Row(group="b", model="m", layout="l", unit="s", predicted=1.0, measured=1.0, note="said"),
     )
     found = Comparison("x", "X", "", rows).summaries
     assert [(s.group, s.rows) for s in found] == [("a", 2), ("a (outlier)", 1), ("b", 1)]

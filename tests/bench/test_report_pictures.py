@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import missing
 from tests.support.commands import python
 from tests.support.measured import kept_run
+from tests.support.programs import give_up
+
+pytest.importorskip("selenium")
+
+from tests.support.browser import missing
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_both_pictures_are_drawn_and_small(tmp_path: Path):
+    if reason := missing():
+        give_up(reason)
     runs = [str(kept_run(tmp_path, name)) for name in ("first", "second")]
     words = ["-m", "bench.report_pictures", *runs, "--folder", str(tmp_path / "pictures")]
     done = python(words, ROOT)

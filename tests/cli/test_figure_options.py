@@ -115,5 +115,5 @@ def test_what_was_dropped_from_a_file_is_printed(tmp_path: Path):
         assert f"{dropped}\n{assumed}\n" in output
     report = json.loads(run("schedule", "check", tmp_path / "s.csv", "--json").output)
     assert report["notes"] == [dropped, assumed]
-    with pytest.raises(ConfigError, match="0B0 appears beside 0W0"):
+    with pytest.raises(ConfigError, match="0B0 and 0W0 both appear"):
         run("schedule", "check", tmp_path / "s.csv", "-o", "backward=full")

@@ -81,7 +81,7 @@ def test_a_plan_of_its_own_config_needs_another_path():
     assert tomllib.loads(Path("other.toml").read_text())["parallel"]["dp"] == 2
 
 
-@pytest.mark.parametrize("limit", [1, 200])
+@pytest.mark.parametrize("limit", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_files_are_complete_if_the_reader_is_gone(folder: Path, limit: int):
     words = [sys.executable, "-m", "penstock", *WORDS[:-2], "--out", "run.toml", "--html", "page.html"]
     words.insert(3, "plan")
@@ -94,7 +94,9 @@ def test_the_files_are_complete_if_the_reader_is_gone(folder: Path, limit: int):
     assert (folder / "page.html").read_text().endswith("</html>")
 
 
-@pytest.mark.parametrize("words", [["plan", *WORDS], ["schedule", "list"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [pytest.param(["plan", *WORDS], marks=pytest.mark.slow), ["schedule", "list"]], ids=" ".join
+)
 def test_a_full_disk_is_one_line(folder: Path, words: list[str]):
     with Path("/dev/full").open("w") as full:
         outcome = subprocess.run(

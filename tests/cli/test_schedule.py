@@ -91,8 +91,8 @@ def test_options_of_a_family_are_passed_on():
     shown = run("show", "interleaved-1f1b", "-p", 2, "-m", 5, "-v", 2, "-o", "group_size=3").output
     schedule = build_schedule("interleaved-1f1b", 2, 5, 2, group_size=3)
     assert shown.splitlines()[2:] == [f"rank {r}  {schedule.text(r)}" for r in range(2)]
-    shown = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "objective=makespan").output
-    wanted = build_schedule("zb-auto", 2, 2, costs=(1, 2, 1), objective="makespan")
+    shown = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "memory_limit=1").output
+    wanted = build_schedule("zb-auto", 2, 2, costs=(1, 2, 1), memory_limit=1)
     assert shown.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
 
 

@@ -100,7 +100,7 @@ def test_the_costs_and_the_limit_reach_a_family_that_adapts():
     words = ("zb-auto", "-p", "4", "-m", "8", "--costs", "10,12,7", "--latency", "1", "--memory-limit")
     tight, loose = figures(*words, "4"), figures(*words, "8")
     assert max(tight["peak_activations"]) <= 4 < max(loose["peak_activations"]) <= 8
-    assert loose["longest"] < tight["longest"]
+    assert loose["makespan"] < tight["makespan"]
 
 
 def test_options_reach_the_families_that_have_them():
@@ -155,14 +155,10 @@ def test_many_ranks_keep_the_page_short():
     assert sum(line.strip() == "..." for line in lines) == 1
 
 
-def test_the_command_runs_and_ends_with_code_2_for_bad_input():
+def test_the_command_ends_with_code_2_for_bad_input():
     line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
     bad = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family and needs --microbatches\n")
-    good = subprocess.run(
-        [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert json.loads(good.stdout)["makespan"] == 12
 
 
 def test_a_page_is_written_with_every_schedule(tmp_path: Path):

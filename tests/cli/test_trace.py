@@ -64,17 +64,14 @@ def test_costs_are_written_as_simulate_reads_them(tmp_path: Path, name: str):
 
 
 def test_everything_asked_for_is_written_and_named(tmp_path: Path):
-    files = {
-        "page": tmp_path / "a.html", "chrome": tmp_path / "a.json", "png": tmp_path / "a.png", "svg": tmp_path / "a.svg",
-    }  # fmt: skip
-    options = [
-        word for what, path in files.items() for word in ("--html" if what == "page" else f"--{what}", path)
-    ]
-    lines = run(kept_run(tmp_path), *options).stdout.splitlines()
-    assert lines[-4:] == [f"{what}: {path}" for what, path in files.items()]
-    assert all(path.stat().st_size > 1000 for path in files.values())
-    with pytest.raises(ConfigError, match=r"--png .*a\.svg: the name must end in \.png"):
-        run(kept_run(tmp_path, "other"), "--png", files["svg"])
+    path = kept_run(tmp_path)
+    for ending in ("json", "png", "svg", "pdf"):
+        files = {"page": tmp_path / "a.html", "timeline": tmp_path / f"a.{ending}"}
+        lines = run(path, "--html", files["page"], "--out", files["timeline"]).stdout.splitlines()
+        assert lines[-2:] == [f"{what}: {file}" for what, file in files.items()]
+        assert all(file.stat().st_size > 1000 for file in files.values())
+    with pytest.raises(ConfigError, match=r"--html and --out both write"):
+        run(path, "--html", tmp_path / "b.svg", "--out", tmp_path / "b.svg")
 
 
 def test_page_and_table_plan_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -107,7 +104,7 @@ def test_a_shorter_step_is_drawn_shorter(tmp_path: Path):
 def test_what_is_of_one_run_is_refused_for_two(tmp_path: Path):
     path = kept_run(tmp_path)
     for words, problem in (
-        ([path, path, "--png", tmp_path / "a.png"], "--png takes one run, got two"),
+        ([path, path, "--out", tmp_path / "a.png"], "--out takes one run, got two"),
         ([path, path, path], "give one run, or two to compare, got 3"),
     ):
         result = CliRunner().invoke(command, [str(word) for word in words])

@@ -329,6 +329,16 @@ def test_more_blocks_than_the_weights_have_are_refused_before_they_are_made(tmp_
         penstock.from_transformers(changed(tmp_path, num_hidden_layers=layers))
 
 
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"]
+)
+def test_a_size_above_all_models_is_refused_with_its_key_and_the_largest(tmp_path: Path, key: str):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**hf_models.config("llama").to_dict(), key: 10**12}))
+    with pytest.raises(DataError, match=rf"has {key} 1,000,000,000,000; .* at most 1,000,000,000"):
+        penstock.from_transformers(path)
+
+
 def test_a_value_that_the_library_does_not_know_is_one_line(tmp_path: Path):
     with pytest.raises(DataError, match="cannot build the model of this LlamaConfig: KeyError") as info:
         penstock.from_transformers(changed(tmp_path, hidden_act="no_such"))

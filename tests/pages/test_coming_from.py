@@ -94,7 +94,7 @@ class Names:
             self.find(tree)
         for call in ast.walk(tree):
             if isinstance(call, ast.Call):
-                takes = inspect.signature(self.find(call.func)).parameters  # type: ignore[arg-type]
+                takes = inspect.signature(self.find(call.func)).parameters
                 free = any(p.kind is p.VAR_KEYWORD for p in takes.values())
                 assert free or {keyword.arg for keyword in call.keywords} <= set(takes), code
 

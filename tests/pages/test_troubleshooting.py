@@ -46,12 +46,10 @@ def test_the_page_has_the_likeliest_messages():
     assert len(set(HEADINGS)) == len(HEADINGS)
 
 
-@pytest.mark.parametrize("heading", HEADINGS)
-def test_every_message_is_still_in_the_source(heading: str, texts: str):
-    telling = [part for part in parts_of(heading) if len(part) >= SHORT]
-    assert telling
-    for part in telling:
-        assert part in texts, part
+def test_every_message_is_still_in_the_source(texts: str):
+    telling = {heading: [part for part in parts_of(heading) if len(part) >= SHORT] for heading in HEADINGS}
+    assert [heading for heading, parts in telling.items() if not parts] == []
+    assert [part for parts in telling.values() for part in parts if part not in texts] == []
 
 
 class Twice(nn.Module):
@@ -82,7 +80,7 @@ MSE = nn.functional.mse_loss
 
 def pipeline(model: object = None, loss_fn: object = MSE, **options: object) -> penstock.Pipeline:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)] if model is None else model
-    return penstock.Pipeline(layers, loss_fn, **{"microbatches": 4, **options})  # type: ignore[arg-type]
+    return penstock.Pipeline(layers, loss_fn, **{"microbatches": 4, **options})
 
 
 def step(
@@ -120,7 +118,7 @@ def lazy() -> None:
 PROVOKED: dict[str, Callable[[Path], object]] = {
     "say where they meet": lambda _: (
         find_launch({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}).url
-    ),  # type: ignore[union-attr]
+    ),
     "is set but": lambda _: find_launch({"RANK": "0"}),
     "a mesh of … needs": lambda _: pipeline(mesh=penstock.MeshShape(tp=2)),
     "start at most": lambda _: require_processes(1_000_000),

@@ -130,7 +130,7 @@ def test_ranks_that_do_not_ascend_are_refused(processes: LocalProcesses):
 
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(ConfigError, match=r"mesh must be a MeshShape, or a mesh of torch's .* got \(2, 2\)"):
-        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=(2, 2))  # type: ignore[arg-type]
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=(2, 2))
 
 
 def on_made_mesh(rank: int) -> Trained:

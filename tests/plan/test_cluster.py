@@ -48,7 +48,14 @@ def test_the_files_keys_are_read(tmp_path: Path):
     cluster = read_cluster(path)
     assert (cluster.name, cluster.devices, cluster.error) == ("mine", 32, 0.08)
     assert cluster.device == Device(
-        80e9, {"bf16": 232e12}, 1.8e12, 300, {"bf16": 150e12}, 1.8e12, 5e-6, 1.5e12
+        memory=80e9,
+        matmul={"bf16": 232e12},
+        memory_bandwidth=1.8e12,
+        matmul_width=300,
+        attention={"bf16": 150e12},
+        score_bandwidth=1.8e12,
+        launch=5e-6,
+        optimizer_bandwidth=1.5e12,
     )
     assert cluster.node == LinkSpeed(5e-6, 250e9)
     assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)

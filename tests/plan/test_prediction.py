@@ -114,7 +114,7 @@ def test_every_family_is_predicted_and_equals_its_simulation(schedule: str):
 
 
 def test_the_prediction_is_the_simulation_of_its_own_costs():
-    prediction = of_small("pp=4,tp=2,v=2,schedule=interleaved-1f1b,microbatch=2,sp=yes")
+    prediction = of_small("pp=4,tp=2,v=2,schedule=interleaved-1f1b,microbatch=2,sequence_parallel=yes")
     program = step_program("interleaved-1f1b", 4, 8, 2)
     trace = simulate(program, op_costs(prediction.costs, H100, prediction.layout))
     assert np.array_equal(trace.end, prediction.trace.end)

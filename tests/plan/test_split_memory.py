@@ -13,7 +13,18 @@ from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.profile.model_shape import ModelShape
 
 SHAPE = ModelShape(
-    "gpt", 16, 1024, 16, 16, 64, 4096, 50000, gated=False, tied=True, dropout=True, positions=1024
+    name="gpt",
+    layers=16,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    head_size=64,
+    ffn=4096,
+    vocabulary=50000,
+    gated=False,
+    tied=True,
+    dropout=True,
+    positions=1024,
 )
 """A GPT whose halves of a backward are known: 34 h + 5 a s bytes a token before the first, 32 h after it (2401.10241)."""
 

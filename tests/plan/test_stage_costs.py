@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_recompute_keeps_the_inputs_of_blocks_and_repeats_their_forward():
 
 
 def test_the_first_and_last_stages_have_fewer_blocks_if_the_split_is_by_cost():
-    vocabulary = of_shape(type(SMALL)("wide", 16, 64, 8, 4, 8, 128, 20_000))
+    vocabulary = of_shape(replace(SMALL, name="wide", vocabulary=20_000))
     layout = Layout(pp=4, split="cost")
     placement = Placement.loop(4, 1)
     times = layer_times(vocabulary, round_cluster(), layout, SEQUENCE)

@@ -9,11 +9,17 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Device, LinkSpeed
 from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.timing import collective_seconds, seconds_of
+from penstock.plan.stage_costs import collective_seconds, seconds_of
 
 DEVICE = Device(
-    1e9, {"bf16": 100.0, "fp8": 200.0}, 10.0, matmul_width=3.0, attention={"bf16": 50.0}, score_bandwidth=5.0, launch=0.5
-)  # fmt: skip
+    memory=1e9,
+    matmul={"bf16": 100.0, "fp8": 200.0},
+    memory_bandwidth=10.0,
+    matmul_width=3.0,
+    attention={"bf16": 50.0},
+    score_bandwidth=5.0,
+    launch=0.5,
+)
 LINK = LinkSpeed(2.0, 10.0)
 
 
@@ -34,7 +40,7 @@ def test_each_kind_of_work_has_its_rate():
 
 
 def test_rates_that_are_not_given_are_those_of_the_same_unit():
-    plain = Device(1e9, {"bf16": 100.0, "fp8": 200.0}, 10.0)
+    plain = Device(memory=1e9, matmul={"bf16": 100.0, "fp8": 200.0}, memory_bandwidth=10.0)
     assert taken(DeviceWork("scores", 20.0), device=plain) == 2.0
     assert taken(DeviceWork("attention", 100.0), device=plain) == 1.0
     assert taken(DeviceWork("matmul", 100.0, width=1e-9), device=plain) == 1.0

@@ -22,7 +22,12 @@ from penstock.train.model.llama import layers, next_token_loss
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 SHORT = Effort(seconds=0.1, rounds=1)
-CLUSTER = Cluster("here", Device(1e12, {"fp32": 1e12}, 1e10), ranks_per_node=4, dtype="fp32")
+CLUSTER = Cluster(
+    name="here",
+    device=Device(memory=1e12, matmul={"fp32": 1e12}, memory_bandwidth=1e10),
+    ranks_per_node=4,
+    dtype="fp32",
+)
 
 
 def measured(**options: Any) -> Profile:
@@ -106,7 +111,7 @@ def costly(*seconds: float) -> Profile:
     kinds = [ProfiledLayer(((1, LayerCost(forward=(DeviceWork("seconds", s),))),)) for s in seconds]
     roles = ["embedding", *["block"] * (len(seconds) - 2), "head"]
     entries = tuple((str(n), role, n) for n, role in enumerate(roles))
-    return Profile("m", "measured", kinds=tuple(kinds), layers=entries)
+    return Profile(name="m", source="measured", kinds=tuple(kinds), layers=entries)
 
 
 def test_blocks_are_split_by_cost_with_embedding_and_head():

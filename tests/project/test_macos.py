@@ -44,7 +44,7 @@ except penstock.ConfigError as error:
 
 def test_ranks_as_threads_train_and_supervision_is_refused_by_name():
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     if sys.version_info < (3, 13):

@@ -20,7 +20,7 @@ def bounds() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = project["dependencies"] + [
-        one for extra in extras if extra not in ("dev", "docs") for one in extras[extra]
+        one for extra in extras if extra not in ("dev", "docs", "ci") for one in extras[extra]
     ]
     lower_bounds = {}
     for requirement in map(Requirement, lines):

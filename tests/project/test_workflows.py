@@ -24,10 +24,11 @@ def tool(name: str) -> str:
     """Return the path of a command installed beside this Python, or skip the test."""
     path = shutil.which(name, path=str(Path(sys.executable).parent))
     if path is None:
-        pytest.skip(f"no {name} here: make setup")
+        pytest.skip(f"no {name} here: make setup-ci")
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "files"),
     [
@@ -46,6 +47,7 @@ def test_files_follow_their_schemas(schema, files):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_an_audit_finds_no_weakness():
     audit = [tool("zizmor"), "--offline", "--persona", "auditor", "--no-progress", str(ROOT / ".github")]
     result = subprocess.run(audit, capture_output=True, text=True, timeout=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from penstock.train.config.file import dump
 from tests.support import commands
 from tests.support.commands import finish
 from tests.support.launchers import free_port
+from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
 
@@ -28,11 +28,6 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 LAUNCHED = ("SLURM_", "OMPI_", "PMI", "PET_", "SKYPILOT_", "MASTER_", "PENSTOCK_")
 STEPS = 4
-
-TRAIN_JOB_MODELS = pytest.mark.skipif(
-    not any((Path(folder) / "kubeflow_trainer_api").is_dir() for folder in sys.path),
-    reason="needs kubeflow-trainer-api, the models of the TrainJob's schema",
-)
 
 
 def trainjob() -> dict[str, Any]:
@@ -90,27 +85,29 @@ def start(command: list[str], root: Path, **more: str) -> subprocess.Popen[str]:
     return commands.start(command, root, environment(root / "bin", **more))
 
 
-@TRAIN_JOB_MODELS
-def test_the_trainjob_fits_the_schema_of_its_kind():
-    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+@pytest.fixture
+def schema() -> Any:
+    """The model of a TrainJob's schema."""
+    return pytest.importorskip("kubeflow_trainer_api.models").TrainerV1alpha1TrainJob
 
+
+@pytest.mark.slow
+def test_the_trainjob_fits_the_schema_of_its_kind(schema: Any):
     job = trainjob()
-    assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # an unknown field would be left out
+    assert schema.from_dict(job).to_dict() == job  # an unknown field would be left out
     assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     reserved = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
     assert not reserved & {variable["name"] for variable in job["spec"]["trainer"].get("env", [])}
 
 
-@TRAIN_JOB_MODELS
-def test_a_field_that_the_schema_does_not_have_is_noticed():
-    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
-
+@pytest.mark.slow
+def test_a_field_that_the_schema_does_not_have_is_noticed(schema: Any):
     job = trainjob()
     job["spec"]["trainer"]["numProcsPerNode"] = 8
-    assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
+    assert schema.from_dict(job).to_dict() != job
     job["spec"]["trainer"]["numNodes"] = "two"
     with pytest.raises(ValueError, match="numNodes"):
-        TrainerV1alpha1TrainJob.from_dict(job)
+        schema.from_dict(job)
 
 
 def test_the_skypilot_task_has_the_fields_of_a_task():
@@ -180,15 +177,10 @@ def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     require_same(root / "sky", threads)
 
 
-OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
-HYDRA = shutil.which("mpiexec.hydra")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(OPEN_MPI is None, reason="needs Open MPI: apt-get install openmpi-bin")
 def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads: Path):
     (root / "bin" / "mpirun").unlink(missing_ok=True)
-    (root / "bin" / "mpirun").symlink_to(str(OPEN_MPI))
+    (root / "bin" / "mpirun").symlink_to(program("mpirun.openmpi", "mpirun", package="openmpi-bin"))
     root_user = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     script = [str(RECIPES / "mpi" / "train.sh"), "2", "my.toml", f"train.folder={root}"]
     alone = start([*script, "train.name=mpi"], root, **root_user)
@@ -200,15 +192,15 @@ def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HYDRA is None, reason="needs MPICH: apt-get install mpich")
 def test_mpiexec_of_mpich_is_refused_on_every_rank_until_it_has_an_address(root: Path, threads: Path):
     train = ["penstock", "train", "my.toml", f"train.folder={root}", "train.name=mpich"]
-    refused = start([str(HYDRA), "-n", "2", *train], root)
+    hydra = program("mpiexec.hydra", package="mpich")
+    refused = start([hydra, "-n", "2", *train], root)
     out = finish(refused, 120)
     assert refused.returncode != 0
     assert out.count("PMI started 2 processes, but does not say where they meet") == 2
     assert "mpiexec -genv MASTER_ADDR 127.0.0.1" in out
     assert not (root / "mpich").exists()
     meeting = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", free_port()]
-    require_done(start([str(HYDRA), *meeting, "-n", "2", *train], root))
+    require_done(start([hydra, *meeting, "-n", "2", *train], root))
     require_same(root / "mpich", threads)

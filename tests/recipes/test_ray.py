@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -59,8 +58,8 @@ def run(script: list[str], root: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")
 def test_two_workers_train_and_a_killed_one_is_replaced(tmp_path: Path):
+    pytest.importorskip("ray")
     recipe = ROOT / "recipes" / "ray" / "train.py"
     (tmp_path / "killed.py").write_text(KILLED)
     options = ["--workers", "2", "--steps", "8", "--checkpoint-every", "2"]
@@ -77,10 +76,10 @@ def plain_loss(recipe: Path, steps: int) -> float:
     text = recipe.read_text().partition("def train_on_worker")[0]
     names: dict[str, object] = {}
     exec(compile("\n".join(line for line in text.splitlines() if "ray" not in line), "recipe", "exec"), names)
-    net, batch = names["model"](), names["batch"]  # type: ignore[operator]
+    net, batch = names["model"](), names["batch"]
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     for step in range(steps):
-        x, y = batch(step)  # type: ignore[operator]
+        x, y = batch(step)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x), y)
         loss.backward()

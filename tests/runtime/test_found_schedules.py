@@ -27,10 +27,10 @@ def found() -> dict[str, Schedule]:
     """One schedule of each kind, in little memory and with uneven costs."""
     loop, v, pipes = Placement.loop(RANKS, 2), Placement.waves(RANKS), Placement.two_way(RANKS)
     problems = {
-        "loop": (loop, "full", stage_costs(loop, 3, 4, 2, 1), 3),
-        "v": (v, "split", stage_costs(v, 3, 4, 2, 1), 3),
+        "loop": (loop, "full", stage_costs(loop, 3, 4, 2, latency=1), 3),
+        "v": (v, "split", stage_costs(v, 3, 4, 2, latency=1), 3),
         "mixed": (v, "split", stage_costs(v, 3, 4, 4, full=5), 4),
-        "two pipes": (pipes, "split", stage_costs(pipes, 3, 4, 2, 1), 2),
+        "two pipes": (pipes, "split", stage_costs(pipes, 3, 4, 2, latency=1), 2),
     }
     return {
         name: search_schedule(placement, MICROBATCHES, costs, backward, Budget(limit), seconds=0.2).schedule

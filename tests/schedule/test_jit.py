@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,12 +12,16 @@ from penstock.schedule.program import lower
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("zb-v", {}), ("v-half", {}), ("v-min", {}), ("dualpipe", {}), ("zb-auto", {"costs": (1.5, 1.25, 1.1)})],
+    [
+        ("zb-v", {}),
+        ("v-half", {}),
+        ("v-min", {}),
+        ("dualpipe", {}),
+        # Plain Python lists orders; annealing them would take minutes.
+        ("zb-auto", {"costs": (1.5, 1.25, 1.1), "rounds": 0}),
+    ],
 )
 def test_compiled_and_plain_kernels_agree(name: str, options: dict, monkeypatch: pytest.MonkeyPatch):
-    if name == "zb-auto":
-        # The package gives the function of that name, not the module.
-        monkeypatch.setattr(sys.modules["penstock.schedule.families.zb_auto"], "EFFORT", 20_000)
     found = []
     for threshold in (0, 10**9):
         monkeypatch.setattr(jit, "COMPILE_FROM", threshold)

@@ -80,14 +80,14 @@ def test_an_ambiguous_file_says_what_is_assumed_and_can_be_forced(tmp_path: Path
     with pytest.raises(ScheduleError, match=r"0W1 is missing \(0I1 is there\)"):
         check(read(tmp_path, MIXED, "input"))
     with pytest.raises(
-        ScheduleError, match="0B0 appears beside 0W0: one backward too many; if B means the input gradient"
+        ScheduleError, match="0B0 and 0W0 both appear: one backward too many; if B means the input gradient"
     ):
         check(read(tmp_path, MIXED, "full"))
 
 
 def test_a_file_with_i_means_the_full_backward_by_b(tmp_path: Path):
     assert lines(read(tmp_path, "0F0,0F1,0I0,0W0,0B1\n")) == "0F0 0F1 0I0 0W0 0B1"
-    with pytest.raises(ScheduleError, match="0B1 appears beside 0W1: one backward too many"):
+    with pytest.raises(ScheduleError, match="0B1 and 0W1 both appear: one backward too many"):
         check(read(tmp_path, "0F0,0F1,0I0,0W0,0B1,0W1\n"))
     forced = read(tmp_path, "0F0,0F1,0I0,0W0,0B1,0W1\n", "input")
     assert lines(forced) == "0F0 0F1 0I0 0W0 0I1 0W1"

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import Select
 
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import lighter
@@ -25,10 +22,17 @@ from penstock.show.run import read_run, write_report
 from penstock.trace.bubbles import bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
 from penstock.trace.folder import save_step
-from tests.support.browser import Browser, Frame, browser
 from tests.support.measured import kept_run, measured
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
+
+pytest.importorskip("selenium")
+
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+
+from tests.support.browser import Browser, Frame, browser
 
 pytestmark = pytest.mark.slow
 

@@ -50,7 +50,7 @@ def test_every_proved_optimum_is_reached_within_a_minute(case: Proved):
 )
 def test_it_is_never_slower_than_the_catalogue(family: str, limit: int):
     schedule = FAMILIES[family].build(4, 8)
-    costs = stage_costs(schedule.placement, 3, 5, 2, 1)
+    costs = stage_costs(schedule.placement, 3, 5, 2, latency=1)
     backward = "split" if FAMILIES[family].splits_backward else "full"
     found = search_schedule(schedule.placement, 8, costs, backward, Budget(limit), seconds=0.3)
     assert found.makespan <= makespan(simulate(check(schedule, budget=Budget(limit)).program, costs))

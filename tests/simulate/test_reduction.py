@@ -53,5 +53,5 @@ def test_times_and_buckets_that_cannot_be_are_refused():
     trace = timed(program, 1, 1, 1)
     with pytest.raises(ConfigError, match=r"each of the 2 stages, got \[1\]"):
         reduce_gradients(program, trace, [1])
-    with pytest.raises(ConfigError, match="at least 1 bucket, got 0"):
+    with pytest.raises(ConfigError, match=r"buckets must be .* got 0"):
         reduce_gradients(program, trace, [1, 1], 0)

@@ -14,8 +14,14 @@ import penstock
 import penstock.plan
 from penstock.cli import COMMANDS
 from penstock.schedule.families import FAMILIES
-from tests.support.browser import browser
 from tests.support.documentation import DOCS, ROOT
+
+pytest.importorskip("selenium")
+pytest.importorskip("sphinx")
+
+from tests.support.browser import browser
+
+pytestmark = pytest.mark.slow
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
@@ -24,7 +30,6 @@ NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the site, built by the command of ``make docs`` with another folder for its result."""
-    pytest.importorskip("sphinx")
     (line,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*) docs docs/_build/html$", MAKEFILE, re.M)
     assert {"-W", "-n"} <= set(line.split())
     html = tmp_path_factory.mktemp("site") / "html"
@@ -38,7 +43,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return html
 
 
-@pytest.mark.slow
 def test_every_public_name_command_and_schedule_has_its_place(site: Path):
     reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     entries = set(re.findall(r'id="(penstock\.[\w.]+)"', reference))
@@ -53,7 +57,6 @@ def test_every_public_name_command_and_schedule_has_its_place(site: Path):
         assert "makespan" in (site / "gallery" / f"{name}.html").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_ran_and_shows_its_outputs(name: str, site: Path):
     text = (site / "notebooks" / f"{name}.html").read_text()
@@ -65,7 +68,6 @@ def test_a_notebook_ran_and_shows_its_outputs(name: str, site: Path):
     assert next((site / "_downloads").rglob(f"{name}.ipynb")).stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_text_ends_within_the_screen_at_every_width(site: Path):
     ends = "return [document.querySelector('article').getBoundingClientRect().right, document.documentElement.clientWidth]"
     with browser() as chromium:

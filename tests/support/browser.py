@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from matplotlib.image import imread
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -20,6 +18,8 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.support.programs import give_up
 
 SIZE = (1300, 1500)
 
@@ -38,9 +38,7 @@ def missing() -> str:
 def browser() -> Iterator[Browser]:
     """Start a browser; if Chromium is missing, the test is skipped, and under ``CI`` it fails."""
     if reason := missing():
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        give_up(reason)
     options = webdriver.ChromeOptions()
     # Needed as root, and in containers with little shared memory.
     for argument in (

@@ -82,6 +82,7 @@ def trained(
     mesh: MeshShape | None,
     before: int,
     after: int,
+    *,
     saves: bool = True,
     zero: Any = False,
     **options: Any,

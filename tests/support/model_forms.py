@@ -92,7 +92,7 @@ class ResNet(nn.Module):
         x = self.avgpool(x)
         x = torch.flatten(x, 1)
         x = self.fc(x)
-        return x  # noqa: RET504
+        return x
 
     def forward(self, x):
         return self._forward_impl(x)
@@ -138,7 +138,7 @@ class VGG(nn.Module):
         x = self.avgpool(x)
         x = torch.flatten(x, 1)
         x = self.classifier(x)
-        return x  # noqa: RET504
+        return x
 
 
 # Vision transformer: features and head in methods, an optional class token, options that the model does not use.
@@ -235,7 +235,7 @@ class VisionTransformer(nn.Module):
         else:
             x = self.blocks(x)
         x = self.norm(x)
-        return x  # noqa: RET504
+        return x
 
     def pool(self, x, pool_type=None):
         if self.attn_pool is not None:
@@ -252,7 +252,7 @@ class VisionTransformer(nn.Module):
     def forward(self, x):
         x = self.forward_features(x)
         x = self.forward_head(x)
-        return x  # noqa: RET504
+        return x
 
 
 class VisionTransformerInOneLine(VisionTransformer):
@@ -571,7 +571,7 @@ class DiT(nn.Module):
             x = block(x, c)
         x = self.final_layer(x, c)
         x = self.unpatchify(x)
-        return x  # noqa: RET504
+        return x
 
 
 # Two towers, and an encoder with a decoder.
@@ -679,7 +679,7 @@ class MethodNotModule(Parts):
         for block in self.blocks:
             x = block(x)
         x = self.post(x)
-        return x  # noqa: RET504
+        return x
 
 
 class Embedder(nn.Module):
@@ -939,7 +939,7 @@ class ReadsItsMode(Parts):
 
 
 class ReadsItsDefault(Parts):
-    def forward(self, x, scales=[1.0, 2.0]):  # noqa: B006
+    def forward(self, x, scales=[1.0, 2.0]):
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x) * sum(scales)

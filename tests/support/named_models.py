@@ -49,7 +49,7 @@ def diffusion_batch(seed: int = 3) -> dict[str, torch.Tensor]:
 class Colliding(Parts):
     """Arguments named like those of a pipeline's own functions."""
 
-    def forward(
+    def forward(  # noqa: PLR0917 - a model's own forward
         self, ids, value=None, named=None, module=None, message=None, inputs=None, layer=None, call=None
     ):
         x = self.embedding(ids)

@@ -21,6 +21,7 @@ def stage_costs(
     f: int,
     b: int,
     w: int,
+    *,
     latency: int = 0,
     blocks: Blocks = "none",
     full: int | None = None,
@@ -41,5 +42,5 @@ def small_problem(
 ) -> OrderProblem:  # fmt: skip
     budget = None if limit is None else Budget(limit)
     return order_problem(
-        placement, microbatches, costs or stage_costs(placement, 3, 4, 2, 1), backward, budget
+        placement, microbatches, costs or stage_costs(placement, 3, 4, 2, latency=1), backward, budget
     )

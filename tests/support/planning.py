@@ -9,7 +9,9 @@ from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.plan.profile.model_shape import ModelShape
 
-SMALL = ModelShape("small", 16, 64, 8, 4, 8, 128, 512)
+SMALL = ModelShape(
+    name="small", layers=16, hidden=64, heads=8, kv_heads=4, head_size=8, ffn=128, vocabulary=512
+)
 SEQUENCE = 32
 
 
@@ -20,21 +22,28 @@ def seconds(number: float) -> tuple[DeviceWork, ...]:
 def timed_profile(blocks: int = 4, **values: Any) -> Profile:
     """A model whose blocks take 1 s each for F, I and W with one sample, keep 100 bytes and have 10 parameters."""
     cost = LayerCost(
-        seconds(1.0), seconds(1.0), seconds(1.0),
+        forward=seconds(1.0), input_grad=seconds(1.0), weight_grad=seconds(1.0),
         saved_bytes=100, selective_bytes=100, waiting_bytes=20, input_bytes=10, output_bytes=10,
         parameters=10, model_flops=1e12,
     )  # fmt: skip
     layers = tuple((f"blocks.{n}", "block", 0) for n in range(blocks))
     return Profile(
-        "timed", "measured", None, SEQUENCE, "fp32", (ProfiledLayer(((1, cost),)),), layers, **values
+        name="timed",
+        source="measured",
+        shape=None,
+        sequence=SEQUENCE,
+        dtype="fp32",
+        kinds=(ProfiledLayer(((1, cost),)),),
+        layers=layers,
+        **values,
     )
 
 
 def round_cluster(**values: Any) -> Cluster:
     """Sixteen devices of 1 TFLOP/s and 1 GB/s, with 1 MB of memory, and links that take no time."""
-    device = Device(1e6, {"fp32": 1e12}, 1e9, optimizer_bandwidth=320.0)
+    device = Device(memory=1e6, matmul={"fp32": 1e12}, memory_bandwidth=1e9, optimizer_bandwidth=320.0)
     given = {"ranks_per_node": 16, "nodes": 1, "dtype": "fp32", **values}
-    return Cluster("round", device, **given)
+    return Cluster(name="round", device=device, **given)
 
 
 def slow_links(**values: Any) -> Cluster:

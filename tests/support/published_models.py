@@ -4,8 +4,6 @@ They are written as if there were no pipelines: a ResNet as in torchvision, a vi
 towers with a contrastive loss, and a diffusion transformer. pytest rewrites test files, so they stand here.
 """
 
-# ruff: noqa: RET504 - people name a result before they return it
-
 from __future__ import annotations
 
 import math

@@ -27,7 +27,15 @@ class SmallSpace:
 
     @property
     def space(self) -> Space:
-        return make_space(self.profile, self.cluster, self.sequence, self.batch, self.fixed, None, None)
+        return make_space(
+            self.profile,
+            self.cluster,
+            sequence=self.sequence,
+            batch=self.batch,
+            fixed=self.fixed,
+            schedules=None,
+            devices=None,
+        )
 
 
 def small_space(seed: int) -> SmallSpace:
@@ -36,7 +44,7 @@ def small_space(seed: int) -> SmallSpace:
     devices = draw.choice((2, 3, 4, 4, 6, 8))
     heads = draw.choice((2, 4))
     shape = ModelShape(
-        "small", layers=draw.randint(2, 8), hidden=64 * heads, heads=heads, kv_heads=heads, head_size=64,
+        name="small", layers=draw.randint(2, 8), hidden=64 * heads, heads=heads, kv_heads=heads, head_size=64,
         ffn=draw.choice((256, 1024)), vocabulary=draw.choice((128, 4096)), gated=draw.random() < 0.5,
         dropout=draw.random() < 0.5,
     )  # fmt: skip
@@ -46,10 +54,17 @@ def small_space(seed: int) -> SmallSpace:
     )  # fmt: skip
     nodes = draw.choice((1, 2)) if devices % 2 == 0 else 1
     cluster = Cluster(
-        "small", device, devices // nodes, nodes, LinkSpeed(1e-6, draw.choice((1e9, 1e10))),
-        LinkSpeed(1e-5, draw.choice((2e8, 2e9))), op_overhead=draw.choice((0, 5e-5)), step_overhead=1e-4,
-        overlap=draw.random() < 0.5, unfused_dropout=draw.random() < 0.5,
-    )  # fmt: skip
+        name="small",
+        device=device,
+        ranks_per_node=devices // nodes,
+        nodes=nodes,
+        node=LinkSpeed(1e-6, draw.choice((1e9, 1e10))),
+        network=LinkSpeed(1e-5, draw.choice((2e8, 2e9))),
+        op_overhead=draw.choice((0, 5e-5)),
+        step_overhead=1e-4,
+        overlap=draw.random() < 0.5,
+        unfused_dropout=draw.random() < 0.5,
+    )
     fixed = {"tp": 1} if draw.random() < 0.5 else {}
     space = SmallSpace(
         of_shape(shape), cluster, draw.choice((64, 128)), devices * draw.choice((1, 2, 3)), fixed

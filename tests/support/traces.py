@@ -32,13 +32,13 @@ def trace_of(*ranks: str, info: Mapping[str, object] | None = None) -> Trace:
     columns = [np.array(column) for column in zip(*rows, strict=True)] or [np.zeros(0, np.int64)] * 7
     rank, stage, kind, microbatch, start, end, paired = columns
     return Trace(
-        len(ranks),
-        rank.astype(np.int32),
-        stage.astype(np.int32),
-        kind.astype(np.int8),
-        microbatch.astype(np.int32),
-        start,
-        end,
-        paired.astype(np.bool_),
+        ranks=len(ranks),
+        rank=rank.astype(np.int32),
+        stage=stage.astype(np.int32),
+        kind=kind.astype(np.int8),
+        microbatch=microbatch.astype(np.int32),
+        start=start,
+        end=end,
+        paired=paired.astype(np.bool_),
         info=dict(info or {}),
     )

@@ -215,7 +215,7 @@ def _twice(self, x):
     return x * 2
 
 
-HiddenModule.norm = _twice  # type: ignore[assignment, method-assign]
+HiddenModule.norm = _twice
 
 
 class Answers(Parts):
@@ -278,7 +278,7 @@ class ModuleOfItsClass(Loop):
 
 
 class WritesIntoItsDefault(Parts):
-    def forward(self, x, cache=[]):  # noqa: B006
+    def forward(self, x, cache=[]):
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x)
@@ -287,7 +287,7 @@ class WritesIntoItsDefault(Parts):
 
 
 class SetsItemsOfItsDefault(Parts):
-    def forward(self, x, *, state={}):  # noqa: B006
+    def forward(self, x, *, state={}):
         x = self.embedding(x)
         for i, block in enumerate(self.blocks):
             x = block(x)
@@ -296,7 +296,7 @@ class SetsItemsOfItsDefault(Parts):
 
 
 class HandsItsDefaultOn(Parts):
-    def forward(self, x, cache={}):  # noqa: B006
+    def forward(self, x, cache={}):
         x = self.embedding(x)
         notes = cache
         for block in self.blocks:
@@ -306,7 +306,7 @@ class HandsItsDefaultOn(Parts):
 
 
 class MethodWritesIntoItsDefault(Parts):
-    def note(self, x, seen=[]):  # noqa: B006
+    def note(self, x, seen=[]):
         seen += [1]
         return x * len(seen)
 
@@ -318,7 +318,7 @@ class MethodWritesIntoItsDefault(Parts):
 
 
 class FollowedMethodWritesIntoItsDefault(Parts):
-    def run(self, x, seen=[]):  # noqa: B006
+    def run(self, x, seen=[]):
         for block in self.blocks:
             x = block(x)
             seen.append(1)
@@ -492,7 +492,7 @@ class GathersGlobally(Parts):
 
 
 class GathersInItsClass(Parts):
-    gathered = []  # noqa: RUF012
+    gathered = []
 
     def forward(self, x):
         x = self.embedding(x)

@@ -132,7 +132,7 @@ def run() -> None:
         return training_batch(text, config, language, step)
 
     trainer.training_batch = disturbed
-    signals.Interrupts = Noted  # type: ignore[misc]  # takes notes
+    signals.Interrupts = Noted  # takes notes
     sys.exit(main())
 
 

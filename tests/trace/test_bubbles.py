@@ -235,7 +235,7 @@ def with_ends(trace, random):
                 columns[name].append(value)
     typed = {name: np.array(values, getattr(trace, name).dtype) for name, values in columns.items()}
     sort = np.lexsort((typed["start"], typed["rank"]))
-    return Trace(trace.ranks, **{name: column[sort] for name, column in typed.items()}, info=trace.info)
+    return Trace(ranks=trace.ranks, **{name: column[sort] for name, column in typed.items()}, info=trace.info)
 
 
 def test_imbalance_takes_its_share_of_every_span_of_a_cause():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.config_changes import config_changes
+from penstock.train.resume import config_changes
 
 
 def config(**data: Any) -> Config:

@@ -92,6 +92,7 @@ def gauges(text: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_examples")
 def test_prometheus_finds_the_last_line_of_metrics_in_a_file(tmp_path: Path):
     pytest.importorskip("prometheus_client")
@@ -105,6 +106,7 @@ def test_prometheus_finds_the_last_line_of_metrics_in_a_file(tmp_path: Path):
     assert (found['penstock_step{run="tiny"}'], found['penstock_running{run="tiny"}']) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_examples")
 def test_prometheus_asks_an_endpoint_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("prometheus_client")
@@ -112,14 +114,14 @@ def test_prometheus_asks_an_endpoint_until_the_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PROMETHEUS_PORT", str(port))
     board = loaded("to_prometheus").Prometheus()
     board.on_start(penstock.StartEvent(tmp_path, steps=9))
-    board.on_step(penstock.StepEvent(4, loss=0.25, rss=(1, 2)))
+    board.on_step(penstock.StepEvent(step=4, loss=0.25, rss=(1, 2)))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         found = gauges(answer.read().decode())
     name = tmp_path.name
     assert found[f'penstock_train_loss{{run="{name}"}}'] == 0.25
     assert found[f'penstock_train_rss{{rank="1",run="{name}"}}'] == 2
     assert found[f'penstock_running{{run="{name}"}}'] == 1
-    board.on_end(penstock.EndEvent("done", 9))
+    board.on_end(penstock.EndEvent(outcome="done", step=9))
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert not (tmp_path / "metrics.prom").exists()

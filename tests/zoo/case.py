@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import tests.zoo.forwards
+import tests.zoo.forwards  # noqa: F401 - fills FORWARDS
 import tests.zoo.kinds  # noqa: F401 - fills KINDS
 from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
@@ -19,7 +19,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adagrad")
 FORMS = ("list", "sequential", "named", "builders")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """Everything that is drawn.
 
@@ -151,8 +151,8 @@ def draw(
     allowed = [name for name in OPTIMIZERS if all(name in limit for limit in limits)]
     tied = any(k.bounded for k in entries)
     case = Case(
-        seed,
-        tuple(kinds),
+        seed=seed,
+        kinds=tuple(kinds),
         **draw_schedule(chance, all(k.copies for k in entries)),
         rows=rows,
         uneven=uneven,
@@ -201,7 +201,13 @@ def draw_schedule(chance: random.Random, copies: bool) -> dict[str, Any]:
         if family.chooses_virtual_stages:
             virtual = chance.choice([family.virtual_stages, family.least_virtual_stages])
         case = Case(
-            0, (), family.name, ranks, virtual, chance.randint(2, 6), dp=chance.choices([1, 2], [3, 1])[0]
+            seed=0,
+            kinds=(),
+            schedule=family.name,
+            ranks=ranks,
+            virtual_stages=virtual,
+            microbatches=chance.randint(2, 6),
+            dp=chance.choices([1, 2], [3, 1])[0],
         )
         try:
             fits = case.processes <= 4 and case.stages <= 8

@@ -44,7 +44,7 @@ def refusal(kind: Kind) -> str:
 
 def table() -> str:
     """The table, in Markdown."""
-    lines = ["| | bit-equal | bounded | refused by name |", "|---|---|---|---|"]
+    lines = ["| group | bit-equal | bounded | refused by name |", "|---|---|---|---|"]
     for name in kinds.__all__:
         title = (getattr(kinds, name).__doc__ or "").strip().splitlines()[0].rstrip(".")
         lines.append(row([k for k in KINDS.values() if k.group == name and k.name not in NOT_YET], title))

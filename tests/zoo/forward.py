@@ -26,7 +26,7 @@ def no_inputs(x: Tensor) -> dict[str, Tensor]:
     return {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forward:
     """One forward, as people write it, around the layers of a case.
 
@@ -63,7 +63,9 @@ def forward(**options: Any) -> Callable[[Make], Make]:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", build.__name__).lower()
         assert name not in FORWARDS, name
         what = (build.__doc__ or "").strip().splitlines()[0]
-        FORWARDS[name] = Forward(name, build.__module__.rpartition(".")[2], what, build, **options)
+        FORWARDS[name] = Forward(
+            name=name, group=build.__module__.rpartition(".")[2], what=what, build=build, **options
+        )
         return build
 
     return enter

@@ -83,7 +83,7 @@ def nothing(step: int, trainee: Trainee) -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Habit:
     """What is done before every step, and to its batch.
 
@@ -167,26 +167,28 @@ def spoiled(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 HABITS = {
-    "none": Habit("nothing", weight=12),
-    "evaluate": Habit("evaluates between steps", evaluates),
-    "freeze": Habit("freezes every other layer after the first step", freezes),
-    "thaw": Habit("begins with every other layer frozen and thaws it after the first step", thaws),
+    "none": Habit(what="nothing", weight=12),
+    "evaluate": Habit(what="evaluates between steps", before=evaluates),
+    "freeze": Habit(what="freezes every other layer after the first step", before=freezes),
+    "thaw": Habit(
+        what="begins with every other layer frozen and thaws it after the first step", before=thaws
+    ),
     "double": Habit(
-        "turns the model to float64 after the first step",
-        widens,
-        wide_batch,
-        1,
+        what="turns the model to float64 after the first step",
+        before=widens,
+        batch=wide_batch,
+        weight=1,
         refused=r"(?i)dtype|float64|double",
         optimizers=("sgd",),
     ),
-    "write": Habit("writes to the weights between steps, under no_grad", writes),
-    "reload": Habit("loads the state it has", loads),
-    "eval_mode": Habit("takes a step in eval mode", turns_to_eval),
+    "write": Habit(what="writes to the weights between steps, under no_grad", before=writes),
+    "reload": Habit(what="loads the state it has", before=loads),
+    "eval_mode": Habit(what="takes a step in eval mode", before=turns_to_eval),
     "module_mode": Habit(
-        "turns the model itself to eval mode for a step, and evaluates between steps",
-        turns_the_module_to_eval,
+        what="turns the model itself to eval mode for a step, and evaluates between steps",
+        before=turns_the_module_to_eval,
     ),
-    "zeros": Habit("zeroes gradients instead of dropping them", zero="zeros"),
-    "never": Habit("never drops gradients", weight=1, zero="never"),
-    "nan": Habit("has a NaN in a batch", batch=spoiled, weight=1),
+    "zeros": Habit(what="zeroes gradients instead of dropping them", zero="zeros"),
+    "never": Habit(what="never drops gradients", weight=1, zero="never"),
+    "nan": Habit(what="has a NaN in a batch", batch=spoiled, weight=1),
 }

@@ -15,7 +15,7 @@ WIDTH = 8
 Build = TypeVar("Build", bound=Callable[[], Any])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kind:
     """One kind of layer.
 
@@ -72,7 +72,7 @@ def kind(**options: Any) -> Callable[[Build], Build]:
         assert name not in KINDS, name
         what = (build.__doc__ or "").strip().splitlines()[0]
         group = build.__module__.rpartition(".")[2]
-        KINDS[name] = Kind(name, group, what, build, **options)
+        KINDS[name] = Kind(name=name, group=group, what=what, build=build, **options)
         return build
 
     return enter

@@ -56,7 +56,7 @@ def test_a_run_is_the_same_again(case):
         assert all(torch.equal(value, b.weights[name]) for name, value in a.weights.items())
 
 
-IN_ORDER = Case(3, ("mlp", "layer_norm", "weight_twice"), "zb-h1", optimizer="momentum")
+IN_ORDER = Case(seed=3, kinds=("mlp", "layer_norm", "weight_twice"), schedule="zb-h1", optimizer="momentum")
 IN_ANY_ORDER = replace(IN_ORDER, schedule="chimera")
 
 
@@ -119,4 +119,4 @@ def test_a_failing_case_is_made_simpler():
 def test_what_is_left_out_is_known_and_short():
     assert NOT_YET.keys() <= KINDS.keys()
     assert len(ready()) >= 150
-    assert known(Case(0, ("linear",))) == ""
+    assert known(Case(seed=0, kinds=("linear",))) == ""

@@ -30,9 +30,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path in the folder of `path` for a new file, which takes the place of `path` when the block ends.
 
     If the block raises, the new file is deleted and `path` is unchanged. Only one process at a time may replace a file.
-
-    Raises:
-        OSError: if the new file cannot take its place, or something that cannot be deleted is in the way.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)  # of a process that was killed
@@ -49,9 +46,6 @@ def open_replacing(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces `path` when the block ends, as `replacing` does.
 
     A link is followed. A device or a pipe is written to, not replaced.
-
-    Raises:
-        OSError: if the file cannot be written; an earlier file is unchanged.
     """
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
@@ -76,11 +70,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def open_synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing, and flush it to the disk when the block ends.
-
-    Raises:
-        OSError: if the file exists or cannot be written.
-    """
+    """Open a new file for writing, and flush it to the disk when the block ends."""
     with _naming(path), path.open("xb") as file:
         yield file
         file.flush()

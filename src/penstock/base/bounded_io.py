@@ -1,4 +1,4 @@
-"""Bounded reads of files from others: no pipe that blocks its reader, no device that never ends, no oversized file.
+"""Bounded reads of a user's files: no pipe that blocks its reader, no device that never ends, no oversized file.
 
 All errors are of the operating system's kind, so a caller has one kind of error to report.
 """
@@ -25,11 +25,7 @@ DAMAGED_ARRAY = (
 
 
 def require_regular(path: str | Path) -> None:
-    """Require a regular file: a pipe would block its reader, a device might never end.
-
-    Raises:
-        OSError: if there is no such file, or it is not a regular file.
-    """
+    """Require a regular file: a pipe would block its reader, a device might never end."""
     with _system_errors(path):
         _require_file(os.stat(path).st_mode, path)
 
@@ -51,11 +47,7 @@ def _require_file(mode: int, path: str | Path) -> None:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file for reading without waiting for the other end of a pipe, and return its descriptor.
-
-    Raises:
-        OSError: if it cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading without waiting for the other end of a pipe, and return its descriptor."""
     with _system_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -71,12 +63,7 @@ class LongNumberError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, with one kind of error for everything that can be wrong with it.
-
-    Raises:
-        ValueError: if it is not JSON, or its lists and objects are nested too deeply.
-        LongNumberError: if it has a whole number of too many digits; names its field.
-    """
+    """Parse JSON; everything that can be wrong with it is a `ValueError`, even deep nesting."""
     try:
         try:
             return json.loads(text)
@@ -116,15 +103,7 @@ def is_at(path: str | Path, descriptor: int) -> bool:
 
 
 def read_bytes(path: str | Path, max_bytes: int, *, pipes: bool = False) -> bytes:
-    """Read a file.
-
-    Args:
-        max_bytes: largest size in bytes; a larger file is refused.
-        pipes: whether the file may be a pipe, for example the output of another command.
-
-    Raises:
-        OSError: if it cannot be read, is larger, or is not a regular file.
-    """
+    """Read a file, or a pipe if pipes are allowed; a larger or an irregular file is an `OSError`."""
     if not pipes:
         require_regular(path)
     data = bytearray()

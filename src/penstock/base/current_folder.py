@@ -16,7 +16,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 
 @contextmanager
 def current_folder_last() -> Iterator[None]:
-    """Return a context in which modules of the current folder are found, after all others."""
+    """Return a context in which modules of the current folder are found, after all installed modules."""
     before = list(sys.path)
     sys.path.append(os.getcwd())
     try:

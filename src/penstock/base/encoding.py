@@ -48,9 +48,6 @@ def encode(value: object) -> bytes:
     """Encode a value as bytes.
 
     Subclasses of int, float, str, dict and the like arrive as their base class, and tensors on the CPU, without their graph.
-
-    Raises:
-        TypeError: if a part of it cannot be sent; names its type.
     """
     bodies = _Bodies()
     text = json.dumps(_tagged(value, bodies), separators=(",", ":")).encode()
@@ -60,11 +57,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode the bytes that `encode` made.
-
-    Raises:
-        TransportError: if `encode` cannot have made these bytes.
-    """
+    """Decode the bytes that `encode` made."""
     view = memoryview(data)
     try:
         (length,) = _LENGTH.unpack_from(view)

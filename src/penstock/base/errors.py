@@ -132,7 +132,7 @@ class HangError(WaitTimeoutError):
 class CallOrderError(PenstockError):
     """Ranks that do not all make the same calls of a pipeline in the same order, such as ``step`` and ``full_state_dict``.
 
-    The ranks that notice raise it; others raise a `PeerError` with its text, which names the ranks and their calls.
+    The ranks that notice raise it; all other ranks raise a `PeerError` with its text, which names the ranks and their calls.
     """
 
 
@@ -170,13 +170,7 @@ def is_gloo_timeout(error: RuntimeError) -> bool:
 
 
 def nearest(given: str, allowed: list[str], cutoff: float = 0.6) -> str:
-    """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string.
-
-    Args:
-        given: the unknown name.
-        allowed: known names.
-        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.6).
-    """
+    """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string."""
     import difflib
 
     close = difflib.get_close_matches(given, allowed, n=3, cutoff=cutoff)

@@ -27,17 +27,12 @@ class Memory(NamedTuple):
 
 
 class CoreLimits(NamedTuple):
-    """The cores that a process may run on, as plain values that other processes compare with their own.
-
-    Attributes:
-        machine: identifier of the machine.
-        cpus: numbers of the cores in the process's affinity.
-        quotas: every cgroup above the process that has a quota, by an identifier that all processes in it see alike, and the
-            quota in cores.
-    """
+    """The cores that a process may run on, as plain values that other processes compare with their own."""
 
     machine: str
-    cpus: tuple[int, ...]
+    cpus: tuple[int, ...]  # numbers of the cores in the process's affinity
+    # Every cgroup above the process that has a quota, by an identifier that all processes in it see alike,
+    # and the quota in cores.
     quotas: tuple[tuple[str, float], ...]
 
 
@@ -48,12 +43,7 @@ def core_limits(root: Path = ROOT) -> CoreLimits:
 
 
 def core_share(limits: CoreLimits, processes: Sequence[CoreLimits]) -> int:
-    """Return the number of cores for one of several processes, so that together they use no core twice; at least 1.
-
-    Args:
-        limits: limits of the process.
-        processes: limits of all processes that compute at the same time, this one included.
-    """
+    """Return the number of cores for one of several processes, so that together they use no core twice; at least 1."""
     here = [other for other in processes if other.machine == limits.machine]
     share = sum(1 / sum(cpu in other.cpus for other in here) for cpu in limits.cpus)
     for group, quota in limits.quotas:

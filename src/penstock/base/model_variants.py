@@ -1,4 +1,4 @@
-"""Variants of Hugging Face models, by the keys of their configs: those that cannot be split, and windows of attention."""
+"""Variants of Hugging Face models, by the keys of their configs: variants that cannot be split, and windows of attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 
+LARGEST_SIZE = 10**9
+"""Far above any size of a model; torch and transformers fail at larger ones with errors that do not name the key."""
 _REASONS = {
     "add_cross_attention": "attends to an encoder",
     "is_encoder_decoder": "has an encoder",
@@ -17,14 +19,14 @@ VARIANT_KEYS = (*_REASONS, "is_causal", "rope_parameters", "rope_scaling")
 """Keys that `refused_variant` reads."""
 _WINDOWED = {"gemma2": 2, "gemma3_text": 6}
 """Families in which every n-th block attends to all tokens and the rest to a window, unless the config says otherwise."""
+# Default of `Gemma2Config` and `Gemma3TextConfig`.
 _WINDOW = 4096
 
 
 def refused_variant(config: Mapping[str, Any]) -> str | None:
     """Return why a variant of a decoder cannot be split, with the key of its config; None if it can.
 
-    Args:
-        config: values of `VARIANT_KEYS`, or all of a ``config.json``.
+    `config` has the values of `VARIANT_KEYS`, or is all of a ``config.json``.
     """
     for key, reason in _REASONS.items():
         if config.get(key):
@@ -67,10 +69,7 @@ def refused_architecture(config: Mapping[str, Any]) -> str | None:
 def require_positions(sequence: int, positions: int, key: str) -> None:
     """Raise `ConfigError` if a sample has more tokens than a model is configured for.
 
-    Args:
-        sequence: tokens of a sample.
-        positions: positions of the model, learned or rotary; 0 if its config does not say.
-        key: name of the setting of the tokens, for the message.
+    `positions` is 0 if the config does not say; `key` names the setting of the tokens in the message.
     """
     if 0 < positions < sequence:
         raise ConfigError(
@@ -80,11 +79,7 @@ def require_positions(sequence: int, positions: int, key: str) -> None:
 
 
 def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone.
-
-    Args:
-        kind: ``model_type``.
-    """
+    """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone."""
     window = config.get("sliding_window", _WINDOW if kind in _WINDOWED else None)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         return 0, 0

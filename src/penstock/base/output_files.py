@@ -30,13 +30,7 @@ class OutputFile(NamedTuple):
 
 
 def kind_of_start(what: str, *starts: bytes, within: int = 0) -> OutputKind:
-    """Return the kind of files that begin with certain bytes.
-
-    Args:
-        what: description of the kind, as in ``a page of Penstock``.
-        starts: possible first bytes; case does not matter.
-        within: number of first bytes that may have them; 0 (default) if the file begins with them.
-    """
+    """Return the kind of files that begin with certain bytes, or have them `within` the first so many, in any case."""
 
     def objection(content: bytes) -> str | None:
         head = content[:within].lower() if within else content.lstrip().lower()
@@ -61,11 +55,7 @@ def signed(text: str) -> str:
 
 
 def signed_kind(command: str, first_line: str) -> OutputKind:
-    """Return the kind of texts that a command wrote by `signed` and that have not been edited since.
-
-    Args:
-        first_line: beginning of each such text.
-    """
+    """Return the kind of texts that a command wrote by `signed` and that have not been edited since."""
 
     def objection(content: bytes) -> str | None:
         if not content.startswith(first_line.encode()):
@@ -82,15 +72,7 @@ def _checksum(text: bytes) -> str:
 
 
 def require_outputs(outputs: Iterable[OutputFile | None], inputs: Sequence[str | Path] = ()) -> None:
-    """Check that files can be written, before a command does its work.
-
-    Args:
-        outputs: files to write; None is skipped.
-        inputs: paths that the command reads; those that do not exist are skipped.
-
-    Raises:
-        ConfigError: if a path is a folder or has none, is an input or twice an output, or names a file of another kind.
-    """
+    """Check that files can be written, before a command does its work; an input that does not exist is skipped."""
     checked: dict[Path, str] = {}
     for output in outputs:
         if output is None:

@@ -28,12 +28,8 @@ _MAX_BYTES = 400  # of the file, which names the holder
 def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> Iterator[None]:
     """Lock a folder. A missing folder is created, and removed at the end if it is empty.
 
-    Args:
-        wait: seconds to wait for another holder (default 0). After a restart, the previous process may take a while to die.
-        say: function that receives a message when the wait begins, or when the file system has no locks.
-
-    Raises:
-        ConfigError: if another process, named in the message, has the lock, or the folder or file cannot be created.
+    After a restart, the previous process may take a while to die: `wait` is in seconds. `say` receives a message when
+    the wait begins, or when the file system has no locks.
     """
     created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:

@@ -65,7 +65,7 @@ def _remove_if_abandoned(path: Path) -> None:
     if lock is None:
         return
     try:
-        # The lock keeps others out. An owner that has not locked its new folder yet notices, and makes another one.
+        # The lock keeps other processes out. An owner that has not locked its new folder yet notices, and makes another one.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_at(path, lock):
             shutil.rmtree(path, ignore_errors=True)  # follows no link

@@ -1,7 +1,7 @@
 """Files of tensors in safetensors' format, written with their digest and read with ordinary reads.
 
 The format: 8 bytes with the header's length, the header as JSON, the numbers. The library does not write the files for
-three reasons: the digest is taken of the bytes on their way to the disk, not of those that a disk returns; other threads
+three reasons: the digest is taken of the bytes on their way to the disk, not of the bytes that a disk returns; other threads
 continue to train (hashing and writing large pieces releases the interpreter lock); and the library's files have the mode
 0600. The library does not read them because it maps files into memory: its tensors are the file's pages until they are
 copied, and a file truncated in the meantime ends the process with SIGBUS, which Python cannot catch.
@@ -48,6 +48,7 @@ DTYPES = {
 """Dtypes that files can keep, by their names in safetensors."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Hashing and writing a piece releases the interpreter lock, so that other threads train meanwhile.
 _PIECE_BYTES = 8 << 20
 _MAX_HEADER = 100_000_000  # bytes, the library's limit
 _MAX_READ = 1 << 30  # bytes; the system reads at most 2^31 - 4096
@@ -56,22 +57,14 @@ _MAX_READ = 1 << 30  # bytes; the system reads at most 2^31 - 4096
 @sendable
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of tensors.
-
-    Attributes:
-        sha256: SHA-256 digest in hexadecimal digits.
-    """
+    """A file of tensors."""
 
     bytes: int
-    sha256: str
+    sha256: str  # in hexadecimal digits
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """Return a tensor's dtype by its name in safetensors.
-
-    Raises:
-        ConfigError: if safetensors has no such dtype.
-    """
+    """Return a tensor's dtype by its name in safetensors."""
     if tensor.dtype not in _NAMES:
         raise ConfigError(
             f"{name} is of {tensor.dtype}, which a checkpoint cannot keep; it keeps "
@@ -83,15 +76,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write a file of tensors and flush it to the disk.
-
-    Args:
-        tensors: tensors by name; those on a GPU are copied one by one.
-        metadata: texts for the header, as other programs expect them (default none).
-
-    Raises:
-        OSError: if the file exists or cannot be written.
-    """
+    """Write a new file of tensors, those on a GPU copied one by one, and flush it to the disk."""
     # Wide dtypes first: every tensor then begins at a multiple of its element's size, without gaps.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -127,15 +112,11 @@ def _memory(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's entry in the header of its file.
-
-    Attributes:
-        dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
-        start, stop: range of its bytes in the file.
-    """
+    """A tensor's entry in the header of its file."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # name of the dtype in safetensors, for example F32 or BF16
+    # Range of its bytes in the file.
     start: int
     stop: int
 
@@ -144,33 +125,20 @@ class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
     Only the header is read at first. As in `penstock.base.bounded_io`, all errors are of the operating system's kind.
-
-    Attributes:
-        entries: entries by name, in the order of their bytes.
-
-    Raises:
-        OSError: if it cannot be read, or is not a file of tensors; ``strerror`` gives the reason.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = open_regular(path)
         try:
+            # Entries by name, in the order of their bytes.
             self.entries = self._header(os.fstat(self._descriptor).st_size)
         except BaseException:
             self.close()
             raise
 
     def read(self, name: str, dim: int = 0, run: slice | None = None) -> Tensor:
-        """Read a tensor, or a slice of it along one dimension.
-
-        Args:
-            dim: dimension of the slice (default 0).
-            run: start and stop of the slice; None for the whole tensor.
-
-        Raises:
-            OSError: if it cannot be read, or its dtype is not in `DTYPES`.
-        """
+        """Read a tensor, or a slice of it along one dimension."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise self._error(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(DTYPES)}")
@@ -193,7 +161,7 @@ class TensorFile:
             ) from error
         size, memory = dtype.itemsize, _memory(tensor)
         step = (last - first) * size
-        # A slice along the first dimension is contiguous: one read. Along others there is one read for each outer index.
+        # A slice along the first dimension is contiguous: one read. Along any other there is one read for each outer index.
         for n in range(outer if step else 0):
             self._fill(memory[n * step : (n + 1) * step], entry.start + (n * whole + first) * size)
         return tensor

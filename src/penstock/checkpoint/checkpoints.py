@@ -191,6 +191,7 @@ class Checkpoints:
             return self._load_newest()
 
     def _load_newest(self) -> Loaded | None:
+        # Other processes may see a shared folder late; all of them try the same checkpoints in the same order.
         seen_by_leader = self._together.each(lambda: [str(path) for _, path in steps_in(self.folder)])[0]
         refused: list[str] = []
         for path in map(Path, seen_by_leader):
@@ -227,14 +228,7 @@ class Checkpoints:
         return Loaded(prepared.step, path, prepared.extra, refused)
 
     def _prepare(self, path: Path) -> tuple[Prepared | None, list[str]]:
-        """Read this process's part of a checkpoint; all processes accept or refuse it together.
-
-        Returns:
-            The part; or None, and the defects.
-
-        Raises:
-            ConfigError: on every process, if it does not fit the model or the optimizer of one.
-        """
+        """Read this process's part of a checkpoint; all processes accept or refuse it together."""
         manifest, wrong = self._check(path)
         if manifest is None or wrong:
             return None, wrong
@@ -299,18 +293,14 @@ class Checkpoints:
 def _with_state(
     pipe: Pipeline, optimizer: PipelineOptimizer | torch.optim.Optimizer | None, scheduler: LRScheduler | None
 ) -> StatefulOptimizer | None:
-    """Return the optimizer with its state by parameter name; every process calls it.
-
-    Raises:
-        ConfigError: on every process, if the state cannot be kept, or the processes have different optimizers.
-    """
+    """Return the optimizer with its state by parameter name; every process calls it."""
     made: list[StatefulOptimizer] = []
 
     def make() -> list[str]:
         """Return what must be the same on every process: the kind of optimizer, and the options of each group."""
         if scheduler is not None and (optimizer is None or isinstance(optimizer, PipelineOptimizer)):
             raise ConfigError(
-                "scheduler is that of a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
+                "scheduler goes with a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
                 "(lr_scheduler=...)"
             )
         if optimizer is None:

@@ -27,11 +27,7 @@ from penstock.stage.layers import prefixes
 
 
 def open_sound(path: Path) -> Manifest:
-    """Return a checkpoint's manifest after checking all its files.
-
-    Raises:
-        DataError: if files are damaged; names all of them.
-    """
+    """Return a checkpoint's manifest after checking all its files."""
     manifest = read_manifest(path)
     if wrong := damage(path, manifest):
         raise DataError("; ".join(wrong))
@@ -39,11 +35,7 @@ def open_sound(path: Path) -> Manifest:
 
 
 def require_new(target: Path) -> None:
-    """Require that nothing would be overwritten.
-
-    Raises:
-        ConfigError: if the target exists.
-    """
+    """Require that nothing would be overwritten."""
     if os.path.lexists(target):
         raise ConfigError(f"{target} already exists; choose another path, or remove it")
 
@@ -53,11 +45,6 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
 
     Args:
         target: folder to create, with the name of `source`, so that it can be loaded.
-        stages: number of stages, at most the number of the model's layers.
-
-    Raises:
-        ConfigError: if there are too many stages, or `target` exists or has another name.
-        DataError: if the checkpoint is damaged.
     """
     require_new(target)
     if not is_checkpoint(target):
@@ -77,15 +64,7 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
 def rewrite(
     target: Path, manifest: Manifest, names: Sequence[str], tensor: Callable[[str], Tensor]
 ) -> Manifest:
-    """Write a checkpoint of given tensors.
-
-    Args:
-        target: folder to create; it must not exist.
-        manifest: manifest of the new checkpoint, whose files and tensors are replaced.
-
-    Raises:
-        ConfigError: if the folder cannot be written.
-    """
+    """Write a checkpoint of given tensors."""
     stage_of = {start: s for s, run in enumerate(manifest.layers) for name in run for start in prefixes(name)}
     by_stage: list[list[str]] = [[] for _ in manifest.layers]
     for name in names:
@@ -109,11 +88,7 @@ def _stage(name: str, stage_of: dict[str, int]) -> int:
 
 
 def model_weights(source: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the model's tensors by their names in the whole model.
-
-    Raises:
-        ConfigError: if the checkpoint has the trained ones alone.
-    """
+    """Return the model's tensors by their names in the whole model."""
     require_all_weights(manifest.values, source)
     with Reader(source, manifest) as reader:
         return {
@@ -124,16 +99,7 @@ def model_weights(source: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def export_weights(source: Path, target: Path) -> None:
-    """Write the weights of a checkpoint as one file, with all names that ``model.load_state_dict`` takes.
-
-    Args:
-        source: folder of a checkpoint.
-        target: file to create: ``.safetensors``, or ``.pt`` for ``torch.load``; it must not exist.
-
-    Raises:
-        ConfigError: if `target` has another ending, exists or cannot be written.
-        DataError: if the checkpoint is damaged.
-    """
+    """Write a checkpoint's weights as a ``.safetensors`` or ``.pt`` file with all names that ``load_state_dict`` takes."""
     require_new(target)
     if target.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"{target} must end in .safetensors or .pt, so that it is known what to write")
@@ -146,9 +112,8 @@ def export_weights(source: Path, target: Path) -> None:
     try:
         with replacing(target) as unfinished:
             if target.suffix == ".pt":
-                with unfinished.open(
-                    "wb"
-                ) as file:  # torch.save has errors of its own for paths that cannot be opened
+                # Opened here, since torch.save raises a RuntimeError, not an OSError, for a path that cannot be opened.
+                with unfinished.open("wb") as file:
                     torch.save(state, file)
             else:
                 write_tensors(unfinished, state, {"format": "pt"})
@@ -157,15 +122,7 @@ def export_weights(source: Path, target: Path) -> None:
 
 
 def export_transformers(source: Path, target: Path) -> None:
-    """Write the weights of a checkpoint as a folder that ``from_pretrained`` reads.
-
-    Args:
-        source: folder of a checkpoint of a Hugging Face model, whose ``model.path`` or ``model.config`` still exists.
-
-    Raises:
-        ConfigError: if the checkpoint is of another kind of model, or `target` exists or cannot be written.
-        DataError: if the checkpoint is damaged.
-    """
+    """Write a checkpoint's weights as a folder for ``from_pretrained``, with the files of the model it began with."""
     from penstock.huggingface import save
     from penstock.huggingface.families import require_library
 

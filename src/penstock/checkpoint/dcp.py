@@ -126,11 +126,7 @@ def _metadata(path: Path) -> Any:
 
 
 def _places(metadata: Any, path: Path) -> dict[str, Any]:
-    """Return the flat state that is to be filled: an empty tensor for each tensor, and None for other values.
-
-    Raises:
-        ValueError: if a chunk is outside of the folder, or a tensor's chunks are not all there.
-    """
+    """Return the flat state that is to be filled: an empty tensor for each tensor, and None for other values."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     stored: dict[str, int] = {}
@@ -150,6 +146,7 @@ def _places(metadata: Any, path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{key[:200]!r} of {list(entry.size)} needs more than the bytes that are stored of it"
             )
+        # torch's reader leaves what no chunk covers as it was in memory.
         covered = torch.zeros(entry.size, dtype=torch.bool)
         for chunk in entry.chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = True
@@ -204,10 +201,6 @@ def import_dcp(source: Path, target: Path, like: Path) -> None:
         source: the DCP folder, with ``model``, or the weights themselves by name, and ``optim`` or ``optimizer`` with
             ``state`` by parameter name and ``param_groups``.
         target: checkpoint folder to create, ``step-NUMBER`` with the number of steps done; it must not exist.
-
-    Raises:
-        ConfigError: if names, shapes or groups differ, the optimizer's state is missing, or `target` exists.
-        DataError: if the folder, or the checkpoint `like`, is damaged.
     """
     require_new(target)
     if not is_checkpoint(target):
@@ -365,10 +358,6 @@ def export_dcp(source: Path, target: Path) -> None:
     The keys are those that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives a model and its optimizer:
     ``model`` by name; ``optim`` with ``state`` by parameter name and ``param_groups``, whose ``params`` are names. The
     folder also has ``step``, ``main_weights`` and ``lr_scheduler``.
-
-    Raises:
-        ConfigError: if `target` exists or cannot be written.
-        DataError: if the checkpoint is damaged.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -16,7 +16,8 @@ from penstock.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor
 FOLDER = "checkpoints"
 """Name of the checkpoints' folder in a run's folder."""
 
-_MAX_MANIFEST = 512 * MEGABYTE
+_MAX_MANIFEST = 512 * MEGABYTE  # it is read as a whole before its digest can be compared
+# Padded to 8 digits, so that names sort as steps do; a longer run has more digits.
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -49,11 +50,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(run: Path) -> Path:
-    """Return the folder of a run's checkpoints, given that folder or the run's.
-
-    Raises:
-        ConfigError: if the folder is neither.
-    """
+    """Return the folder of a run's checkpoints, given that folder or the run's."""
     if os.path.isdir(run / FOLDER):
         return run / FOLDER
     if os.path.isdir(run) and steps_in(run):
@@ -62,11 +59,6 @@ def folder_of(run: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        DataError: if it is missing or damaged.
-    """
     where = path / MANIFEST
     if (path / FOLDER).is_dir():
         newest = next(
@@ -99,11 +91,7 @@ def missing(path: Path, manifest: Manifest, files: Iterable[str] | None = None) 
 
 
 def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """Read the files of a checkpoint, and return a message for each that is missing or damaged.
-
-    Args:
-        files: names of the files to check (default all).
-    """
+    """Read the files of a checkpoint, and return a message for each that is missing or damaged."""
     problems = []
     for name in manifest.files if files is None else files:
         wrong = missing(path, manifest, [name])

@@ -25,12 +25,8 @@ class FrozenDigests:
         self._known: dict[str, tuple[tuple[int, int], str]] = {}
 
     def of(self, name: str, parameter: Tensor, value: Tensor) -> str:
-        """Return the digest of a parameter.
-
-        Args:
-            parameter: the parameter, perhaps sharded.
-            value: its full value.
-        """
+        """Return the digest of a parameter, which may be sharded; `value` is its full value."""
+        # A write in place raises the version, and new memory (load_state_dict with assign=True) has another address.
         state = (parameter.data_ptr(), parameter._version)
         known = self._known.get(name)
         if known is None or known[0] != state:
@@ -47,11 +43,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests_in(values: Mapping[str, Any], where: Path) -> dict[str, str]:
-    """Return the digests in a manifest's values, by name; none if the checkpoint has all weights.
-
-    Raises:
-        DataError: if they are malformed.
-    """
+    """Return the digests in a manifest's values, by name; none if the checkpoint has all weights."""
     table = values.get(KEY, {})
     if not isinstance(table, dict) or not all(isinstance(each, str) for each in table.values()):
         raise DataError(f"{where}: {KEY!r} must be a dictionary of digests, got {table!r:.80}")
@@ -59,32 +51,21 @@ def digests_in(values: Mapping[str, Any], where: Path) -> dict[str, str]:
 
 
 def require_same(own: Mapping[str, Tensor], digests: Mapping[str, str], where: Path) -> None:
-    """Require that weights are those that a checkpoint was made with.
-
-    Args:
-        own: this process's weights by name that the checkpoint has digests for, and no values.
-
-    Raises:
-        ConfigError: if some differ; names them.
-    """
+    """Require that weights are those that a checkpoint was made with."""
     differing = [name for name, value in own.items() if digest(value) != digests[name]]
     if differing:
         more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
         raise ConfigError(
-            f"{where} has no frozen weights, and was made with others than these: {', '.join(differing[:_MAX_LISTED])}"
+            f"{where} has no frozen weights, and was made with different ones: {', '.join(differing[:_MAX_LISTED])}"
             f"{more} differ. Start from the base model that it began with, in the same dtype"
         )
 
 
 def require_all_weights(values: Mapping[str, Any], where: Path) -> None:
-    """Require that a checkpoint has all weights of its model.
-
-    Raises:
-        ConfigError: if it has digests of frozen ones.
-    """
+    """Require that a checkpoint has all weights of its model."""
     if digests := digests_in(values, where):
         raise ConfigError(
-            f"{where} has the trained weights alone; {len(digests)} frozen ones are those of the base model. Load it into a "
+            f"{where} has the trained weights alone; {len(digests)} frozen weights are in the base model. Load it into a "
             "pipeline of that model (penstock.Checkpoints) and save it with penstock.save_adapters or "
             "penstock.save_transformers, or finish the run"
         )

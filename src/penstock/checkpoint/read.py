@@ -27,11 +27,7 @@ from penstock.runtime.pipeline import Pipeline
 
 
 class Reader:
-    """The tensors of a checkpoint by name; a context manager that closes the files.
-
-    Args:
-        manifest: manifest of the checkpoint; a file that contradicts it is refused.
-    """
+    """The tensors of a checkpoint by name; a context manager that closes the files."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -47,20 +43,12 @@ class Reader:
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor.
-
-        Raises:
-            DataError: if it is missing, or its file contradicts the manifest.
-        """
         return self._run(name, 0, None)
 
     def piece(self, key: str, name: str, part: ShardedParameter) -> Tensor | ShardValues:
         """Read a tensor of the optimizer's state: all of it, or the slice that this process updates.
 
         Of a contiguous slice only its rows are read; otherwise the tensor is read and sliced.
-
-        Args:
-            part: parameter of the state, with this process's slice.
         """
         piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
         if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
@@ -112,13 +100,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Prepared:
-    """This process's part of a checkpoint, read and checked but not loaded.
-
-    Attributes:
-        step: number of training steps done.
-        state: state of the optimizer; None without one.
-        generators: states of torch's default generators, by device.
-    """
+    """This process's part of a checkpoint, read and checked but not loaded."""
 
     step: int
     weights: dict[str, Any]
@@ -128,16 +110,11 @@ class Prepared:
 
 
 def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: StatefulOptimizer | None) -> Prepared:
-    """Read a checkpoint whose files have been checked, without loading it.
-
-    Raises:
-        ConfigError: if it does not fit the model or the optimizer; says where.
-        DataError: if it cannot be read.
-    """
+    """Read a checkpoint whose files have been checked, without loading it."""
     if manifest.seed != pipe.seed:
         raise ConfigError(
-            f"{path} is of a run with seed {manifest.seed}, this pipeline has {pipe.seed}; the random numbers "
-            "of its layers would be others"
+            f"{path} is of a run with seed {manifest.seed}, this pipeline has {pipe.seed}; its layers "
+            "would draw different random numbers"
         )
     with Reader(path, manifest) as reader:
         weights = _weights(reader, pipe)
@@ -150,11 +127,7 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: StatefulO
 
 
 def load_into(prepared: Prepared, pipe: Pipeline, optimizer: StatefulOptimizer | None) -> None:
-    """Load a checkpoint that `prepare` has read; every process calls this.
-
-    Raises:
-        ConfigError: if it does not fit the model or the optimizer; says where.
-    """
+    """Load a checkpoint that `prepare` has read; every process calls this."""
     pipe.load_state_dict(prepared.weights)
     if optimizer is not None and prepared.state is not None:
         optimizer.load_state_dict(prepared.state)
@@ -289,6 +262,7 @@ def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
     for device, state in states.items():
         generator = _generator(device)
         try:
+            # Tried on a new generator: the default ones must not change before everything is known to fit.
             if generator is not None:
                 torch.Generator(generator.device).set_state(state)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -309,7 +283,7 @@ def _generator(device: str) -> torch.Generator | None:
     if device == "cpu":
         return torch.default_generator
     number = device.removeprefix("cuda:")
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return None
     generators = torch.cuda.default_generators
     return generators[int(number)] if number.isdecimal() and int(number) < len(generators) else None

@@ -24,13 +24,7 @@ BY_NAME = ("parameters", "state", "main_weights")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One process's part of a checkpoint.
-
-    Attributes:
-        tensors: copies on the CPU, by stage and by name in the checkpoint.
-        layers: names of the layers in the whole model, by stage.
-        values: all else, encoded; `join_values` joins the values of all processes.
-    """
+    """One process's part of a checkpoint: tensors copied to the CPU, by stage and name, and all other values, encoded."""
 
     step: int
     tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -57,7 +51,7 @@ class HostBuffers:
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
 
@@ -71,12 +65,8 @@ def take_snapshot(
     """Copy this process's part of the state; sharded tensors are gathered.
 
     Args:
-        pipe, optimizer: pipeline and optimizer, between two steps.
         copies: memory for the copies; its previous copies are overwritten.
         frozen: digests to keep in place of parameters that are not trained (default None, keep these, too).
-
-    Raises:
-        ConfigError: if a value cannot be kept in a checkpoint, or gradients are still being accumulated.
     """
     if pipe.replica:
         if optimizer is not None:
@@ -195,6 +185,6 @@ def layer_of(name: str, layers: Mapping[str, Any]) -> str:
 def _generators() -> dict[str, Tensor]:
     """Return the states of torch's default generators, by device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         states |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
     return states

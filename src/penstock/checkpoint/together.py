@@ -18,15 +18,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """A separate process group, so that a background thread can communicate while the training does in other groups.
-
-    Args:
-        world: the processes of the run, all of them making one; None if there is one process.
-        timeout: seconds to wait for the others before giving up.
-
-    Attributes:
-        rank, size: this process's rank and the number of all processes of the run, replicas included.
-    """
+    """A separate process group, so that a background thread can communicate while the training does in other groups."""
 
     def __init__(self, world: World | None, timeout: float) -> None:
         self.rank, self.size = (0, 1) if world is None else (world.collectives.rank, world.collectives.size)
@@ -40,11 +32,7 @@ class Together:
         return self.rank == 0
 
     def each(self, job: Callable[[], T]) -> list[T]:
-        """Run each process's job; every process calls this.
-
-        Raises:
-            PenstockError: on every process, if a job failed on any, with its message.
-        """
+        """Run each process's job; every process calls this, and all of them raise if one job failed."""
         return run_each(lambda: self._named(job), None if self._group is None else self._exchange)
 
     def _named(self, job: Callable[[], T]) -> T:

@@ -26,14 +26,7 @@ _MAX_LISTED = 4
 
 
 class TorchOptimizer:
-    """An optimizer of ``torch.optim`` that the user steps, with the state of a `PipelineOptimizer`.
-
-    Args:
-        optimizer: the optimizer, over all parameters of this process that require a gradient.
-
-    Raises:
-        ConfigError: if its state cannot be kept by parameter name.
-    """
+    """An optimizer of ``torch.optim`` that the user steps, with the state of a `PipelineOptimizer`."""
 
     shards = None
     skipped = 0
@@ -56,6 +49,7 @@ class TorchOptimizer:
             raise ConfigError(
                 "the scheduler must be one of the optimizer that is saved; it is of another one"
             )
+        # What a save could not keep is refused now, not at the first save.
         self.parts(pipe.rank)
         for key in ("groups", "lr_scheduler"):
             encode(optimizer_state.common(self)[key], f"optimizer/{key}", lambda name, tensor: None)
@@ -67,11 +61,7 @@ class TorchOptimizer:
         return scaler if isinstance(scaler, GradScaler) else None
 
     def parts(self, rank: int) -> list[Named]:
-        """Return the (name, parameter) pairs of each group, which may have none.
-
-        Raises:
-            ConfigError: if the optimizer has other tensors than the pipeline's parameters, or not all that it trains.
-        """
+        """Return the (name, parameter) pairs of each group, which may have none."""
         names = {id(p): name for name, p in self.pipe.named_parameters()}
         groups = [group["params"] for group in self._optimizer.param_groups]
         strangers = [(n, p) for n, group in enumerate(groups) for p in group if id(p) not in names]
@@ -89,16 +79,12 @@ class TorchOptimizer:
             more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
             raise ConfigError(
                 f"{kind} does not have {', '.join(missing[:_MAX_LISTED])}{more}, which the pipeline trains; give it all of "
-                "pipe.parameters(), in several groups if their options differ, or freeze the others (requires_grad_(False))"
+                "pipe.parameters(), in several groups if their options differ, or freeze the rest (requires_grad_(False))"
             )
         return [[(names[id(p)], p) for p in group] for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process's parameters, as `PipelineOptimizer.state_dict` does.
-
-        Raises:
-            ConfigError: if the optimizer keeps state that belongs to no parameter.
-        """
+        """Return the state of this process's parameters, as `PipelineOptimizer.state_dict` does."""
         parameters = {p for group in self._optimizer.param_groups for p in group["params"]}
         others = [key for key in self._optimizer.state if key not in parameters]
         if others:
@@ -113,11 +99,7 @@ class TorchOptimizer:
         """Do nothing: every replica has the whole state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict`, or from that of a `PipelineOptimizer`; gradients are dropped.
-
-        Raises:
-            ConfigError: if the state does not fit; lists all problems, and nothing is loaded.
-        """
+        """Load a state, also a `PipelineOptimizer`'s, or nothing of it if it does not fit; gradients are dropped."""
         self.pipe.wait()
         optimizer_state.restore(self, state)
         self.pipe.zero_grad()

@@ -47,14 +47,10 @@ def file_name(stage: int, stages: int) -> str:
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: Together) -> Path:
-    """Write the checkpoint of a step; every process calls this.
+    """Write the checkpoint of a step, or raise on every process if one cannot; every process calls this.
 
     Returns:
         Path of the checkpoint, which appears only when everything is on the disk.
-
-    Raises:
-        PenstockError: on every process, if any could not write its part, or another run is writing in this folder. The
-            unfinished folder is deleted if possible, and earlier checkpoints are unchanged.
     """
     path = path_of(folder, snapshot.step)
     with ExitStack() as held:
@@ -84,11 +80,7 @@ _Part = tuple[_Files, _Tensors, dict[int, tuple[str, ...]], dict[str, Any]]
 def write_stages(
     folder: Path, tensors: Iterable[tuple[int, dict[str, Tensor]]], stages: int
 ) -> tuple[_Files, _Tensors]:
-    """Write a file for each stage, and return the manifest's entries for files and tensors.
-
-    Args:
-        tensors: pairs of a stage and its tensors by name, taken one after the other.
-    """
+    """Write a file for each stage, taken one after the other, and return the manifest's entries for files and tensors."""
     written: _Files = {}
     listed: _Tensors = {}
     for stage, by_name in tensors:
@@ -123,11 +115,7 @@ def _finish(path: Path, step: int, facts: Facts, parts: list[_Part]) -> None:
 
 
 def finish(path: Path, manifest: Manifest) -> None:
-    """Write the manifest, and give the folder its name.
-
-    Raises:
-        OSError: if the disk refuses, or this process does not see a file that another process wrote.
-    """
+    """Write the manifest, and give the folder its name."""
     folder = files.unfinished(path)
     for name, file in manifest.files.items():
         if (folder / name).stat().st_size != file.bytes:
@@ -154,12 +142,10 @@ def prune(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
     Args:
         keep_last: number of the newest complete checkpoints to keep; 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too; 0 for none.
-
-    Raises:
-        OSError: if a checkpoint cannot be deleted.
     """
     if not keep_last:
         return []
+    # Newest first, so the ones to keep come first.
     complete = [(step, path) for step, path in steps_in(folder) if is_whole(path)]
     old = [path for step, path in complete[keep_last:] if not (keep_every and step % keep_every == 0)]
     for path in old:

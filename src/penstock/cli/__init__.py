@@ -138,9 +138,8 @@ def _code_of(error: PenstockError) -> ExitCode:
 def _end(code: int, at_once: bool = False) -> NoReturn:
     """End the process, even if a rank's thread hangs.
 
-    Args:
-        code: exit code.
-        at_once: skip Python's own clean-up, which would wait for messages of a process that is gone or stopped.
+    With `at_once`, Python's own clean-up is skipped, which would wait for messages of a process that is gone or
+    stopped.
     """
     from penstock.runtime.health.hang import RANK_THREAD
 

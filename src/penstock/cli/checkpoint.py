@@ -134,8 +134,8 @@ def convert(
 def export(source: Path, target: Path) -> None:
     """Export the weights as one file.
 
-    Writes those of a CHECKPOINT to FILE, which ends in .safetensors or .pt, by the names of the model. A tied weight has all
-    its names, so that model.load_state_dict takes the file's contents.
+    Writes the weights of a CHECKPOINT to FILE, which ends in .safetensors or .pt, by the names of the model. A tied weight
+    has all its names, so that model.load_state_dict takes the file's contents.
     """
     from penstock.checkpoint.convert import export_weights
 
@@ -152,7 +152,7 @@ def export(source: Path, target: Path) -> None:
 def export_hf(source: Path, target: Path) -> None:
     """Export the weights of a Hugging Face model.
 
-    Writes those of a CHECKPOINT to the folder TARGET, from which from_pretrained loads them.
+    Writes the weights of a CHECKPOINT to the folder TARGET, from which from_pretrained loads them.
     """
     from penstock.checkpoint.convert import export_transformers
 

@@ -21,6 +21,14 @@ COSTS = click.option(
 LATENCY = click.option(
     "--latency", metavar="C", help="Seconds per message between ranks. Default: the file's, or 0."
 )
+SAVED = click.option(
+    "--saved", default="1", metavar="BYTES[,...]",
+    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
+)  # fmt: skip
+WAITING = click.option(
+    "--waiting", default="0", metavar="BYTES[,...]",
+    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
+)  # fmt: skip
 
 _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "b": 1,

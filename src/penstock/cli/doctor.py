@@ -34,7 +34,7 @@ MATRIX = 12
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    help="Folder that will hold runs: every rank writes there and looks for the others' files. Default: none is checked.",
+    help="Folder that will hold runs: every rank writes there and looks for every rank's file. Default: none is checked.",
 )
 @click.option(
     "--measure",
@@ -68,7 +68,7 @@ def command(
     else:
         if ranks is not None:
             raise ConfigError(
-                f"--ranks starts processes, but a launcher has started {world.size}; leave --ranks out to check those"
+                f"--ranks starts processes, but a launcher has started {world.size}; leave --ranks out to check them"
             )
         report = examine_together(world, folder, timeout, cluster)
     if world is None or world.rank == 0:
@@ -200,7 +200,7 @@ def _folder(report: Report) -> None:
     free = min(one["free"] for one in sound)
     click.echo(
         "folder: at most {write:.1f} ms to write 1 MiB, {fsync:.1f} ms to fsync, {rename:.1f} ms to rename, {see:.1f} ms to "
-        "see the others' files; {free} GiB free".format(**longest, free=_gib(free))
+        "see every rank's file; {free} GiB free".format(**longest, free=_gib(free))
     )
 
 

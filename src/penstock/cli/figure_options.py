@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from penstock.base.errors import ConfigError
-from penstock.base.output_files import OutputFile, kind_of_start, require_outputs
+from penstock.base.output_files import OutputFile, kind_of_start
 
 if TYPE_CHECKING:
     from penstock.show.picture import PictureStyle
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-CHROME = kind_of_start("a timeline that penstock wrote", b'{"traceEvents"')
 _KINDS = {
     ".svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
     ".pdf": kind_of_start("a PDF", b"%PDF"),
     ".png": kind_of_start("a PNG", b"\x89PNG"),
-    ".json": CHROME,
+    ".json": kind_of_start("a timeline that penstock wrote", b'{"traceEvents"'),
 }
 """Kinds of the files that ``--out`` writes, by ending."""
 
@@ -32,6 +31,10 @@ class FigureFile(NamedTuple):
 
     path: Path
     style: PictureStyle
+
+    @property
+    def output(self) -> OutputFile:
+        return OutputFile("--out", self.path, _KINDS[self.path.suffix.lower()])
 
 
 def figure_options(function: Command) -> Command:
@@ -49,15 +52,10 @@ def figure_options(function: Command) -> Command:
     return function
 
 
-def require_figure(
-    out: Path | None, title: str | None, width: float | None, font: float | None, inputs: Sequence[str]
+def figure_of(
+    out: Path | None, title: str | None, width: float | None, font: float | None
 ) -> FigureFile | None:
-    """Return the figure that the options ask for, after checking that it can be written; None if they ask for none.
-
-    Raises:
-        ConfigError: if the ending is unknown, the look is impossible or given without a picture, or the file may not be
-            replaced.
-    """
+    """Return the figure that the options ask for; None if they ask for none."""
     look = {"title": title, "width": width, "font": font}
     given: dict[str, Any] = {name: value for name, value in look.items() if value is not None}
     if out is None or out.suffix.lower() == ".json":
@@ -67,14 +65,12 @@ def require_figure(
             return None
     if out.suffix.lower() not in _KINDS:
         raise ConfigError(f"--out {out}: the name must end in {', '.join(_KINDS)}")
-    require_outputs([OutputFile("--out", out, _KINDS[out.suffix.lower()])], inputs)
     from penstock.show.picture import PictureStyle
 
     return FigureFile(out, PictureStyle(**given))
 
 
 def write_figure(trace: Trace, figure: FigureFile) -> None:
-    """Write a figure."""
     from penstock.show.chrome import write_chrome
     from penstock.show.picture import draw_picture
 

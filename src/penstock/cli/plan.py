@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--search-orders", "order_seconds", type=click.FloatRange(0, min_open=True), metavar="T",
     help="Search for a better order for each of the three best plans, T seconds each. One that beats all plans is used and "
-    "written to plan-order.csv, beside --out. Default: no search.",
+    "written to plan-order.csv, in the folder of --out. Default: no search.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     model: str,
     cluster_name: str,
     sequence: int | None,
@@ -149,7 +150,18 @@ def command(
     if layout_text is not None:
         result = best = predict(profile, cluster, Layout(**values), sequence=sequence, batch=batch)
     else:
-        result = _search(profile, cluster, sequence, batch, values, schedules, devices, top, seconds, as_json)
+        result = _search(
+            profile,
+            cluster,
+            sequence=sequence,
+            batch=batch,
+            fixed=values,
+            schedules=schedules,
+            devices=devices,
+            top=top,
+            seconds=seconds,
+            as_json=as_json,
+        )
         if order is not None and order_seconds is not None:
             from penstock.plan.explore.searched_orders import with_searched_order
 
@@ -169,7 +181,7 @@ def command(
     elif untrained is not None and out is not None:
         lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
-        lines += _run_lines(Path(model), profile, cluster, best, sequence, batch, out)
+        lines += _run_lines(Path(model), profile, cluster, best, sequence=sequence, batch=batch, out=out)
     if best.layout.schedule == str(order):
         lines += ["", f"order:   {order}"]
     if as_json:
@@ -182,7 +194,7 @@ def command(
 
 
 def _search(
-    profile: Profile, cluster: Cluster, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
+    profile: Profile, cluster: Cluster, *, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
     devices: int | None, top: int, seconds: float | None, as_json: bool,
 ) -> SearchResult:  # fmt: skip
     from rich.console import Console
@@ -226,11 +238,18 @@ def _show(
 
 
 def _run_lines(
-    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
+    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, *, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it."""
-    from penstock.cli.plan_config import data_of_run, differences, run_config, run_tables
-    from penstock.cli.plan_files import model_tables, start_of_run, write_signed
+    from penstock.cli.plan_files import (
+        data_of_run,
+        differences,
+        model_tables,
+        run_config,
+        run_tables,
+        start_of_run,
+        write_signed,
+    )
 
     config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
     write_signed(out, run_config(plan, config))
@@ -244,8 +263,7 @@ def _code_lines(
     profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
 ) -> list[str]:
     """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
-    from penstock.cli.plan_config import pipeline_code
-    from penstock.cli.plan_files import start_of_script, write_signed
+    from penstock.cli.plan_files import pipeline_code, start_of_script, write_signed
 
     code = pipeline_code(profile, plan, batch)
     if out is not None:
@@ -264,15 +282,7 @@ def _indented(name: str, lines: list[str]) -> list[str]:
 def layout_values_of(
     layout: str | None, fixes: tuple[str, ...], schedules: str | None, *others: float | None
 ) -> dict[str, Any]:
-    """Return the values of a layout that ``--layout`` or ``--fix`` give.
-
-    Args:
-        others: values of the other options of a search, which must be None if ``--layout`` is given.
-
-    Raises:
-        UsageError: if ``--layout`` is empty, or given with options of a search.
-        ConfigError: if a key or a value is not one of a layout.
-    """
+    """Return the values that ``--layout`` or ``--fix`` give to a layout; ``--layout`` allows no options of a search."""
     from penstock.plan.run_layout import layout_values
 
     if layout is None:
@@ -292,11 +302,7 @@ def layout_values_of(
 def sizes(
     model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
 ) -> tuple[int, int]:
-    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults.
-
-    Raises:
-        ConfigError: if a given value is out of range.
-    """
+    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
     from penstock.cli.plan_files import model_tables
     from penstock.plan.prediction import default_sequence
 
@@ -314,7 +320,7 @@ def sizes(
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
     """Return why no run can multiply in the dtype that a layout's values and the cluster choose; None if one can."""
-    from penstock.cli.plan_config import why_not_trained
+    from penstock.cli.plan_files import why_not_trained
     from penstock.plan.run_layout import Layout
     from penstock.plan.stage_costs import dtype_of
 

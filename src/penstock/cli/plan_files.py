@@ -1,4 +1,4 @@
-"""Files of ``penstock plan``, and the command that starts a plan's run."""
+"""Files of ``penstock plan``: the config of a run or, for a model of one's own, Python; and the command that starts it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import ConfigError
+from penstock.show.units import size_text, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.prediction import Prediction
+    from penstock.plan.profile.model_profile import Profile
+    from penstock.plan.run_layout import Layout
+
+HEADER = "# Written by `penstock plan`."
+"""Beginning of a file that a plan is written to."""
+# Tokens of a vocabulary of bytes.
+_BYTES = 256
+_PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
+"""Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""
 
 
 def require_writable(out: Path | None, page: Path | None, order: Path | None, inputs: list[str]) -> None:
-    """Check the paths of the files before a plan is made.
-
-    Args:
-        inputs: paths that the command reads, a model's folder among them.
-
-    Raises:
-        ConfigError: if a path cannot be written, or its file is not one that `penstock plan` wrote and may replace.
-    """
+    """Check the paths of the files before a plan is made: only a file that `penstock plan` wrote may be replaced."""
     from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed_kind
-    from penstock.cli.plan_config import HEADER
 
     config = signed_kind("penstock plan", HEADER)
     outputs = (
@@ -58,6 +60,133 @@ def model_tables(model: Path) -> dict[str, Any]:
     text = path.read_text()
     tables = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     return tables if isinstance(tables, dict) else {}
+
+
+def run_tables(
+    tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int
+) -> dict[str, dict[str, Any]]:
+    """Return the sections of the config of a plan's run, the model's own tables unchanged."""
+    layout, costs = plan.layout, plan.costs
+    config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
+    if not tables:
+        folder = model if model.is_dir() else model.parent
+        weights = any(folder.glob("*.safetensors"))
+        config["model"] = (
+            {"path": str(folder.resolve())}
+            if weights
+            else {"config": str((folder / "config.json").resolve())}
+        )
+        if not weights and model.is_file():
+            config["model"] = {"config": str(model.resolve())}
+    for key in ("path", "config"):
+        if tables and (inner := config.get("model", {}).get(key)):
+            config["model"][key] = str((model.parent / inner).resolve())
+    config.setdefault("data", {})["sequence"] = sequence
+    config.setdefault("train", {})["batch"] = batch
+    config["schedule"] = {"name": layout.schedule, "microbatches": batch // layout.microbatch}
+    if costs is not None and layout.split != "even":
+        config["schedule"]["split"] = list(costs.counts)
+    parallel = config.setdefault("parallel", {})
+    parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
+    parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    runtime = config.setdefault("runtime", {})
+    runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
+    runtime["precision"] = _PRECISION[plan.dtype]
+    return config
+
+
+def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
+    """Return the config of a plan's run as TOML, with comments."""
+    import tomli_w
+
+    notes = "".join(f"# {note}\n" for note in differences(plan.layout))
+    return f"{header(plan)}{notes}\n{tomli_w.dumps(config)}"
+
+
+def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
+    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours."""
+    source = config["model"].get("path") or config["model"].get("config")
+    if config["data"].get("path") or not source:
+        return None
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    text = "the source of Python's standard library"
+    if (folder / "tokenizer.json").is_file():
+        return f"{text}; set data.path=FOLDER to train on your text"
+    missing = f"there is no tokenizer.json in {folder}"
+    if config["model"].get("path") or vocabulary < _BYTES:
+        return f"none yet: {missing}, so set data.path to .npy files of tokens"
+    if vocabulary == _BYTES:
+        return f"the bytes of {text}; set data.path=FOLDER to train on your text"
+    return (
+        f"the bytes of {text}, since {missing}; put one there and set data.path=FOLDER to train on your text, or set "
+        "data.path to .npy files of tokens"
+    )
+
+
+def why_not_trained(dtype: str) -> str | None:
+    """Return why `penstock train` has no matrix products in a dtype; None if it has."""
+    if dtype in _PRECISION:
+        return None
+    return f"penstock plan starts runs in {' or '.join(_PRECISION)}, not in {dtype}; plan with dtype=bf16 to start it"
+
+
+def differences(layout: Layout) -> list[str]:
+    """Return sentences about what a layout says and a config cannot."""
+    sentences = []
+    if layout.recompute == "selective":
+        sentences.append(
+            "recompute=selective: attention of the run never stores its scores, so there are none to recompute."
+        )
+    if layout.attention == "unfused":
+        sentences.append(
+            "attention=unfused: the run has fused attention, so it may be faster than predicted."
+        )
+    if layout.overlap is False:
+        sentences.append("overlap=false: the run reduces gradients during the backward.")
+    return sentences
+
+
+def header(plan: Prediction) -> str:
+    """Return the comment at the head of a file that a plan is written to."""
+    return (
+        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
+        f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
+        f"# Layout: {plan.layout}\n"
+    )
+
+
+def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
+    """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``."""
+    from penstock.schedule.text import is_csv
+
+    layout, costs = plan.layout, plan.costs
+    arguments = {
+        "microbatches": str(batch // (layout.dp * layout.microbatch)),
+        "schedule": json.dumps(layout.schedule),
+    }
+    if layout.dp * layout.tp > 1:
+        degrees = f"pp={layout.pp}, dp={layout.dp}" + (f", tp={layout.tp}" if layout.tp > 1 else "")
+        arguments = {"mesh": f"penstock.MeshShape({degrees})", **arguments}
+    else:
+        arguments = {"ranks": str(layout.pp), **arguments}
+    if layout.v is not None and layout.v > 1 and not is_csv(layout.schedule):
+        arguments["virtual_stages"] = str(layout.v)
+    if costs is not None and layout.split != "even":
+        arguments["split"] = str(list(costs.counts))
+    if layout.recompute == "full" or isinstance(layout.recompute, int):
+        arguments["recompute"] = json.dumps(layout.recompute)
+    half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(plan.dtype)
+    if half is not None and (profile.autocast or profile.shape is not None):
+        arguments["autocast"] = half
+    if layout.sequence_parallel:
+        arguments["parallel"] = "penstock.ParallelOptions(sequence_parallel=True)"
+    lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
+    text = f"pipe = penstock.Pipeline(\n    model,\n    loss_fn,\n{lines})\n"
+    if layout.zero and layout.dp > 1:
+        text += "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)\n"
+    imports = "import torch\n\nimport penstock\n" if "torch." in text else "import penstock\n"
+    return f"{header(plan)}{imports}\n{text}"
 
 
 def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:

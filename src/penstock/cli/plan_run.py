@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.trace.events import Trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunComparison:
     """The prediction of a run's step, and what was measured."""
 
@@ -56,7 +56,6 @@ class RunComparison:
         }
 
     def show(self) -> None:
-        """Print the comparison."""
         from rich.table import Table
 
         click.echo(f"step {self.step} of {self.run}, {self.prediction.layout}\n")
@@ -75,14 +74,7 @@ class RunComparison:
 
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
-    """Compare the prediction of a run's step with its metrics and its trace of usual length.
-
-    Args:
-        sequence: tokens of a sample that are planned; None if the run's are.
-
-    Raises:
-        ConfigError: if the run is of another model, sequence or dtype, or has no config or no measured step.
-    """
+    """Compare the prediction of a run's step with its metrics and its trace of usual length."""
     from penstock.plan.fitting.recalibration import recalibrate, residuals
     from penstock.plan.prediction import predict
     from penstock.show.planned import plan
@@ -94,8 +86,8 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     _require_same_model(profile, run, config)
     if sequence not in (None, length):
         raise ConfigError(
-            f"--sequence must be that of the run, {length} tokens, got {sequence}; leave it out, or give a run with such "
-            "samples"
+            f"--sequence must equal the run's, {length} tokens, got {sequence}; leave it out, or give a run with samples of "
+            f"{sequence} tokens"
         )
     if profile.shape is not None:
         layout = layout.with_values(
@@ -111,7 +103,15 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     prediction = predict(profile, cluster, layout, sequence=length, batch=batch)
     seconds = _seconds_of_step(view.metrics, batch * length)
     rows = residuals(prediction, cluster, plan(trace).costs, float(makespan(trace)), seconds)
-    return RunComparison(run, step, prediction, rows, recalibrate(cluster, rows), length, batch)
+    return RunComparison(
+        run=run,
+        step=step,
+        prediction=prediction,
+        rows=rows,
+        cluster=recalibrate(cluster, rows),
+        sequence=length,
+        batch=batch,
+    )
 
 
 def _config(run: Path) -> dict[str, Any]:
@@ -132,10 +132,17 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
         split = schedule.get("split", "even")
         split = "even" if split == "measured" else split
         layout = Layout(
-            parallel["pp"], parallel["dp"], parallel["tp"], parallel["virtual_stages"],
-            batch // schedule["microbatches"], schedule["name"], runtime.get("recompute", "none"), parallel["zero"],
-            parallel["sequence_parallel"], split if isinstance(split, str) else tuple(split),
-        )  # fmt: skip
+            pp=parallel["pp"],
+            dp=parallel["dp"],
+            tp=parallel["tp"],
+            v=parallel["virtual_stages"],
+            microbatch=batch // schedule["microbatches"],
+            schedule=schedule["name"],
+            recompute=runtime.get("recompute", "none"),
+            zero=parallel["zero"],
+            sequence_parallel=parallel["sequence_parallel"],
+            split=split if isinstance(split, str) else tuple(split),
+        )
         return layout, int(config["data"]["sequence"]), batch
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(

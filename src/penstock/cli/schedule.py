@@ -11,8 +11,8 @@ import click
 from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import COSTS, LATENCY, priced, stage_bytes
-from penstock.cli.figure_options import figure_options, require_figure, write_figure
+from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
+from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.cli.schedule_search import search_command
 
@@ -73,14 +73,8 @@ def show(program: bool, **arguments: Any) -> None:
     metavar="BYTES",
     help="Bytes that a rank may hold; without --saved, activations. Default: no limit.",
 )
-@click.option(
-    "--saved", default="1", metavar="BYTES[,...]",
-    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
-)  # fmt: skip
-@click.option(
-    "--waiting", default="0", metavar="BYTES[,...]",
-    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
-)  # fmt: skip
+@SAVED
+@WAITING
 @click.option(
     "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
     help="Half of a split backward that frees the forward's bytes: input gradient (B) or weight gradient (W).",
@@ -150,7 +144,7 @@ def draw(
 ) -> None:  # fmt: skip
     """Draw a schedule as it runs with given costs, in the terminal or to a file.
 
-    Costs are those of `penstock simulate`, which prints figures beside the timeline.
+    Costs are as for `penstock simulate`, which also prints figures.
     """
     from rich.console import Console
 
@@ -158,7 +152,8 @@ def draw(
     from penstock.show.terminal import draw_terminal
     from penstock.simulate.simulator import simulate
 
-    figure = require_figure(out, title, width, font, [costs, arguments["schedule"]])
+    figure = figure_of(out, title, width, font)
+    require_outputs([figure and figure.output], [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
     trace = simulate(prove(schedule).program, priced(costs, latency, schedule.placement))
     heading = "\n".join([_title(schedule), *schedule.notes])

@@ -54,12 +54,9 @@ def find_schedule(
     virtual_stages: int | None,
     options: Mapping[str, object],
 ) -> Schedule:
-    """Build the schedule of a family, or read it from a file, whose counts must equal those that are passed.
+    """Build the schedule of a family, or read it from a file, whose counts must equal any counts that are passed.
 
     A file has one option, ``backward``; see `penstock.schedule.text.read_csv`.
-
-    Raises:
-        ConfigError: if there is no such family, a file cannot be read, or counts or options do not fit.
     """
     from penstock.schedule.families import require_family
     from penstock.schedule.notation import require_backward

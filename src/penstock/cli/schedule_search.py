@@ -14,7 +14,7 @@ import click
 
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
-from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
+from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, parse_bytes, priced, stage_bytes
 from penstock.train.launch.exit_codes import of_signal
 
 if TYPE_CHECKING:
@@ -50,14 +50,8 @@ if TYPE_CHECKING:
     help="Activations (one microbatch on one stage each) that a rank may hold, or with --saved bytes, such as 40GB. "
     "Default: no limit.",
 )  # fmt: skip
-@click.option(
-    "--saved", default="1", metavar="BYTES[,...]",
-    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
-)  # fmt: skip
-@click.option(
-    "--waiting", default="0", metavar="BYTES[,...]",
-    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
-)  # fmt: skip
+@SAVED
+@WAITING
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, metavar="T",
     help="End the search after T seconds. Ctrl-C also ends it, with the best schedule so far.",
@@ -68,6 +62,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(dir_okay=False), metavar="PATH", help="CSV file for the schedule.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def search_command(
+    *,
     ranks: int,
     microbatches: int,
     virtual_stages: int | None,
@@ -90,8 +85,8 @@ def search_command(
     `Pipeline(schedule=...)`.
     """
     from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
+    from penstock.schedule.families.family import require_size
     from penstock.schedule.families.searched import shaped_placement
-    from penstock.schedule.size import require_size
     from penstock.schedule.text import is_csv, write_csv
     from penstock.simulate.certified_search import search_schedule
 

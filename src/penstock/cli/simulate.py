@@ -13,7 +13,7 @@ from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
-from penstock.cli.figure_options import figure_options, require_figure, write_figure
+from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 @figure_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     schedule: str | None,
     ranks: int | None,
     microbatches: int | None,
@@ -78,9 +79,9 @@ def command(
     names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
-    if html is not None:
-        require_outputs([OutputFile("--html", html, PAGE)], [costs, *names])
-    figure = require_figure(out, title, width, font, [costs, *names])
+    figure = figure_of(out, title, width, font)
+    page = None if html is None else OutputFile("--html", html, PAGE)
+    require_outputs([page, figure and figure.output], [costs, *names])
     if figure is not None and len(names) > 1:
         raise click.UsageError("--out draws one schedule; name one and leave --compare out, or write --html")
     if reduction is not None and compare is not None:
@@ -90,8 +91,19 @@ def command(
         _check_options(values, names)
     runs = []
     for name in names:
-        fitting = (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
-        built = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
+        stages, fitting = (
+            (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
+        )
+        built = _schedule(
+            name,
+            ranks=ranks,
+            microbatches=microbatches,
+            virtual_stages=stages,
+            values=fitting,
+            costs=costs,
+            latency=latency,
+            memory_limit=memory_limit,
+        )
         runs.append(_run(built, costs, latency, memory_limit))
     exposed = None if reduction is None else _exposed(runs[0][1], reduction)
     if html is not None:
@@ -199,7 +211,7 @@ def _fitting(
 
 
 def _schedule(
-    name: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
+    name: str, *, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
     values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule; a family that adapts to costs, latency and memory gets the simulation's."""

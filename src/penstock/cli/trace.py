@@ -14,7 +14,7 @@ import click
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, kind_of_start, require_outputs
-from penstock.cli.figure_options import CHROME
+from penstock.cli.figure_options import FigureFile, figure_of, figure_options, write_figure
 
 if TYPE_CHECKING:
     from penstock.show.comparison.run_pair import RunPair
@@ -22,20 +22,13 @@ if TYPE_CHECKING:
 
 
 WIDE = 108
-_KINDS = {
-    "--html": PAGE,
-    "--chrome": CHROME,
-    "--png": kind_of_start("a PNG", b"\x89PNG"),
-    "--svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
-    "--costs": kind_of_start("a file of costs", b"medians by stage", b'{\n "F": [', within=1000),
-}
-"""Kinds of the files that the options write."""
+_COSTS = kind_of_start("a file of costs", b"medians by stage", b'{\n "F": [', within=1000)
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(
     epilog="Example:  penstock trace runs/my-run --html report.html\n\n"
-    "          penstock trace runs/my-run --step 10 --chrome step.json --svg step.svg\n\n"
+    "          penstock trace runs/my-run --step 10 --out step.svg --title ''\n\n"
     "          penstock trace runs/my-run --costs costs.toml\n\n"
     "          penstock trace runs/before runs/after --html compared.html"
 )
@@ -47,26 +40,21 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
     metavar="PATH",
     help="Write the report page with all traced steps, or only --step. Of two runs: the page that compares them.",
 )
-@click.option(
-    "--chrome",
-    type=_PATH,
-    metavar="PATH",
-    help="Write the step as JSON for ui.perfetto.dev and chrome://tracing.",
-)
-@click.option("--png", type=_PATH, metavar="PATH", help="Draw the step's timeline as PNG.")
-@click.option("--svg", type=_PATH, metavar="PATH", help="Draw the step's timeline as SVG.")
+@figure_options
 @click.option(
     "--costs", type=_PATH, metavar="PATH",
     help="Write the step's costs by stage, medians of what was measured, for `penstock simulate --costs` (TOML or .json).",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
+    *,
     runs: tuple[Path, ...],
     step: int | None,
     html: Path | None,
-    chrome: Path | None,
-    png: Path | None,
-    svg: Path | None,
+    out: Path | None,
+    title: str | None,
+    width: float | None,
+    font: float | None,
     costs: Path | None,
     as_json: bool,
 ) -> None:
@@ -79,21 +67,23 @@ def command(
 
     if len(runs) > 2:
         raise click.UsageError(f"give one run, or two to compare, got {len(runs)}")
-    for path, ending in ((png, ".png"), (svg, ".svg")):
-        if path is not None and path.suffix.lower() != ending:
-            raise ConfigError(f"--{ending[1:]} {path}: the name must end in {ending}")
-    outputs = {"--html": html, "--chrome": chrome, "--png": png, "--svg": svg, "--costs": costs}
-    require_outputs([OutputFile(o, p, _KINDS[o]) for o, p in outputs.items() if p is not None], runs)
+    figure = figure_of(out, title, width, font)
+    outputs = (
+        None if html is None else OutputFile("--html", html, PAGE),
+        None if costs is None else OutputFile("--costs", costs, _COSTS),
+        figure and figure.output,
+    )
+    require_outputs(outputs, runs)
     if len(runs) == 2:
-        if single := [option for option, path in outputs.items() if path is not None and option != "--html"]:
-            raise click.UsageError(f"{single[0]} takes one run, got two; compare them with --html")
+        if single := next((file.option for file in outputs[1:] if file is not None), None):
+            raise click.UsageError(f"{single} takes one run, got two; compare them with --html")
         compare_runs(read_run(runs[0]), read_run(runs[1]), step, html, as_json)
         return
     view = read_run(runs[0])
     chosen = view.choose(step)
     for problem in view.problems:
         click.echo(f"penstock: {problem}", err=True)
-    written = _write(view, chosen, step, html, chrome, [path for path in (png, svg) if path])
+    written = _write(view, chosen, step, html, figure)
     if costs is not None:
         written["costs"] = str(_write_costs(view, chosen, costs))
     if as_json:
@@ -105,21 +95,16 @@ def command(
 
 
 def _write(
-    run: RunView, chosen: int, step: int | None, html: Path | None, chrome: Path | None, pictures: list[Path]
+    run: RunView, chosen: int, step: int | None, html: Path | None, figure: FigureFile | None
 ) -> dict[str, str]:
-    from penstock.show.chrome import write_chrome
-    from penstock.show.picture import draw_picture
     from penstock.show.run import write_report
 
-    trace = run.traces[chosen]
     written: dict[str, str] = {}
     if html is not None:
         written["page"] = str(write_report(run, html, step))
-    if chrome is not None:
-        written["chrome"] = str(write_chrome(trace, chrome))
-    for path in pictures:
-        draw_picture(trace, path)
-        written[path.suffix[1:].lower()] = str(path)
+    if figure is not None:
+        write_figure(run.traces[chosen], figure)
+        written["timeline"] = str(figure.path)
     return written
 
 

@@ -110,6 +110,7 @@ def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
     help="Profile one step with torch.profiler, and write it to RUN/profile for ui.perfetto.dev.",
 )
 def command(
+    *,
     arguments: tuple[str, ...],
     overrides: tuple[str, ...],
     ranks: int | None,

@@ -73,6 +73,7 @@ DEFAULT_MODEL = "penstock.train.model.verify_target:small_llama"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def command(
+    *,
     ranks: tuple[int, ...],
     microbatches: tuple[int, ...],
     schedules: tuple[str, ...],

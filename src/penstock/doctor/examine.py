@@ -33,28 +33,24 @@ UNANSWERED = 1.0
 _LATE = 5.0  # seconds after its timeout at which a wait still counts as ended in time
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Report:
-    """Results of all checks, equal on every rank.
-
-    Attributes:
-        machines: results of `machine.machine_facts` by rank.
-        links: results of `links.measure` by rank: its links to all others.
-        clocks: ``offset`` and ``error`` of each rank's wall clock against rank 0's, in seconds.
-        waits: seconds that a wait with a timeout of `UNANSWERED` took, by rank.
-        folder: results of `shared_folder.check_folder` by rank; None where it failed.
-        cluster: contents of the cluster's file that was measured and written; empty if none was.
-        findings: problems, then warnings.
-    """
+    """Results of all checks, equal on every rank."""
 
     ranks: int
+    # Results of `machine.machine_facts` by rank.
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # Results of `links.measure` by rank: its links to all other ranks.
     links: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    # Offset and error of each rank's wall clock against rank 0's, in seconds.
     clocks: dict[int, dict[str, float]] = field(default_factory=dict)
+    # Seconds that a wait with a timeout of `UNANSWERED` took, by rank.
     waits: dict[int, float] = field(default_factory=dict)
+    # Results of `shared_folder.check_folder` by rank; None where it failed.
     folder: dict[int, dict[str, Any] | None] = field(default_factory=dict)
+    # Contents of the cluster's file that was measured and written; empty if none was.
     cluster: Mapping[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # problems, then warnings
 
     @property
     def sound(self) -> bool:
@@ -67,15 +63,7 @@ class Report:
 
 
 def examine_here(ranks: int, folder: Path | None, timeout: float, cluster: Path | None = None) -> Report:
-    """Check this machine with processes that are started for it and talk over the loopback interface.
-
-    Args:
-        timeout: seconds that one check may take.
-        cluster: path of a cluster's file to measure and write; None (default) measures none.
-
-    Raises:
-        ConfigError: if the cluster's file cannot be written there.
-    """
+    """Check this machine with processes that are started for it and talk over the loopback interface."""
     require_timeout(timeout)
     if cluster is not None:
         require_writable(cluster)
@@ -98,17 +86,7 @@ def _examine_started(
 def examine_together(
     world: World, folder: Path | None, timeout: float, cluster: Path | None = None
 ) -> Report:
-    """Check the machines of all processes that a launcher has started; every process calls it.
-
-    Args:
-        world: world that is not joined yet; the environment says where to meet, as launchers set it.
-        timeout: seconds that one check may take.
-        cluster: path of a cluster's file to measure, which rank 0 writes; None (default) measures none.
-
-    Raises:
-        PenstockError: if the processes could not meet.
-        ConfigError: if rank 0 cannot write the cluster's file there.
-    """
+    """Check the machines of all processes that a launcher has started; every process calls it, before it joins."""
     require_timeout(timeout)
     try:
         meeting = dist.rendezvous(  # type: ignore[attr-defined]  # torch does not annotate it
@@ -117,7 +95,7 @@ def examine_together(
         store, rank, size = next(iter(meeting))
     except (RuntimeError, ValueError) as error:
         raise PenstockError(
-            f"rank {world.rank} cannot meet the others (MASTER_ADDR, MASTER_PORT): {first_line(error)}; start rank "
+            f"rank {world.rank} cannot meet the other ranks at MASTER_ADDR and MASTER_PORT: {first_line(error)}; start rank "
             "0's machine first, and open the port"
         ) from error
     rounds = Rounds(store, rank, size, timeout)
@@ -132,16 +110,11 @@ def examine_together(
 def examine(rounds: Rounds, folder: Path | None, cluster: Path | None = None) -> Report:
     """Make all checks; every rank calls it.
 
-    Args:
-        rounds: rounds of all ranks; if ``torch.distributed`` is not initialised, the environment says how to do that.
-        cluster: path of a cluster's file, measured if there is no problem; None (default) measures none.
-
-    Raises:
-        ConfigError: if rank 0 cannot write the cluster's file there.
+    A cluster's file is measured only if there is no problem.
     """
     if cluster is not None:
         _require_writable_on_rank_0(rounds, cluster)
-    report = Report(rounds.size)
+    report = Report(ranks=rounds.size)
     with _sorted_findings(report):
         report.machines = _sound(
             report, "machine", rounds.each("machine", lambda: machine_facts(rounds.rank))

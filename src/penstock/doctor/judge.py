@@ -24,15 +24,10 @@ _NOISE = 100e-6  # seconds; smaller differences of latency mean nothing
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that will not work, or that costs time.
+    """Something that will not work, or that costs time."""
 
-    Attributes:
-        level: `PROBLEM` or `WARNING`.
-        subject: ``versions``, ``devices``, ``memory``, ``links``, ...
-    """
-
-    level: str
-    subject: str
+    level: str  # `PROBLEM` or `WARNING`
+    subject: str  # versions, devices, memory, links, ...
     what: str
     why: str
     do: str
@@ -156,7 +151,7 @@ def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
             )
             yield Finding(
                 PROBLEM, "open files", f"rank {rank} on {one['host']} may open {limit} files; a run needs about {need}",
-                "every rank has sockets to all others", f"ulimit -n {max(need, 4096)}{allowed}",
+                "every rank has sockets to all other ranks", f"ulimit -n {max(need, 4096)}{allowed}",
             )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
-            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch does not annotate it
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
 
 

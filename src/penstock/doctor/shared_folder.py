@@ -1,4 +1,4 @@
-"""A check of a folder that all ranks share: each writes there, looks for the others' files, and measures the time."""
+"""A check of a folder that all ranks share: each writes a file, looks for every rank's file, and measures the time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _SEEN = 5.0  # seconds that a network file system may take to show a file of ano
 def check_folder(rounds: Rounds, folder: Path) -> list[Answer]:
     """Write, sync, rename, read and delete files in the folder; every rank calls it.
 
-    Returns:
-        By rank: ``write``, ``fsync``, ``rename`` and ``see`` in seconds; ``unseen``, the ranks whose files did not appear;
-        ``free``, in bytes.
+    By rank: ``write``, ``fsync``, ``rename`` and ``see`` in seconds; ``unseen``, the ranks whose files did not
+    appear; ``free``, in bytes.
     """
     made = rounds.each("folder made", lambda: _make(folder) if rounds.rank == 0 else "")
     if made[0].trouble:

@@ -16,17 +16,9 @@ from torch import nn
 from penstock.base.errors import SplitError
 from penstock.forward.frames import arguments_of, forward_frame, method_called, method_frame
 from penstock.forward.hoisting import Substituted, hoistable
-from penstock.forward.iteration import (
-    UNKNOWN,
-    constants,
-    rounds,
-    specialised,
-    static_value,
-    without_aliases,
-)
+from penstock.forward.iteration import UNKNOWN, constants, rounds, specialised, static_value, without_aliases
 from penstock.forward.liveness import assigned, live_before, own_returns
 from penstock.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
-from penstock.forward.no_blocks import no_blocks
 from penstock.stage.layers import has_forward_hooks
 
 # Vision models with stages, such as ResNet and Swin, have four or five; deep models have a dozen blocks or more.
@@ -37,7 +29,7 @@ LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Candidate:
     """A loop or a call that may run blocks; or another expression, which must be evaluated before them.
 
@@ -123,11 +115,7 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """Statements of a forward or a method, each with the loops and calls in it that may run blocks.
-
-    Attributes:
-        rows: statements without branches that are never taken, with their candidates in the order in which they run.
-    """
+    """Statements of a forward or a method, each with the loops and calls in it that may run blocks."""
 
     frame: Frame
     rows: list[tuple[ast.stmt, list[Candidate]]] = field(default_factory=list)
@@ -159,9 +147,6 @@ class BlockFinder:
         The blocks are the rounds of that one, and of each that has similar rounds: of LEAST_SHARE of the parameters, of the
         same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are blocks only
         if loops and sequences of modules with children have less than LEAST_SHARE of the parameters.
-
-        Raises:
-            SplitError: if it has no blocks, or most of its parameters are where they cannot be divided.
         """
         plan = self.plan(frame, facts)
         leaves = plan.leaves()
@@ -228,7 +213,7 @@ class BlockFinder:
                     case _:
                         target = f"_penstock_value_{next(self.numbers)}"
                 called = self._of_call(frame, part, facts, [statement, *later], target)
-            found.append(called or Candidate(0, call=part))
+            found.append(called or Candidate(parameters=0, call=part))
         return found
 
     def _loop(
@@ -263,7 +248,7 @@ class BlockFinder:
         if not paths and values:
             return None
         after = [*loop.body, *later]
-        candidate = Candidate(sum(p.numel() for p in weights.values()), modules)
+        candidate = Candidate(parameters=sum(p.numel() for p in weights.values()), modules=modules)
         candidate.rounds = [self._round(frame, body, facts, after, bodies) for body in bodies]
         for node in ast.walk(ast.Module([*loop.body], [])):
             if isinstance(node, ast.Return) or (
@@ -316,7 +301,7 @@ class BlockFinder:
         error = frame.source.refusal(
             statement, f"the loop over its blocks is within {article} {word} statement", fix
         )
-        return [Candidate(_size(modules), modules, refused=error)]
+        return [Candidate(parameters=_size(modules), modules=modules, refused=error)]
 
     def _of_call(
         self, frame: Frame, call: ast.Call, facts: Mapping[str, Any], later: Sequence[ast.stmt], target: str
@@ -337,7 +322,9 @@ class BlockFinder:
             simple = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred)
             if not simple or not any(True for _ in module.parameters()):
                 return None
-            found = Candidate(_size([module]), list(module.children()), call=call, value=target)
+            found = Candidate(
+                parameters=_size([module]), modules=list(module.children()), call=call, value=target
+            )
             for name in module._modules:
                 item = ast.Call(
                     ast.Attribute(call.func, name, ast.Load()), [ast.Name(target, ast.Load())], []
@@ -380,14 +367,16 @@ class BlockFinder:
             values = {name: static_value(frame, node, facts) for name, node in arguments.items()}
             within = self.plan(inner, {n: v for n, v in values.items() if v is not UNKNOWN})
         except SplitError as error:
-            return Candidate(_size(modules), modules, call=call, refused=error)
+            return Candidate(parameters=_size(modules), modules=modules, call=call, refused=error)
         leaves = within.leaves()
         if not any(leaf.parameters or leaf.refused for leaf in leaves):
             return None
         if early := early_return(within.statements):
             size = sum(leaf.parameters for leaf in leaves)
-            return Candidate(size, modules, call=call, refused=refused_return(inner, early))
-        return Candidate(0, modules, call=call, within=within, arguments=arguments)
+            return Candidate(
+                parameters=size, modules=modules, call=call, refused=refused_return(inner, early)
+            )
+        return Candidate(parameters=0, modules=modules, call=call, within=within, arguments=arguments)
 
 
 def early_return(statements: Sequence[ast.stmt]) -> ast.AST | None:
@@ -432,11 +421,7 @@ def _share(
     arguments: Mapping[str, ast.expr],
     statements: Sequence[ast.stmt],
 ) -> None:
-    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes.
-
-    Args:
-        statements: the statement of the call, and all that follow it.
-    """
+    """Let parameters of a forward be the variables that a call passes, where none sees the other's changes."""
     changed = assigned(inner.source.tree.body)
     after = _times_named(*statements) - _times_named(call)
     for name, node in arguments.items():
@@ -492,3 +477,39 @@ def part_of(frame: Frame, path: str) -> nn.Module | nn.Parameter | None:
     owner, _, last = inner.rpartition(".")
     module = frame.module.get_submodule(owner)
     return module._modules[last] if last in module._modules else module._parameters.get(last)
+
+
+_STACKS = nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer
+
+
+def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, Any]) -> SplitError:
+    """Return the error for a forward without blocks, with the reason if it is a known one."""
+    for statement in statements:
+        for node in ast.walk(statement):
+            reason = _reason(frame, node)
+            if reason is not None:
+                return frame.source.refusal(node, *reason)
+    return frame.source.refusal(
+        frame.source.tree,
+        "no loop over modules, such as `for block in self.blocks:`, and no nn.Sequential of blocks is called in it "
+        "outside of any if, with or try",
+        "put the blocks into an nn.ModuleList, and call them one after another in such a loop",
+    )
+
+
+def _reason(frame: Frame, node: ast.AST) -> tuple[str, str] | None:
+    match node:
+        case ast.Call(ast.Attribute() | ast.Subscript() as called):
+            known = resolve_module(frame, called)
+            if known is not None and isinstance(known[0], _STACKS):
+                kind = type(known[0]).__name__
+                return (
+                    f"its blocks are in torch's nn.{kind}, whose forward does more than call them",
+                    "hold the blocks in an nn.ModuleList of your own, and call them in a loop",
+                )
+        case ast.For(_, ast.Call(ast.Name("range"))):
+            return (
+                "the number of rounds of the loop is not known when the model is split",
+                "write `for block in self.blocks:`, or `for n in range(len(self.blocks)):`",
+            )
+    return None

@@ -24,11 +24,7 @@ for _name in __future__.all_feature_names:
 
 @dataclass(frozen=True)
 class ForwardSource:
-    """Source of a method.
-
-    Attributes:
-        tree: its definition; line numbers count from the top of the file.
-    """
+    """Source of a method."""
 
     function: FunctionType
     tree: ast.FunctionDef
@@ -44,11 +40,7 @@ class ForwardSource:
         return arguments | stored
 
     def refusal(self, node: ast.AST, problem: str, fix: str) -> SplitError:
-        """Return the error for a statement that cannot be split.
-
-        Args:
-            problem: sentence part after "its forward", such as "returns within the loop".
-        """
+        """Return the error for a statement that cannot be split; `problem` continues "its forward ..."."""
         line = getattr(node, "lineno", self.tree.lineno)
         file = self.function.__code__.co_filename
         shown = _Indexed().visit(copy.deepcopy(node))
@@ -71,14 +63,7 @@ class _Indexed(ast.NodeTransformer):
 
 
 def read_source(function: Any, owner: str, is_property: bool = False) -> ForwardSource:
-    """Return the source of a method.
-
-    Args:
-        is_property: whether it is the getter of a property, which has a decorator (default False).
-
-    Raises:
-        SplitError: if it has none, is decorated, or its file has changed since it was loaded.
-    """
+    """Return the source of a method."""
     if (inner := inspect.unwrap(function)) is not function:
         code = inner.__code__
         raise SplitError(

@@ -44,11 +44,7 @@ class Step:
 
 
 def steps_of(frame: Frame, facts: Mapping[str, Any]) -> list[Step]:
-    """Return the steps of a forward and of the forwards and methods in it that have blocks.
-
-    Raises:
-        SplitError: if it has no blocks, or it is not known which statements run before, between and after them.
-    """
+    """Return the steps of a forward and of the forwards and methods in it that have blocks."""
     finder = BlockFinder()
     plan, main = finder.chosen(frame, facts)
     steps = _Steps(finder).of_plan(plan)

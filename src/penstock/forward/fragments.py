@@ -22,7 +22,6 @@ class Flow:
     Attributes:
         needs: variables whose values from before the step it may need.
         gives: variables of the step whose values later steps may need.
-        assigns: variables that it may assign.
         surely: variables that it assigns in any case.
         live: variables from before the step that it or a later step may need.
     """
@@ -41,7 +40,6 @@ class Fragment:
 
     Attributes:
         function: ``function(module, *values)`` returns the new values, or, if `returns`, what the forward returns.
-        path: name of the module whose forward it is, in the model.
         returns: whether it is the end of the forward.
     """
 
@@ -53,11 +51,7 @@ class Fragment:
 
 
 def flows(steps: Sequence[Step], available: Iterable[str]) -> list[Flow]:
-    """Return the variables that steps take from each other.
-
-    Raises:
-        SplitError: if a variable may have no value where it is needed.
-    """
+    """Return the variables that steps take from each other."""
     result = [Flow(step) for step in steps]
     live: set[str] = set()
     for flow in reversed(result):

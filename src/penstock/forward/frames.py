@@ -20,11 +20,6 @@ _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Frame | None = None) -> Frame:
-    """Return the frame of a call of a module.
-
-    Raises:
-        SplitError: if calling the module does more than its class's forward, or the forward has no usable source.
-    """
     kind = type(module)
     extras = {
         "a __call__ of its own": kind.__call__ is not nn.Module.__call__,
@@ -71,7 +66,15 @@ def method_frame(
     if not arguments.args:
         raise source.refusal(source.tree, "it takes no self", "let it take self as its first argument")
     decided = {} if outer is None else outer.decided
-    return Frame(source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided)
+    return Frame(
+        source=source,
+        module=module,
+        path=path,
+        self_name=arguments.args[0].arg,
+        names=frozenset(names_of),
+        prefix=prefix,
+        decided=decided,
+    )
 
 
 def method_called(frame: Frame, call: ast.Call) -> tuple[FunctionType, nn.Module, str] | None:
@@ -97,11 +100,7 @@ def method_called(frame: Frame, call: ast.Call) -> tuple[FunctionType, nn.Module
 
 
 def arguments_of(frame: Frame, inner: Frame, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the expression of every parameter of a forward or method that a call runs.
-
-    Raises:
-        SplitError: if the call does not show them.
-    """
+    """Return the expression of every parameter of a forward or method that a call runs."""
     if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
         raise frame.source.refusal(call, "it passes on *args or **kwargs", "pass the arguments by name")
     signature = inspect.signature(inner.source.function)

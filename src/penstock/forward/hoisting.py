@@ -72,11 +72,7 @@ def _in_order(node: ast.expr) -> list[ast.expr]:
 
 
 class Replaced(ast.NodeTransformer):
-    """A tree with another node in place of one.
-
-    Args:
-        node: node to replace, by identity.
-    """
+    """A tree with another node in place of one."""
 
     def __init__(self, node: ast.expr, by: ast.expr) -> None:
         self.node, self.by = node, ast.copy_location(by, node)

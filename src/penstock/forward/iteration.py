@@ -61,7 +61,7 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
             link = resolve(frame, node)
             if link is None or link.kind not in ("plain", "module", "tensor", "constant"):
                 return UNKNOWN
-            if link.kind == "constant":
+            if isinstance(link.node, ast.Constant):
                 return link.node.value
             if isinstance(link.value, bool | int | float | str | None):
                 return link.value
@@ -95,7 +95,7 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
 
 
 def _times_stored(frame: Frame, statements: list[ast.stmt]) -> Counter[str]:
-    """Return how often each variable is set; parameters and those of inner functions once more."""
+    """Return how often each variable is set; parameters, and variables of inner functions, count once more."""
     nodes = [node for statement in (*statements, frame.source.tree.args) for node in ast.walk(statement)]
     stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load))
     stored.update(n.arg for n in nodes if isinstance(n, ast.arg))

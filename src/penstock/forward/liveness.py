@@ -142,7 +142,7 @@ def _plain(target: ast.expr) -> list[ast.Name]:
 
 
 def own_returns(nodes: Iterable[ast.AST]) -> list[ast.Return]:
-    """Return the return statements among some nodes and within them, without those of inner functions."""
+    """Return the return statements among some nodes and within them, but not within inner functions."""
     found: list[ast.Return] = []
     for node in nodes:
         if isinstance(node, ast.Return):

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
 from penstock.forward.fragments import Flow, Fragment, compiled
-from penstock.forward.piece import trimmed
+from penstock.forward.pieces import trimmed
 
 
 class OwnLoss:
-    """The end of a forward, from the first statement that uses the target.
-
-    Raises:
-        SplitError: if the statements use weights or buffers.
-    """
+    """The end of a forward, from the first statement that uses the target."""
 
     def __init__(self, model: nn.Module, flows: Sequence[Flow], takes: tuple[str, ...], target: str) -> None:
         for flow in flows:
@@ -32,11 +28,7 @@ class OwnLoss:
         self._takes, self._target = takes, target
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of a microbatch.
-
-        Raises:
-            PenstockError: if the forward does not return one scalar, alone or among other values.
-        """
+        """Return the loss of a microbatch."""
         values = {self._takes[0]: output} if len(self._takes) == 1 else dict(output)
         values[self._target] = target
         for fragment in self._fragments:
@@ -49,11 +41,7 @@ class OwnLoss:
 
 
 def loss_in(returned: Any) -> Tensor:
-    """Return the loss among the values that a forward returns: the scalar, or the value called ``loss``.
-
-    Raises:
-        PenstockError: if there is none, or there are several.
-    """
+    """Return the loss among the values that a forward returns: the scalar, or the value called ``loss``."""
     if isinstance(returned, Mapping) and "loss" in returned:
         returned = returned["loss"]
     if is_dataclass(returned):

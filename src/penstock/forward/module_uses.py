@@ -27,12 +27,11 @@ Steps = tuple[str | tuple[int | str] | None, ...]
 _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Frame:
     """One forward that runs: the model's, or a forward or a method within it which has blocks.
 
     Attributes:
-        path: name of the module in the model; empty for the model itself.
         prefix: beginning of its variables' names among the variables of all frames; empty for the outermost one.
         shared: parameters that are a variable of the frame which calls it, with that variable's name among all frames.
         decided: values of attributes by which a test or a loop was decided, by (name of the module, steps to it from there);
@@ -64,8 +63,6 @@ class Uses:
     """Modules, weights and attributes of a model that some statements use.
 
     Attributes:
-        paths: names of modules, parameters and buffers in the model.
-        attributes: (name of the module, name of the attribute) of plain attributes.
         methods: methods and properties of a model's own, by (name of the module, name): what its class has under the name.
         objects: attributes among them that are objects with a state, by id, with the expression.
         members: names of modules whose attributes or methods they use, with the expression.
@@ -82,13 +79,11 @@ class Link(NamedTuple):
     """Meaning of a chain of attributes that begins with the model.
 
     Attributes:
-        node: the chain, as a layer evaluates it.
         kind: "module", "tensor" (a parameter or a buffer), "plain" (another attribute), "method", or "" for anything else.
-        value: the module, tensor or attribute; for a method, its function.
         path: name in the model; for a method, the name of its module.
     """
 
-    node: Any
+    node: ast.expr
     kind: str
     value: Any = None
     path: str = ""
@@ -100,9 +95,6 @@ def analyse(frame: Frame, statements: list[ast.stmt]) -> tuple[list[ast.stmt], U
 
     A layer has only the modules that it uses. So items of a container, as in ``self.blocks[3]``, become attributes, and the
     length of a container becomes a number.
-
-    Raises:
-        SplitError: if it cannot be known what they use, or they change attributes of the model.
     """
     uses = Uses()
     chains = _Chains(frame, uses, frame.source)
@@ -153,11 +145,7 @@ def _steps(node: ast.expr) -> Steps:
 
 
 def value_at(module: nn.Module, steps: Steps) -> Any:
-    """Return the value that some steps from a module lead to now.
-
-    Raises:
-        AttributeError, LookupError, TypeError: if there is none.
-    """
+    """Return the value that some steps from a module lead to now."""
     value: Any = module
     for step in steps:
         value = (
@@ -359,7 +347,7 @@ class _Chains(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         self._use(link, node)
-        return link.node  # type: ignore[no-any-return]
+        return link.node
 
     def _begins_with_model(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute | ast.Subscript):
@@ -388,7 +376,7 @@ class _Chains(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         self._use(link, node)
-        return link.node  # type: ignore[no-any-return]
+        return link.node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id == self.self_name:
@@ -418,15 +406,15 @@ class _Chains(ast.NodeTransformer):
                 self.uses.members[owner.path] = node  # as self.NAME.ATTRIBUTE does
         if isinstance(node.func, ast.Attribute):
             receiver = self.walk(node.func.value)
-            changes = receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING
-            if changes and isinstance(receiver.value, list | dict | set):  # type: ignore[union-attr]
-                raise self._refuse(
-                    node,
-                    f"changes {ast.unparse(node.func.value)}, an attribute of the model",
-                    "use a variable",
-                )
-            if changes and not isinstance(receiver.value, (*_PLAIN, *_CODE)):  # type: ignore[union-attr]
-                self._use(receiver, node)  # type: ignore[arg-type]
+            if receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING:
+                if isinstance(receiver.value, list | dict | set):
+                    raise self._refuse(
+                        node,
+                        f"changes {ast.unparse(node.func.value)}, an attribute of the model",
+                        "use a variable",
+                    )
+                if not isinstance(receiver.value, (*_PLAIN, *_CODE)):
+                    self._use(receiver, node)
         self.generic_visit(node)
         return node
 
@@ -437,8 +425,9 @@ def container_length(frame: Frame, node: ast.AST) -> int | None:
         case ast.Call(ast.Name("len"), [argument], []) if frame.is_builtin("len"):
             known = resolve_module(frame, argument)
             if known is not None and is_plain_container(known[0]):
-                frame.decided[frame.path, (*_steps(argument), None)] = len(known[0])  # type: ignore[arg-type]
-                return len(known[0])  # type: ignore[arg-type]
+                length = len(known[0])  # type: ignore[arg-type]  # a container has one
+                frame.decided[frame.path, (*_steps(argument), None)] = length
+                return length
     return None
 
 
@@ -484,9 +473,6 @@ def require_unwritten_defaults(source: ForwardSource) -> None:
     """Check that a method does not write into a default argument, which microbatches in flight would share.
 
     It may iterate over it, take items, compare it, test it, and give it to Python's own functions. All else may write.
-
-    Raises:
-        SplitError: if it writes into one, or hands it on; names the argument.
     """
     parameters = inspect.signature(source.function).parameters.values()
     mutable = {p.name for p in parameters if p.default is not p.empty and not _never_changes(p.default)}

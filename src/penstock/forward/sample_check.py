@@ -45,18 +45,10 @@ def check_sample(
     except gradients that are sums of another order; on a GPU, whose kernels may sum in any order, up to rounding.
 
     Args:
-        model: the model; it, its gradients and torch's random numbers stay as they are.
-        layers: layers of the model.
         loss_fn: loss that the model computes, of the last layer's output and the target; None to compare the output, and
             the gradients of random numbers at it. A loss function of the user's own is not called: it may count its calls.
-        sample: the batch, and the target if there is a loss.
-        own_loss: whether the model takes the target, and returns the loss (default True).
         loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
-        stages: stage of each layer (default: each layer is one).
         tensors: values of parameters and buffers by their names in the model (default: its own).
-
-    Raises:
-        SplitError: if anything differs; says what.
     """
     copies = _Copies(model, tensors or {})
     device = next(
@@ -114,11 +106,7 @@ def check_sample(
 
 
 class _Copies:
-    """Copies of modules of a model.
-
-    Args:
-        tensors: values by name in the model, of parameters and buffers that have others than the model's own.
-    """
+    """Copies of modules of a model."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -133,11 +121,7 @@ class _Copies:
                 self._noise[_place(value)] = noise.to(value.device, value.dtype)
 
     def of(self, module: M, start: str, memo: dict[int, Any]) -> M:
-        """Return a copy with gradients and buffers of its own.
-
-        Args:
-            start: beginning of its parameters' names in the model.
-        """
+        """Return a copy with gradients and buffers of its own."""
         if not isinstance(module, nn.Module):
             return module
         for name, p in module.named_parameters(remove_duplicate=False):
@@ -155,7 +139,7 @@ class _Copies:
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Return what all objects of one weight have in common: tied ones, and those of several ranks."""
+    """Return what all objects of one weight have in common: tied parameters, and copies on several ranks."""
     return tensor.data_ptr(), tensor.shape
 
 
@@ -190,16 +174,7 @@ def _constant(model: nn.Module) -> Iterator[None]:
 
 
 def _require_unset(model: nn.Module, reference: nn.Module, names: Collection[str]) -> None:
-    """Check that a forward does not set attributes that the loss function reads.
-
-    Args:
-        model: the model.
-        reference: its copy, after a forward.
-        names: names of attributes that the loss function reads in the model.
-
-    Raises:
-        SplitError: if a module of the copy has another number or tensor under one of the names; names it.
-    """
+    """Check that a forward does not set attributes that the loss function reads."""
     for (path, module), copied in zip(model.named_modules(), reference.modules(), strict=True):
         for name in vars(copied).keys() & set(names):
             before, after = vars(module).get(name), vars(copied)[name]
@@ -219,12 +194,7 @@ def _require_no_shared_state(
     """Check that the forward changes no object that modules of several layers hold, such as a context that counts.
 
     Args:
-        layers: layers of the model.
-        memo: the model's objects and their copies, after the forward ran with the copies once.
         run: function that runs the forward with the copies again. What only the first run changes is a cache.
-
-    Raises:
-        SplitError: if such an object changed; names it.
     """
     found: dict[int, tuple[str, Any, set[int]]] = {}
     for number, layer in enumerate(layers):
@@ -295,7 +265,7 @@ def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]
 
 
 def _backward(value: Any) -> None:
-    """Run the backward of a loss, or of outputs with the same random gradients each time: those of ones may cancel."""
+    """Run the backward of a loss, or of outputs with the same random gradients each time: gradients of ones may cancel."""
     leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     generator = torch.Generator().manual_seed(SEED)
     if leaves:
@@ -307,11 +277,7 @@ def _backward(value: Any) -> None:
 
 
 class _Closeness:
-    """Test of whether two results are equal.
-
-    Args:
-        exact: whether the device computes the same bits each time.
-    """
+    """Test of whether two results are equal."""
 
     def __init__(self, exact: bool, autocast: torch.dtype | None) -> None:
         self._exact = exact

@@ -17,9 +17,6 @@ class UnchangedModel:
     """State of a model that its layers do not follow: its modules, its code, and values by which the split was decided.
 
     It leaves out modes, and attributes that statements read: layers read these in the model itself.
-
-    Args:
-        paths: names of modules, parameters and buffers that layers have.
     """
 
     def __init__(
@@ -51,12 +48,6 @@ class UnchangedModel:
         ]
 
     def require_unchanged(self) -> None:
-        """Check the model.
-
-        Raises:
-            SplitError: if a module, parameter, buffer, method or hook was added, removed or replaced, or a value by which
-                the split was decided has changed; names it.
-        """
         for path, members, before in self._members:
             if members.keys() != before.keys() or not all(
                 _same_member(members[n], v) for n, v in before.items()

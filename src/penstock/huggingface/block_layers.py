@@ -183,8 +183,8 @@ class Tokens(nn.Module):
     dropout: nn.Module
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        embedded: Tensor = super().forward(input_ids)
-        return self.dropout(embedded)  # type: ignore[no-any-return]
+        embedded: Tensor = self.dropout(super().forward(input_ids))
+        return embedded
 
 
 class Positions(nn.Module):
@@ -195,8 +195,8 @@ class Positions(nn.Module):
     def forward(self, hidden_states: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        added: Tensor = hidden_states + super().forward(position_ids)
-        return self.dropout(added)  # type: ignore[no-any-return]
+        added: Tensor = self.dropout(hidden_states + super().forward(position_ids))
+        return added
 
 
 class BlockLayer(nn.Module):

@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError, SplitError
 Attention = Literal["full_attention", "sliding_attention"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """Names of the modules of a causal language model, and what its forward does between them.
 
@@ -93,5 +93,5 @@ def require_library() -> None:
 
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
-            "Hugging Face models need the transformers package: pip install 'penstock[transformers]'"
+            "Hugging Face models need the transformers package: pip install 'penstock-torch[transformers]'"
         )

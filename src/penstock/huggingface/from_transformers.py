@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, DataError, SplitError, describe_error
-from penstock.base.model_variants import refused_architecture
+from penstock.base.model_variants import LARGEST_SIZE, refused_architecture
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
@@ -34,6 +34,11 @@ _OWN_KERNELS = ("eager", "sdpa")
 """Implementations of attention that are part of transformers and torch."""
 # Far above any model; the library makes lists with an entry a layer from a number that may be damaged.
 _MOST_LAYERS = 10_000
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads",
+    "n_embd", "n_inner", "n_head", "n_positions",
+)  # fmt: skip
+"""Keys with the sizes of weights."""
 
 Make = Callable[[str], nn.Module]
 """Function from a module's name in the whole model to a module with weights."""
@@ -139,6 +144,10 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         layers = table.get(key)
         if isinstance(layers, int) and layers > _MOST_LAYERS:  # the library makes lists of so many entries
             raise DataError(f"{path} has {key} {layers:,}; a model has at most {_MOST_LAYERS:,} blocks")
+    for key in _SIZES:
+        size = table.get(key)
+        if isinstance(size, int) and size > LARGEST_SIZE:
+            raise DataError(f"{path} has {key} {size:,}; a size of a model is at most {LARGEST_SIZE:,}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(table)
         # For another kernel, the library would download code from the hub.

@@ -193,6 +193,11 @@ class _Batch:
                 f"the data collator gives {', '.join(values)} and no {' and no '.join(missing)}; take one that makes "
                 "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
             )
+        if "cu_seq_lens_q" in values or "seq_idx" in values:
+            raise ConfigError(
+                "the data collator put all rows of the batch into one (padding_free, or TRL's packing), which a pipeline "
+                "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
+            )
         self.rows = len(values["input_ids"])
         more = -self.rows % microbatches
         if more:

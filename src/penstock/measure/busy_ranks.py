@@ -6,7 +6,7 @@ Links and overheads come from traces of pipelines whose layers do next to nothin
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from penstock.base import host
+from penstock.measure.device_rates import (
+    memory_bandwidth,
+    optimizer_bandwidth,
+    seconds_of_launch,
+    steady_seconds,
+)
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.runtime.options import ExecutionOptions
@@ -28,19 +34,17 @@ _SMALL, _LARGE = 256, 1 << 20
 """Elements of a message, to tell latency from bandwidth."""
 _REDUCED = 1 << 21
 """Elements of the gradient whose reduction is timed."""
-_UPDATE_BYTES = 32
-"""Bytes that AdamW reads and writes for a parameter in fp32, by which rates of updates are stated."""
+_CPU = torch.device("cpu")
+_BUDGET = 0.05
+"""Seconds that one kernel may take to become steady."""
 
 
-def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str = "this machine") -> Cluster:
+def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15) -> Cluster:
     """Measure this machine with its ranks busy; in processes, every process calls it.
 
-    Args:
-        ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
-        dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
-
-    Returns:
-        A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
+    `ranks` are threads of this process, or all its processes; the reduction over `dp` replicas, as many as the
+    processes, is measured from 2 on. The cluster has one node, whose ranks share the memory. Rates of matrix products
+    and of memory are one thread's.
     """
     small = _steps(ranks, _SMALL, rounds)
     large = _steps(ranks, _LARGE, max(3, rounds // 3)) if ranks > 1 else small
@@ -50,16 +54,16 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     slower = large.latency - latency
     bandwidth = size / slower if ranks > 1 and slower > 0 else 1e12
     reduces = _reduction_rate(dp, small.overhead, rounds) if dp > 1 else None
-    limits = host.memory()
+    limits, launch = host.memory(), seconds_of_launch(_CPU, _BUDGET)
     device = Device(
         memory=float(limits.total) / max(ranks, dp) if limits is not None else 1e12,
         matmul={"fp32": _matmul_rate(torch.float32), "bf16": _matmul_rate(torch.bfloat16)},
-        memory_bandwidth=_memory_rate(),
-        optimizer_bandwidth=_optimizer_rate(),
+        memory_bandwidth=memory_bandwidth(_CPU, launch, _BUDGET),
+        optimizer_bandwidth=optimizer_bandwidth(_CPU, _BUDGET),
     )
     return Cluster(
-        name,
-        device,
+        name="this machine",
+        device=device,
         ranks_per_node=max(ranks, dp),
         node=LinkSpeed(latency, bandwidth, reduces),
         dtype="fp32",
@@ -128,8 +132,7 @@ def _gaps(trace: Trace) -> list[float]:
 def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     """Return the bytes per second of a device at which gradients are reduced over replicas.
 
-    Args:
-        overhead: seconds of a step besides its ops and the reduction.
+    `overhead` is seconds of a step besides its ops and the reduction.
     """
     x = torch.zeros(dp, 4)
     seconds = []
@@ -158,30 +161,8 @@ def _agree(values: Sequence[float]) -> list[float]:
     return [statistics.mean(each) for each in zip(*everyone, strict=True)]
 
 
-def _matmul_rate(dtype: torch.dtype, size: int = 384) -> float:
+def _matmul_rate(dtype: torch.dtype) -> float:
+    size = 384
     a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     # A multiplication and an addition for each of size**3 products.
-    return 2 * size**3 / _seconds(lambda: torch.mm(a, b))
-
-
-def _memory_rate(elements: int = 1 << 22) -> float:
-    a, b = torch.zeros(elements), torch.empty(elements)
-    # 4 bytes read and 4 written.
-    return 8 * elements / _seconds(lambda: b.copy_(a))
-
-
-def _optimizer_rate(elements: int = 1 << 20) -> float:
-    parameter = nn.Parameter(torch.zeros(elements))
-    parameter.grad = torch.ones(elements)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
-    return _UPDATE_BYTES * elements / _seconds(optimizer.step)
-
-
-def _seconds(call: Callable[[], object], rounds: int = 7) -> float:
-    call()
-    found = []
-    for _ in range(rounds):
-        begin = perf_counter()
-        call()
-        found.append(perf_counter() - begin)
-    return statistics.median(found)
+    return 2 * size**3 / steady_seconds(lambda: torch.mm(a, b), _CPU, _BUDGET)

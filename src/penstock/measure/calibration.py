@@ -123,9 +123,8 @@ def calibrate(
 ) -> Profile:
     """Recalibrate a measured profile on steps of pipelines; in processes, every process calls it.
 
-    Args:
-        build: function that returns the model as `penstock.Pipeline` takes it, a new one on each call.
-        share: share of the steps that counts, the fastest: slower ones had less of the machine (default 0.5).
+    `build` returns a new model on each call. Only a `share` of the steps counts, the fastest: slower ones had less of
+    the machine.
     """
     ways = [way for way in _WAYS if ranks * way.virtual <= profile.blocks and (ranks > 1 or way.virtual == 1)]
     batches = [
@@ -146,7 +145,7 @@ def calibrate(
     runs = []
     for way, stages, found in zip(ways, stages_of, steps_of, strict=True):
         layout = Layout(
-            ranks, v=stages // ranks, microbatch=rows, schedule=way.schedule, recompute=way.recompute
+            pp=ranks, v=stages // ranks, microbatch=rows, schedule=way.schedule, recompute=way.recompute
         )
         runs.append(MeasuredLayout(layout, profile.sequence or 1, *zip(*_fastest(found, share), strict=True)))
     return fit_profile(profile, cluster, runs)

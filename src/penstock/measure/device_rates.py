@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,10 @@ _AGREE = 0.02  # relative difference of two halves of the blocks below which the
 def measure_device(device: torch.device, ranks: int, budget: float) -> dict[str, Any]:
     """Return the rates of a device as the section ``[device]`` of a cluster's file has them, and their ``spread``.
 
-    All kernels are measured in turn, and again until two passes agree: a machine's speed drifts over seconds. The rates are
-    the medians of the passes, and ``spread`` is the median difference of a pass from these, as a share.
-
-    Args:
-        device: device to measure; the caller's other ranks measure theirs at the same time, as in a run.
-        budget: seconds that one kernel may take to become steady in a pass.
+    All kernels are measured in turn, and again until two passes agree: a machine's speed drifts over seconds. The
+    rates are the medians of the passes, and ``spread`` is the median difference of a pass from these, as a share.
+    `budget` is the seconds that one kernel may take to become steady in a pass. The caller's other ranks measure
+    their devices at the same time, as in a run.
     """
     passes = [_pass(device, budget)]
     while len(passes) < _PASSES:
@@ -64,14 +63,14 @@ def _pass(device: torch.device, budget: float) -> dict[str, Any]:
         launch = seconds_of_launch(device, budget)
         rates, width = _matmul(device, launch, budget)
         attention = {dtype: _attention(device, dtype, launch, budget) for dtype in rates}
-        bandwidth = _memory_bandwidth(device, launch, budget)
+        bandwidth = memory_bandwidth(device, launch, budget)
     return {
         "matmul": rates,
         "matmul_width": width,
         "attention": attention,
         "memory_bandwidth": bandwidth,
         "launch": launch,
-        "optimizer_bandwidth": _optimizer_bandwidth(device, budget),
+        "optimizer_bandwidth": optimizer_bandwidth(device, budget),
     }
 
 
@@ -128,7 +127,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def seconds_of_launch(device: torch.device, budget: float) -> float:
-    """Return the seconds of a kernel that has nothing to do, with others before and after it."""
+    """Return the seconds of a kernel that has nothing to do, between other kernels."""
     value = torch.zeros(1, device=device)
     return steady_seconds(lambda: value.add_(1.0), device, budget)
 
@@ -136,7 +135,7 @@ def seconds_of_launch(device: torch.device, budget: float) -> float:
 def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[str, float], float]:
     """Return the FLOP/s of large matrix products by dtype, and the width at which half of that is reached.
 
-    Seconds per FLOP grow with the inverse of the width, as in `Device.matmul_rate`. The width is that of the first dtype.
+    Seconds per FLOP grow with the inverse of the width, as in `Device.matmul_rate`. The width is fitted to the first dtype.
     """
     large = 8192 if device.type == "cuda" else 768
     sizes = [
@@ -154,7 +153,7 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
                 torch.ones(shape, dtype=TORCH_DTYPES[dtype], device=device)
                 for shape in ((rows, inner), (inner, columns), (rows, columns))
             )
-            taken = steady_seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device, budget)  # type: ignore[misc]
+            taken = steady_seconds(partial(torch.mm, left, right, out=out), device, budget)
             inverse = (1 / rows + 1 / inner + 1 / columns) / 3
             if not points or launch < _SMALL * taken:  # a smaller product would measure the launch
                 # A multiplication and an addition for each of rows x inner x columns.
@@ -187,19 +186,19 @@ def _attention(device: torch.device, dtype: str, launch: float, budget: float) -
     return 4 * heads * sequence * sequence * size / max(taken - launch, 0.1 * taken)
 
 
-def _memory_bandwidth(device: torch.device, launch: float, budget: float) -> float:
+def memory_bandwidth(device: torch.device, launch: float, budget: float) -> float:
     """Return the bytes per second, read and written, of adding two tensors larger than the caches."""
     sizes = (1 << 26, 1 << 27, 1 << 28) if device.type == "cuda" else (1 << 21, 1 << 22, 1 << 23)
     points = []
     for count in sizes:
         left, right, out = (torch.zeros(count, device=device) for _ in range(3))
-        taken = steady_seconds(lambda a=left, b=right, c=out: torch.add(a, b, out=c), device, budget)  # type: ignore[misc]
+        taken = steady_seconds(partial(torch.add, left, right, out=out), device, budget)
         # Two tensors are read, and one is written.
         points.append((3 * DTYPE_BYTES["fp32"] * count, max(taken - launch, 0.1 * taken)))
     return statistics.median(size / taken for size, taken in points)
 
 
-def _optimizer_bandwidth(device: torch.device, budget: float) -> float:
+def optimizer_bandwidth(device: torch.device, budget: float) -> float:
     """Return the bytes per second of a gradient norm and a step of AdamW, at `UPDATE_BYTES` a parameter."""
     count = 1 << (26 if device.type == "cuda" else 20)
     parameters = [torch.nn.Parameter(torch.zeros(count, device=device)) for _ in range(4)]

@@ -32,10 +32,8 @@ def measure_links(
     """Return the sections ``[node]`` and ``[network]`` of a cluster's file; every rank calls it, and gets the same.
 
     All ranks send to a neighbour at the same time, as in a run. Values in GPU memory travel through the process group,
-    others through the transports of a run. Rounds are repeated until latency and bandwidth agree with the round before.
-
-    Args:
-        timeout: seconds that a message may take.
+    values in main memory through the transports of a run. Rounds are repeated until latency and bandwidth agree with the
+    round before.
     """
     neighbours = dict.fromkeys((r for r in (world.rank - 1, world.rank + 1) if 0 <= r < world.size), (1, 1))
     rounds: dict[Pair, list[dict[int, float]]] = {}
@@ -64,7 +62,7 @@ def _round(
 ) -> dict[Pair, dict[int, float]]:
     """Measure this rank's link to the next rank and to the previous one, and return those it measured."""
     measured: dict[Pair, dict[int, float]] = {}
-    # Pairs that begin at an even rank, then those that begin at an odd one: no rank is in two at once.
+    # Pairs that begin at an even rank, then pairs that begin at an odd one: no rank is in two at once.
     for parity in (0, 1):
         first = world.rank % 2 == parity
         peer = world.rank + 1 if first else world.rank - 1

@@ -48,9 +48,9 @@ def pairs(size: int) -> list[list[tuple[int, int]]]:
 def measure(world: World, timeout: float) -> dict[str, Any]:
     """Measure all links of this rank; every rank calls it.
 
-    Returns:
-        ``links``: for every other rank ``to``, ``way``, ``latency`` (seconds, half a round trip) and ``bandwidth`` (bytes a
-        second, from this rank to the other), or ``trouble``; ``open_files``: the number of open files with all links.
+    ``links`` has for every other rank ``to``, ``way``, ``latency`` (seconds, half a round trip) and ``bandwidth``
+    (bytes a second, from this rank to the other), or ``trouble``; ``open_files`` is the number of open files with all
+    links.
     """
     others = [rank for rank in range(world.size) if rank != world.rank]
     links: list[dict[str, Any]] = []
@@ -105,12 +105,7 @@ def round_trips(
 def unanswered(world: World, timeout: float, opening: float) -> float:
     """Wait for a message that is never sent, and return how long that took in seconds; every rank calls it.
 
-    Args:
-        timeout: seconds after which the wait has to end.
-        opening: seconds in which all ranks have to come and connect.
-
-    Raises:
-        PenstockError: if the wait ended without reaching its timeout.
+    All ranks have to connect within `opening` seconds, and the wait has to end after `timeout` seconds.
     """
     last, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     with Edges(world, {last: (1, 1), following: (1, 1)}, opening, timeout) as channel:
@@ -132,10 +127,8 @@ def unanswered(world: World, timeout: float, opening: float) -> float:
 class Edges:
     """Context manager of edges to and from some ranks, in a separate process group.
 
-    Args:
-        peers: slots and capacity of the edges to and from each rank.
-        timeout: seconds in which all ranks have to come and connect.
-        wait: seconds that a wait for a message may last (default: `timeout`).
+    `peers` has slots and capacity of the edges of each rank. All ranks have to connect within `timeout` seconds, and
+    a message may take `wait` seconds (default: `timeout`).
     """
 
     def __init__(
@@ -147,7 +140,9 @@ class Edges:
     def __enter__(self) -> ProcessChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         exchange: Callable[[Any], list[Any]] = self._world.all_gather
-        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Timeout(self._wait))
+        self._channel = ProcessChannel(
+            self._group, exchange, incoming=self._peers, outgoing=self._peers, timeout=Timeout(self._wait)
+        )
         return self._channel
 
     def __exit__(self, *_: object) -> None:

@@ -31,23 +31,14 @@ _DIGITS = 4  # significant digits of the file; measurements repeat to two or thr
 
 @dataclass(frozen=True)
 class Measurement:
-    """Outcome of measuring a cluster, equal on every rank.
+    """Outcome of measuring a cluster, equal on every rank."""
 
-    Attributes:
-        table: contents of the file; empty if something failed.
-    """
-
-    table: Mapping[str, Any]
+    table: Mapping[str, Any]  # contents of the file; empty if something failed
     trouble: Sequence[tuple[int, str]] = ()
 
 
 def require_writable(path: Path) -> None:
-    """Require a path at which a cluster's file can be written, before anything is measured.
-
-    Raises:
-        ConfigError: if its name does not end in ``.toml``, it is a folder or a file that is not a measured cluster or was
-            edited, or its own folder is missing or cannot be written.
-    """
+    """Require a path at which a measured cluster's file can be written, before anything is measured."""
     if path.suffix != ".toml" or "\0" in str(path):
         raise ConfigError(
             f"--measure writes a cluster's file, whose name must end in .toml, got {str(path)!r}"

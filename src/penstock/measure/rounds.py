@@ -18,34 +18,21 @@ from penstock.base.errors import PenstockError, first_line
 
 
 class Answer(NamedTuple):
-    """One rank's answer to a check.
+    """One rank's answer to a check."""
 
-    Attributes:
-        value: result of the check, as JSON holds it; None if it failed.
-    """
-
-    value: Any
+    value: Any  # result of the check, as JSON holds it; None if it failed
     trouble: str
 
 
 class Rounds:
-    """One rank's view of the checks; every rank makes the same checks in the same order.
-
-    Args:
-        store: ``torch.distributed`` store that all ranks can reach.
-        timeout: seconds that a rank may take for one check.
-    """
+    """One rank's view of the checks; every rank makes the same checks in the same order, each within `timeout` seconds."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store = dist.PrefixStore("penstock-doctor", store)  # type: ignore[attr-defined]  # torch does not annotate it
         self.rank, self.size, self.timeout = rank, size, timeout
 
     def each(self, name: str, job: Callable[[], Any]) -> list[Answer]:
-        """Run a check on every rank, and return the answers by rank; an exception counts as an answer.
-
-        Raises:
-            PenstockError: if rank 0 did not collect the answers.
-        """
+        """Run a check on every rank, and return the answers by rank; an exception counts as an answer."""
         try:
             answer = {"value": job(), "trouble": ""}
         except Exception as error:  # a failed check is a result
@@ -82,7 +69,7 @@ class Rounds:
         return json.loads(self._store.get(key))
 
     def leave(self) -> None:
-        """Leave the checks; rank 0, which may host the store, waits for the others."""
+        """Leave the checks; rank 0, which may host the store, waits for every rank."""
         self._store.set(f"left/{self.rank}", "true")
         if self.rank == 0:
             for rank in range(self.size):

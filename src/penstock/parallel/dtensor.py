@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
-def is_dtensor(tensor: Tensor) -> bool:
+
+def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
     """Return whether a tensor is a DTensor, without loading torch's module for models that have none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether processes hold different shards of a tensor."""
-    return is_dtensor(tensor) and any(not p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+    return is_dtensor(tensor) and any(not p.is_replicate() for p in tensor.placements)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -24,14 +29,14 @@ def local(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        shard: Tensor = tensor.to_local()
     return shard
 
 
 def set_local(parameter: Tensor, memory: Tensor) -> None:
     """Replace the memory of a parameter's local shard by other memory, which must have its values already."""
     if is_dtensor(parameter):
-        parameter._local_tensor = memory  # type: ignore[attr-defined]  # as torch's fully_shard does
+        parameter._local_tensor = memory  # as torch's fully_shard does
     else:
         parameter.data = memory
 
@@ -44,8 +49,8 @@ def from_local_like(shard: Tensor, model: Tensor) -> Tensor:
 
     return DTensor.from_local(
         shard,
-        model.device_mesh,  # type: ignore[attr-defined]
-        model.placements,  # type: ignore[attr-defined]
+        model.device_mesh,
+        model.placements,
         run_check=False,
         shape=model.shape,
         stride=model.stride(),
@@ -53,9 +58,8 @@ def from_local_like(shard: Tensor, model: Tensor) -> Tensor:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's ``.grad``: its ``grad_dtype`` if set (torch 2.10 on), else its own."""
-    grad_dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return grad_dtype if grad_dtype is not None else parameter.dtype
+    """Return the dtype of a parameter's ``.grad``: its ``grad_dtype`` unless that is None, which allows any dtype."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def real_values(grad: Tensor) -> Tensor:
@@ -78,10 +82,11 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride()
 
 
-def local_slices(tensor: Tensor) -> tuple[int, list[slice]]:
+def local_slices(tensor: DTensor) -> tuple[int, list[slice]]:
     """Return the dimension along which a DTensor is sharded, and this process's slices of it, in order."""
-    (placement,) = tensor.placements  # type: ignore[attr-defined]
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    placement: Any  # a shard, strided or not
+    (placement,) = tensor.placements
+    mesh = tensor.device_mesh
     length, rank = tensor.shape[placement.dim], mesh.get_local_rank()
     # A strided placement shards each of several matrices that lie side by side.
     matrices = getattr(placement, "split_factor", 1)
@@ -95,7 +100,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, which all its ranks must call, or a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
-    full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    full: Tensor = tensor.full_tensor()
     return full
 
 
@@ -105,11 +110,13 @@ def distribute_like(tensor: Tensor, model: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor, model.device_mesh, model.placements)  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, model.device_mesh, model.placements)
 
 
 def redistribute_grad(parameter: Tensor) -> None:
     """Redistribute ``.grad`` as its parameter is, if autograd left it otherwise; then all its ranks must call it."""
     grad = parameter.grad
-    if grad is not None and is_dtensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
-        parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    if grad is None or not is_dtensor(grad) or not is_dtensor(parameter):
+        return
+    if grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)

@@ -55,7 +55,7 @@ _MAX_DEVICES = 1_000_000
 _LARGEST = 1e30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """Achieved rates of one device; see the module's docstring for units."""
 
@@ -106,7 +106,7 @@ class LinkSpeed:
     reduce_bandwidth: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Devices on nodes, and the links between them.
 
@@ -194,14 +194,7 @@ def read_cluster(text: str | Path) -> Cluster:
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
-    """Return a cluster on whose devices a plan may use less memory than there is.
-
-    Args:
-        memory: bytes of a device that a plan may use.
-
-    Raises:
-        ConfigError: if they are not above 0, or more than a device has.
-    """
+    """Return a cluster on whose devices a plan may use only so many bytes of memory."""
     most = cluster.device.memory
     if not 0 < memory <= most:
         raise ConfigError(

@@ -41,8 +41,7 @@ def op_costs(
 ) -> Costs:
     """Return the simulator's costs of a layout's stages, as long as each rank runs alone and no backward is split.
 
-    Args:
-        overhead: seconds of each op in addition to `runtime` and the cluster's overhead (default 0).
+    `overhead` is seconds of each op, in addition to `runtime` and the cluster's overhead.
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
     for kind, name in _KINDS.items():
@@ -109,11 +108,9 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
 
     Replicas run the same op at the same time.
 
-    The slowdown depends on which ops overlap, and that on the slowdown. So the simulation is repeated until both agree, with
-    one slowdown for all ops of a stage and kind.
-
-    Args:
-        shares: share of each op in which it competes with other ranks, shape (stages, kinds).
+    The slowdown depends on which ops overlap, and that on the slowdown. So the simulation is repeated until both
+    agree, with one slowdown for all ops of a stage and kind. `shares`, of shape (stages, kinds), are the parts of
+    each op in which it competes with other ranks.
     """
     # The product of two shares (see `RuntimeCosts`) is a square where both ops are the same.
     costs = replace(costs, seconds=costs.seconds * (1.0 + (replicas - 1) * shares**2))

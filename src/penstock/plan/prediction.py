@@ -24,6 +24,7 @@ from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
     attention_of,
+    collective_seconds,
     dtype_of,
     even_counts,
     layer_times,
@@ -31,7 +32,6 @@ from penstock.plan.stage_costs import (
     require_inputs,
     stage_costs,
 )
-from penstock.plan.timing import collective_seconds
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
@@ -51,7 +51,7 @@ _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Predicted step of a layout.
 
@@ -183,6 +183,7 @@ def predict(
     seconds = pipeline + reduction + optimizer + overhead
     replicas = layout.dp * microbatches
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
+    # FLOPs divided by this are TFLOP/s of a device.
     per_device = 1e12 * seconds * layout.devices
     # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights.
     model = 3 * forward * replicas / per_device
@@ -193,13 +194,27 @@ def predict(
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     return Prediction(
-        layout, seconds, seconds / factor, seconds * factor, batch * sequence / seconds,
-        model, hardware, model / peak_rate, hardware / peak_rate,
-        rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
-        sum(causes.values()), causes,
-        {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
-        dtype, unit, assumptions(profile, cluster, layout, sequence), costs, program, trace,
-    )  # fmt: skip
+        layout=layout,
+        step_seconds=seconds,
+        low=seconds / factor,
+        high=seconds * factor,
+        tokens_per_second=batch * sequence / seconds,
+        tflops_per_device=model,
+        hardware_tflops_per_device=hardware,
+        mfu=model / peak_rate,
+        hfu=hardware / peak_rate,
+        memory=rank_memory(schedule, costs, layout, dtype),
+        capacity=cluster.device.memory,
+        bubble=sum(causes.values()),
+        causes=causes,
+        parts={"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
+        dtype=dtype,
+        unit=unit,
+        assumptions=assumptions(profile, cluster, layout, sequence),
+        costs=costs,
+        program=program,
+        trace=trace,
+    )
 
 
 def _simulated(
@@ -227,11 +242,7 @@ def default_sequence(profile: Profile) -> int:
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
-    """Return the number of microbatches of a replica.
-
-    Raises:
-        ConfigError: if the layout needs more devices than the cluster has, or does not divide the batch.
-    """
+    """Return the number of microbatches of a replica."""
     if layout.devices > cluster.devices:
         raise ConfigError(
             f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
@@ -249,12 +260,7 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
 
 
 def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
-    """Return the proven program of a schedule family, of the user's function, or of a CSV file.
-
-    Raises:
-        ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
-        ConfigError: if the file's counts differ from the layout's.
-    """
+    """Return the proven program of a schedule family, of the user's function, or of a CSV file."""
     if is_csv(schedule):
         built = read_csv(schedule)
         if (built.ranks, built.microbatches) != (ranks, microbatches):

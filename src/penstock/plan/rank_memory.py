@@ -15,13 +15,14 @@ from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 
+# About the 25 MiB of `penstock.parallel.data.layout`, which imports torch.
 BUCKET_BYTES = 25_000_000
 """Bytes of a bucket of gradients in flight."""
 MARGIN = 0.02
 """Share of the rest that the allocator needs besides, for what it rounds and cannot reuse."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Peak bytes of one device of a pipeline rank.
 
@@ -121,15 +122,19 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
         buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.dp > 1 else 0.0
-        parts = (
-            weight * parameters,
-            gradient * parameters,
-            state * parameters / (layout.dp if layout.zero else 1),
-            peak,
-            back,
-            logits,
-            messages,
-            buckets,
+        ranks.append(
+            RankMemory(
+                weights=weight * parameters,
+                gradients=gradient * parameters,
+                optimizer=state * parameters / (layout.dp if layout.zero else 1),
+                activations=peak,
+                recompute=back,
+                logits=logits,
+                messages=messages,
+                buckets=buckets,
+                # Weights, gradients and states stay where they are, so the allocator loses nothing with them.
+                margin=MARGIN * sum((peak, back, logits, messages, buckets)),
+                peak_op=op,
+            )
         )
-        ranks.append(RankMemory(*parts, MARGIN * sum(parts[3:]), op))
     return tuple(ranks)

@@ -13,14 +13,12 @@ from penstock.base.errors import ConfigError, nearest
 Recompute = str | int
 """``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
 
-SHORT_NAMES = {"virtual_stages": "v", "sp": "sequence_parallel"}
-"""Other names of keys."""
 # Negative numbers, too, so that the error says that they are too small.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One way to run a model on devices.
 
@@ -123,28 +121,26 @@ class Layout:
 
 
 def layout_values(text: str) -> dict[str, Any]:
-    """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it.
-
-    Raises:
-        ConfigError: as in `Layout.parse`.
-    """
-    known = [f.name for f in fields(Layout)]
+    """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it."""
     values: dict[str, Any] = {}
     for pair in filter(None, (pair.strip() for pair in text.split(","))):
         key, equals, value = (part.strip() for part in pair.partition("="))
-        key = SHORT_NAMES.get(key, key)
         if not equals:
             raise ConfigError(f"layout: {pair!r} has no value; write key=value with commas between")
-        if key not in known:
-            raise ConfigError(
-                f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "
-                f"keys are {', '.join(known)}"
-            )
+        _require_key(key)
         if key in values:
             raise ConfigError(f"layout: {key} is given twice")
         values[key] = _value(key, value)
     Layout(**values)
     return values
+
+
+def _require_key(key: object) -> None:
+    known = [f.name for f in fields(Layout)]
+    if key not in known:
+        raise ConfigError(
+            f"layout: no key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}"
+        )
 
 
 def _value(key: str, text: str) -> Any:
@@ -180,21 +176,13 @@ def _text(value: object) -> str:
 
 
 def layout_of(values: Mapping[str, Any] | str | Layout) -> Layout:
-    """Return a layout given as text, as a mapping, or as a layout.
-
-    Raises:
-        ConfigError: if it is none of these, or as in `Layout.parse`.
-    """
+    """Return a layout given as text, as a mapping, or as a layout."""
     if isinstance(values, Layout):
         return values
     if isinstance(values, str):
         return Layout.parse(values)
     if not isinstance(values, Mapping):
         raise ConfigError(f"a layout must be text, a mapping or a Layout, got {values!r}")
-    known = [f.name for f in fields(Layout)]
     for key in values:
-        if key not in known:
-            raise ConfigError(
-                f"layout: no key {key!r}{nearest(str(key), known)}; there are {', '.join(known)}"
-            )
+        _require_key(key)
     return Layout(**values)

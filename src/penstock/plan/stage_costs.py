@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,47 +12,41 @@ import numpy.typing as npt
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.plan.profile.closed_form import Workload
+from penstock.plan.profile.layer_cost import DeviceWork
 from penstock.plan.profile.model_profile import LayerTable, Profile
 from penstock.plan.run_layout import Layout
-from penstock.plan.timing import seconds_of
 from penstock.schedule.placement import Placement
 from penstock.stage.partition import by_counts, even
 
 Table = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerTimes:
-    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute.
-
-    Attributes:
-        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of the
-            part of the forward that the backward repeats, shape (layers,); `again` is for a layer that is recomputed.
-        repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
-        saved, kept: bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
-        waiting: bytes that wait from I to W, shape (layers,).
-        transient, parameters, outputs: bytes and counts as in `LayerCost`, shape (layers,).
-        model_flops: FLOPs of the forward, over all tensor-parallel devices, shape (layers,).
-        recomputes: True for layers that full recompute repeats, shape (layers,).
-    """
+    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute."""
 
     table: LayerTable
+    # Seconds of F, I, W, of a backward that is not split, and of the part of the forward that the backward
+    # repeats, shape (layers,); `again` is for a layer that is recomputed.
     forward: Table
     input_grad: Table
     weight_grad: Table
     backward: Table
     again: Table
+    # Model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
     repeats: Table
+    # Bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
     saved: Table
     kept: Table
-    waiting: Table
+    waiting: Table  # bytes that wait from I to W, shape (layers,)
+    # Bytes and counts as in `LayerCost`, shape (layers,).
     transient: Table
     parameters: Table
     outputs: Table
-    model_flops: Table
-    recomputes: npt.NDArray[np.bool_]
+    model_flops: Table  # FLOPs of the forward, over all tensor-parallel devices, shape (layers,)
+    recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
 
 
 def require_inputs(profile: object, cluster: object) -> None:
@@ -68,7 +62,6 @@ def require_inputs(profile: object, cluster: object) -> None:
 
 
 def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> Workload:
-    """Return the workload of a layout's microbatch."""
     return Workload(
         layout.microbatch,
         sequence,
@@ -93,11 +86,7 @@ def attention_of(profile: Profile, cluster: Cluster, layout: Layout) -> str:
 
 
 def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> LayerTimes:
-    """Return the seconds and bytes of every layer.
-
-    Raises:
-        ConfigError: if the profile or the cluster has no costs for the layout.
-    """
+    """Return the seconds and bytes of every layer."""
     load = workload(profile, cluster, layout, sequence)
     if profile.shape is None and layout.dtype not in (None, profile.dtype):
         raise ConfigError(
@@ -136,22 +125,54 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     forward, input_grad, weight_grad = seconds("forward"), seconds("input_grad"), seconds("weight_grad")
     selective = layout.recompute == "selective"
     return LayerTimes(
-        table,
-        forward,
-        input_grad,
-        weight_grad,
-        other("backward", input_grad + weight_grad),
-        seconds("selective") if selective else other("again", forward),
-        column("attention_flops") if selective else column("model_flops"),
-        column("saved_bytes"),
-        column("selective_bytes") if selective else column("input_bytes"),
-        column("waiting_bytes"),
-        column("transient_bytes"),
-        column("parameters"),
-        column("output_bytes"),
-        column("model_flops"),
-        np.array([cost.recomputes for cost in table.costs])[list(kinds)],
+        table=table,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=other("backward", input_grad + weight_grad),
+        again=seconds("selective") if selective else other("again", forward),
+        repeats=column("attention_flops") if selective else column("model_flops"),
+        saved=column("saved_bytes"),
+        kept=column("selective_bytes") if selective else column("input_bytes"),
+        waiting=column("waiting_bytes"),
+        transient=column("transient_bytes"),
+        parameters=column("parameters"),
+        outputs=column("output_bytes"),
+        model_flops=column("model_flops"),
+        recomputes=np.array([cost.recomputes for cost in table.costs])[list(kinds)],
     )
+
+
+def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: int, link: LinkSpeed) -> float:
+    """Return the seconds of operations that follow each other; collectives run among `group` tensor-parallel ranks."""
+    return sum(_seconds(work, device, dtype, group, link) for work in works)
+
+
+def _seconds(work: DeviceWork, device: Device, dtype: str, group: int, link: LinkSpeed) -> float:
+    if work.unit == "seconds":
+        return work.amount
+    if work.unit in ("all_reduce", "all_gather", "reduce_scatter"):
+        return work.calls * collective_seconds(work.unit, work.amount / work.calls, group, link)
+    launch = work.calls * device.launch
+    if work.unit in ("memory", "scores"):
+        bandwidth = device.score_bandwidth if work.unit == "scores" else None
+        return launch + work.amount / (bandwidth or device.memory_bandwidth)
+    if work.unit == "attention":
+        return launch + work.amount / device.attention_rate(dtype)
+    return launch + work.amount / device.matmul_rate(dtype, work.width)
+
+
+def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> float:
+    """Return the seconds of a ring collective: "all_reduce", "all_gather" or "reduce_scatter".
+
+    `size` is the bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather), `link` the
+    slowest of the ring.
+    """
+    if group <= 1:
+        return 0.0
+    # A ring's all-reduce is a reduce-scatter and then an all-gather.
+    rounds = 2 if unit == "all_reduce" else 1
+    return rounds * (group - 1) * (link.latency / 2 + size / group / link.bandwidth)
 
 
 def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
@@ -159,39 +180,27 @@ def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
     return np.array([values[kind] for kind in kinds], np.float64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StageCosts:
-    """Seconds and bytes of every stage; arrays of shape (stages,).
+    """Seconds and bytes of every stage; arrays of shape (stages,)."""
 
-    Attributes:
-        counts: number of blocks of every stage.
-        starts: first layer of every stage, and the number of layers.
-        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of what
-            is recomputed before either.
-        segments: number of segments into which recompute divides the forward.
-        saved: bytes that a microbatch holds from its forward to its backward.
-        waiting: bytes that are left after I, and wait for W.
-        transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
-        logits: part of `transient` that is the loss's.
-        parameters: number of parameters on a device.
-        messages: bytes of the value that each stage hands on; 0 for the last.
-        model_flops, repeated_flops: FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
-    """
-
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
+    counts: tuple[int, ...]  # number of blocks of every stage
+    starts: tuple[int, ...]  # first layer of every stage, and the number of layers
+    # Seconds of F, I, W, of a backward that is not split, and of what is recomputed before either.
     forward: Table
     input_grad: Table
     weight_grad: Table
     backward: Table
     again: Table
-    segments: Table
-    saved: Table
-    waiting: Table
+    segments: Table  # number of segments into which recompute divides the forward
+    saved: Table  # bytes that a microbatch holds from its forward to its backward
+    waiting: Table  # bytes that are left after I, and wait for W
+    # Largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
     transient: Table
-    logits: Table
+    logits: Table  # part of `transient` that is the loss's
     parameters: Table
-    messages: Table
+    messages: Table  # bytes of the value that each stage hands on; 0 for the last
+    # FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
     model_flops: Table
     repeated_flops: Table
 
@@ -202,11 +211,7 @@ class StageCosts:
 
 
 def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> StageCosts:
-    """Sum the layers' costs over the stages of a layout.
-
-    Raises:
-        ConfigError: if the split does not fit the model and the stages.
-    """
+    """Sum the layers' costs over the stages of a layout."""
     counts = split_counts(times, layout, placement)
     starts = _starts(times, counts)
     again = np.zeros(len(times.forward), np.bool_)
@@ -244,9 +249,23 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
-        counts, starts, forward, input_grad, weight_grad, backward, repeated, segments, kept, waiting, largest[0],
-        largest[1], parameters, np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
-    )  # fmt: skip
+        counts=counts,
+        starts=starts,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=backward,
+        again=repeated,
+        segments=segments,
+        saved=kept,
+        waiting=waiting,
+        transient=largest[0],
+        logits=largest[1],
+        parameters=parameters,
+        messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
+        model_flops=flops,
+        repeated_flops=repeated_flops,
+    )
 
 
 def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout: Layout) -> Table:
@@ -260,11 +279,7 @@ def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout:
 
 
 def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Return the number of blocks of every stage.
-
-    Raises:
-        ConfigError: if there are fewer blocks than stages, or the layout's counts do not fit.
-    """
+    """Return the number of blocks of every stage."""
     stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
     if blocks < stages:
         raise ConfigError(

@@ -37,27 +37,18 @@ _DEVICES = (torch.device("cpu", 1), torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Sample:
-    """One microbatch: the model's input and everything else that its layers and its loss take.
+    """One microbatch: the model's input and everything else that its layers and its loss take."""
 
-    Attributes:
-        example: input of the first layer: a tensor, or tensors in tuples, lists and dicts, batch first.
-        loss_fn: loss function, which runs with the last layer; None (default) leaves it out.
-    """
-
-    example: Any
+    example: Any  # input of the first layer: a tensor, or tensors in tuples, lists and dicts, batch first
     target: Any = None
-    loss_fn: LossFunction | None = None
+    loss_fn: LossFunction | None = None  # runs with the last layer; None leaves it out
     named: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     autocast: torch.dtype | None = None
 
     @property
     def rows(self) -> int:
-        """Samples of the microbatch.
-
-        Raises:
-            ProfileError: if the example has no tensor with a dimension.
-        """
+        """Samples of the microbatch."""
         for leaf in _pytree.tree_leaves(self.example):
             if isinstance(leaf, Tensor) and leaf.dim():
                 return leaf.shape[0]
@@ -75,27 +66,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One layer's run on a microbatch.
-
-    Attributes:
-        cost: its cost; with the loss, if it is the last layer.
-        inputs: value that it took, of fake tensors.
-        key: equal for layers of the same kind.
-    """
+    """One layer's run on a microbatch."""
 
     layer: Layer
-    cost: LayerCost
-    inputs: Any
+    cost: LayerCost  # with the loss, if it is the last layer
+    inputs: Any  # value that it took, of fake tensors
     named: Mapping[str, Any]
-    key: object
+    key: object  # equal for layers of the same kind
 
 
 def run_layers(layers: Sequence[Layer], sample: Sample, rows: int) -> list[LayerRun]:
-    """Run all layers on a microbatch of `rows` samples, each with its backward.
-
-    Raises:
-        ProfileError: if a layer cannot run on tensors without values; names it.
-    """
+    """Run all layers on a microbatch of `rows` samples, each with its backward."""
     apart, plain = _DEVICES
     try:
         return _run_layers(layers, sample, rows, apart)
@@ -131,7 +112,9 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
             if n + 1 == len(layers) and sample.loss_fn is not None:
                 loss = (sample.loss_fn, fake(sample.target))
             with mode, device:
-                run, value = _run_layer(layer, module, value, context, loss, counted, sample.autocast)
+                run, value = _run_layer(
+                    layer, module, value, context, loss=loss, counted=counted, autocast=sample.autocast
+                )
         runs.append(run)
     return runs
 
@@ -141,6 +124,7 @@ def _run_layer(
     module: StageModule,
     value: Any,
     context: Context,
+    *,
     loss: tuple[LossFunction, Any] | None,
     counted: set[int],
     autocast: torch.dtype | None,

@@ -37,6 +37,7 @@ Exchange = Callable[[Any], list[Any]]
 _EMPTY = -1
 """Kind of the stage without a layer."""
 _LEAST_ROUNDS = 5
+# Runs of a case in a row: processes meet once for all of them.
 _REPEATS = 3
 _STEADY = 0.01
 """Largest change of the sum of all medians from one half of the rounds to all, at which they count as steady."""
@@ -75,22 +76,12 @@ def measure_layers(
     seed: int = 0,
     autocast: torch.dtype | None = None,
 ) -> Profile:
-    """Measure a model's layers on this machine.
+    """Measure a model's layers on this machine, with `ranks` threads of this process that compute at the same time.
 
-    Args:
-        model, example, target, loss_fn, named, microbatches, name, seed, autocast: as for `trace_layers`, but the example's
-            values count where they are whole numbers; floating-point values are drawn at random. Copies of the layers run,
-            without hooks on their parameters; layers that are built run as they are.
-        ranks: number of threads of this process that compute at the same time (default 1).
-        exchange: function that joins the processes that measure at the same time; all of them return the same profile
-            (default None: this process alone).
-
-    Returns:
-        A profile with source "measured", whose works are seconds.
-
-    Raises:
-        ProfileError: if a layer cannot be traced; names it.
-        SplitError: if the model is not a list of layers.
+    Arguments are as for `trace_layers`, but the example's values count where they are whole numbers; floating-point
+    values are drawn at random. Copies of the layers run, without hooks on their parameters; layers that are built run
+    as they are. `exchange` joins processes that measure at the same time; all of them return the same profile, whose
+    works are seconds.
     """
     layers = as_layers(model)
     sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
@@ -119,14 +110,14 @@ def measure_layers(
     smallest = next(iter(runs))
     empty = [times[_EMPTY, smallest, way, op] for way, op in (("whole", "F"), ("whole", "B"))]
     return Profile(
-        name or type(model).__name__,
-        "measured",
-        None,
-        sample.tokens,
-        dtype_of_runs(runs, sample),
-        kinds,
-        tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
-        _machine(ranks, rounds),
+        name=name or type(model).__name__,
+        source="measured",
+        shape=None,
+        sequence=sample.tokens,
+        dtype=dtype_of_runs(runs, sample),
+        kinds=kinds,
+        layers=tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
+        machine=_machine(ranks, rounds),
         op_overhead=statistics.mean(empty),
         spread=_spread(samples),
         autocast=autocast is not None,
@@ -164,11 +155,7 @@ def _cost(traced: LayerCost, times: Mapping[Any, float], kind: int, size: int, h
 
 
 class _Bench:
-    """Stages of one layer each, with inputs, for one rank.
-
-    Attributes:
-        waiting: bytes that a stage holds between the halves of a split backward, by kind and size.
-    """
+    """Stages of one layer each, with inputs, for one rank."""
 
     def __init__(
         self,
@@ -177,6 +164,7 @@ class _Bench:
         sizes: Sequence[int],
         sample: Sample,
     ) -> None:
+        # Bytes that a stage holds between the halves of a split backward, by kind and size.
         self.waiting: dict[tuple[int, int], int] = {}
         self._random = RandomState(sample.seed)
         self._autocast = sample.autocast

@@ -38,22 +38,15 @@ class _Sum:
         return DeviceWork(unit, self.amount, width, self.calls)
 
 
-class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Operations of everything that runs within the mode.
-
-    Args:
-        weights: storages of the parameters, by `storage_key`.
-
-    Attributes:
-        weight_outputs: bytes that matrix products with a parameter put out.
-        weight_inputs: bytes of each storage that these products take besides parameters.
-        peak_bytes: most bytes that were in use at once of those made within the mode, without what it returned last.
-    """
+class OpCounter(TorchDispatchMode):
+    """Operations of everything that runs within the mode; `weights` are storages of the parameters, by `storage_key`."""
 
     def __init__(self, weights: Collection[int] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.weight_outputs = 0
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.weight_outputs = 0  # bytes that matrix products with a parameter put out
+        # Bytes of each storage that these products take besides parameters.
         self.weight_inputs: dict[int, int] = {}
+        # Most bytes that were in use at once of those made within the mode, without what it returned last.
         self.peak_bytes = 0
         self._weights = weights
         self._sums: dict[str, _Sum] = {}

@@ -32,20 +32,10 @@ def trace_layers(
 ) -> Profile:
     """Profile a model's layers without running them on a device.
 
-    Args:
-        example: input of one microbatch, batch first; only its shapes and dtypes count.
-        loss_fn: loss function as `penstock.Pipeline` takes it; its cost is part of the last layer's (default: no loss).
-        microbatches: samples of the microbatches to trace (default: the example's, and twice as many). Costs at other sizes
-            are on the line through the two nearest.
-        name: name of the model (default: its class).
-
-    Returns:
-        A profile with source "traced": FLOPs, bytes moved, bytes kept for the backward (each storage once, without
-        parameters and buffers), bytes handed on, and parameters of every layer.
-
-    Raises:
-        ProfileError: if a layer cannot run on tensors without values; names it.
-        SplitError: if the model is not a list of layers.
+    Only shapes and dtypes of the example count. `microbatches` are sizes to trace (default: the example's, and twice
+    as many samples); costs at other sizes are on the line through the two nearest. The loss is part of the last
+    layer. A layer's profile has FLOPs, bytes moved, bytes kept for the backward (each storage once, without
+    parameters and buffers), bytes handed on, and parameters.
     """
     layers = as_layers(model)
     sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
@@ -87,7 +77,14 @@ def profile_of_runs(
     entries = tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True))
     dtype = dtype_of_runs(runs, sample)
     return Profile(
-        name, "traced", None, sample.tokens, dtype, kinds, entries, autocast=sample.autocast is not None
+        name=name,
+        source="traced",
+        shape=None,
+        sequence=sample.tokens,
+        dtype=dtype,
+        kinds=kinds,
+        layers=entries,
+        autocast=sample.autocast is not None,
     )
 
 

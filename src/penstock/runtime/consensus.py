@@ -35,9 +35,6 @@ class Refusal(NamedTuple):
     """Reason why all ranks refuse a step; of two, the smaller tuple is closer to the cause.
 
     Attributes:
-        kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
-            input and target, only ignored targets in a microbatch, or NaN or infinity in a loss, in the gradient that a
-            stage sends back, or in the gradient of a weight.
         depth: number of stages between this one and the last; of ignored targets, the index that is ignored.
         microbatch: number of the microbatch; -1 for a weight.
     """
@@ -53,9 +50,7 @@ class Losses:
     """The losses of a step.
 
     Attributes:
-        total: losses by microbatch id, 0-d tensors.
         weights: weight of each loss by microbatch id; the weights sum to 1, unless losses are summed.
-        rows_in, rows_out: rows of the input and of the target by microbatch; empty where unknown.
     """
 
     total: dict[int, Tensor] = field(default_factory=dict)
@@ -91,8 +86,6 @@ def find_nonfinite(
 
     Args:
         first: number in the global batch of this replica's microbatch 0.
-        ignored_index: function that returns the ignored index if a microbatch has no other target.
-        sharded_grads: function that returns the gradients of a stage that are not in its parameters (default None).
     """
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
     refusals = [Refusal(_LOSS, 0, n) for n in _nonfinite(counting.items())]
@@ -175,6 +168,7 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
 
 def agree(
     channel: Channel | None,
+    *,
     rank: int,
     collector: int,
     ranks: int,
@@ -183,12 +177,7 @@ def agree(
     refusal: Refusal | None,
     flags: int,
 ) -> tuple[Refusal | None, int]:
-    """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags.
-
-    Args:
-        losses: losses of this rank; the losses of the other ranks are added.
-        flags: flags of this rank: `TRAINABLE`, `COUNTED`, `GRAPH`; 0 in an evaluation.
-    """
+    """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags."""
     if channel is None:
         return refusal, flags
     # Threads share the losses already, and reading a loss would wait for a GPU.
@@ -220,9 +209,6 @@ def marks_of(digest: int | None, scale: float | None = None) -> int:
     A number and its complement are or-ed. If two numbers differ, a bit is then set in both. A scale has its place on two
     grids, shifted by half a step, so that rounding moves it to another place on one of them at most. Scales that are 10 %
     apart have other places on both.
-
-    Args:
-        scale: factor of this rank's gradients since the last step; None if unknown.
     """
     place = None if scale is None else math.log(scale) / _GRID
     numbers = (digest, *((None, None) if place is None else (math.floor(place), math.floor(place + 0.5))))
@@ -250,11 +236,7 @@ def compare_marks(flags: int, refusal: Refusal | None) -> tuple[Refusal | None, 
 
 
 def require_graph(flags: int, step: int) -> None:
-    """Raise StageError if no loss has a graph, although losses count and there are parameters that require gradients.
-
-    Args:
-        flags: flags of all ranks of all replicas; 0 in an evaluation.
-    """
+    """Raise StageError if no loss has a graph, although losses count and there are parameters that require gradients."""
     if flags == TRAINABLE | COUNTED:
         raise StageError(
             f"step {step}: no microbatch's loss has a graph (its requires_grad is False), though there are parameters that "

@@ -47,6 +47,7 @@ class Engine:
     def __init__(
         self,
         local_stages: LocalStages,
+        *,
         local_ranks: Sequence[int],
         timeout: Timeout,
         world: World | None,
@@ -103,14 +104,7 @@ class Engine:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Return a context for a call that all ranks make together, so that another call of one is named.
-
-        Args:
-            name: one of `penstock.runtime.health.rank_progress.CALL_NAMES`.
-
-        Raises:
-            CallOrderError: if the wait for a rank finds it in another call; ranks that wait in a step are told.
-        """
+        """Return a context for a call that all ranks make together, so that another call of one is named."""
         if self._world is None:
             yield
             return
@@ -138,14 +132,7 @@ class Engine:
         """Run one step on this process's ranks, and return their work with its results.
 
         Args:
-            split: function that returns this pipeline's share of the batch; an error in it goes to all ranks.
             check: function of the share, called once all ranks have done the step (default None).
-
-        Raises:
-            PenstockError: if a step is under way, the step fails on any rank (see `Executor.run`), or a rank added to
-                gradients after a failed step (`LateRanks`).
-            ReplicaError: if copies of a parameter or buffer differ; every rank raises it.
-            StageError: if no loss has a graph although there is something to train.
         """
         trains = options.trains
         if self._status == "stepping":
@@ -172,7 +159,7 @@ class Engine:
                             for executor in executors:
                                 executor.refuse(self._step, error)
                         raise
-                    works = [Work(batch, options) for _ in self.local_ranks]
+                    works = [Work(batch=batch, options=options) for _ in self.local_ranks]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
                     self._run_ranks(executors, works)
                     # 4. What the step did to buffers reaches all copies.
@@ -300,11 +287,7 @@ class Engine:
             executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
 
     def choose_recompute(self, memory: int) -> None:
-        """Choose the layers to recompute from now on, after the first step has measured all; every process calls it.
-
-        Raises:
-            ConfigError: on every process, if a rank's activations do not fit with every layer recomputed.
-        """
+        """Choose the layers to recompute from now on, after the first step has measured all; every process calls it."""
         choose, world = partial(self.local_stages.choose_recompute, memory), self._world
         run_each(choose, partial(world.all_gather_run, action="choose what to recompute") if world else None)
 
@@ -365,11 +348,7 @@ class LateRanks:
         self._late += [(executors[n], executors[n].progress[ROW]) for n in ranks]
 
     def require_no_gradients(self) -> None:
-        """Refuse one step if a late rank has run a backward since; call it once all of them have ended.
-
-        Raises:
-            PenstockError: if a late rank has added to gradients.
-        """
+        """Refuse one step if a late rank has run a backward since; call it once all of them have ended."""
         late, self._late = self._late, []
         if ranks := sorted({executor.rank for executor, row in late if _changed_gradients(executor, row)}):
             raise PenstockError(

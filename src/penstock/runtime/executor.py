@@ -41,11 +41,7 @@ from penstock.stage.compute.stage import Stage
 
 
 class Executor:
-    """Executor of one rank's ops, step by step.
-
-    Attributes:
-        progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
-    """
+    """Executor of one rank's ops, step by step."""
 
     def __init__(
         self,
@@ -53,6 +49,7 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         channel: Channel | None,
+        *,
         shared: SharedGradients | None = None,
         replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
@@ -80,25 +77,20 @@ class Executor:
         self._state = StepState()
         gradients = [each for each in (shared, replica_reduction) if each is not None]
         compiler = OpCompiler(
-            program, rank, stages, channel, self._state, self.records, gradients, self.trains
+            program,
+            rank,
+            stages,
+            channel,
+            state=self._state,
+            records=self.records,
+            gradients=gradients,
+            trains=self.trains,
         )
         self.ops = compiler.compile()
         self._collector = program.schedule.placement.holders[-1][0]
 
     def run(self, step: int, work: Work) -> Work:
-        """Run one step.
-
-        Args:
-            step: number of the step, the same on every rank; messages of other steps are ignored.
-            work: the rank's share of the step; the results are filled in, with the losses of all ranks.
-
-        Raises:
-            StageError: if an op fails on this rank; names rank, stage, op and microbatch, and chains the cause.
-            NonFiniteError: if a loss or a gradient is NaN or infinite on any rank.
-            PeerError: if another rank failed first.
-            ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
-            WaitTimeoutError: if a wait exceeds the timeout.
-        """
+        """Run this rank's ops of a step, and agree with all ranks on its losses; messages of other steps are ignored."""
         # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
@@ -207,11 +199,11 @@ class Executor:
         flags |= marks_of(work.batch.digest, self._factor)
         return agree(
             self.channel,
-            self.rank,
-            self._collector,
-            self.program.schedule.ranks,
-            self.program.tags,
-            work.losses,
-            refusal,
-            flags,
+            rank=self.rank,
+            collector=self._collector,
+            ranks=self.program.schedule.ranks,
+            tag=self.program.tags,
+            losses=work.losses,
+            refusal=refusal,
+            flags=flags,
         )

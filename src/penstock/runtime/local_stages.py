@@ -40,21 +40,13 @@ Modules = dict[tuple[int, int], StageModule]
 
 
 class LocalStages:
-    """Stages of this process's ranks, and the weights that they share with other ranks.
-
-    Attributes:
-        split: names of each stage's layers.
-        blocks: number of blocks of each stage, as a split counts them.
-        modules: stage modules by (rank, stage).
-        stages: stages by (rank, stage).
-        shared_groups: parameters that other ranks hold, too, by local rank.
-        replica_reduction: reduction of the gradients over replicas, or of shards; None if this process has neither.
-    """
+    """Stages of this process's ranks, and the weights that they share with other ranks."""
 
     def __init__(
         self,
         program: Program,
         layers_of_stages: Sequence[Sequence[Layer]],
+        *,
         local_ranks: Sequence[int],
         device: torch.device | None,
         loss_fn: LossFunction,
@@ -210,7 +202,15 @@ class LocalStages:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
             shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replica_reduction, fixed)
+        return Executor(
+            program,
+            rank,
+            stages,
+            channel,
+            shared=shared,
+            replica_reduction=self.replica_reduction,
+            fixed=fixed,
+        )
 
 
 def build_modules(
@@ -223,9 +223,6 @@ def build_modules(
     """Build the stages of this process's ranks, each once.
 
     A stage that several of them hold is built for the first holder; the other holders get modules that share its memory.
-
-    Args:
-        seed: random seed of layers given as functions; their numbers depend on it and on the layer's name alone.
     """
     modules: Modules = {}
     for stage, holders in enumerate(placement.holders):
@@ -239,12 +236,7 @@ def build_modules(
 
 
 def require_own_axes(modules: Modules, world: World | None, schedule: Schedule) -> None:
-    """Check that no layer was parallelised by torch's wrappers in a way that steps of microbatches cannot keep.
-
-    Raises:
-        ConfigError: if a layer is a DistributedDataParallel or an FSDP1 module, or parameters are DTensors although this
-            pipeline's mesh has replicas or shards of its own, or the schedule splits backwards.
-    """
+    """Check that no layer was parallelised by torch's wrappers in a way that steps of microbatches cannot keep."""
     layers = [(name, layer) for module in modules.values() for name, layer in module.named_layers()]
     wrapped = [(n, type(m).__name__) for n, layer in layers for m in layer.modules() if _is_wrapper(m)]
     if wrapped:
@@ -279,11 +271,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> None:
-    """Shard the matrices of this process's stages for tensor parallelism.
-
-    Raises:
-        ConfigError: if a stage on any rank cannot be sharded; every rank raises it, so that none waits.
-    """
+    """Shard the matrices of this process's stages for tensor parallelism, or raise on every rank if a stage cannot be."""
     assert world.mesh is not None
     axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
@@ -294,11 +282,7 @@ def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> N
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:
-    """Give the modules to ``torch.compile``.
-
-    Args:
-        granularity: "none", "block" (each layer) or "stage" (each stage's layers together).
-    """
+    """Give the modules to ``torch.compile``."""
     for module in modules.values():
         if granularity == "block":
             for layer in module.layers:
@@ -316,9 +300,6 @@ def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage],
     Args:
         stages: stages of the rank by number, after a step in which every layer was recomputed and measured.
         limit: bytes of activations that the rank may hold.
-
-    Raises:
-        ConfigError: if the rank exceeds the limit with every layer recomputed; says how many bytes it needs.
     """
     kept = {s: [layer.kept for layer in stage.layer_bytes()] for s, stage in stages.items()}
     inputs = {s: [layer.inputs for layer in stage.layer_bytes()] for s, stage in stages.items()}

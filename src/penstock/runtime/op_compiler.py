@@ -117,6 +117,7 @@ class OpCompiler:
         rank: int,
         stages: Mapping[int, Stage],
         channel: Channel | None,
+        *,
         state: StepState,
         records: OpRecords,
         gradients: Sequence[Gradients],

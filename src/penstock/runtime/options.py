@@ -49,7 +49,7 @@ class ParallelOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
     """Options of how stages run.
 

@@ -16,8 +16,7 @@ from penstock.base.errors import ConfigError, PenstockError
 from penstock.forward.own_layers import ModelLayers
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.device_mesh import given_mesh
-from penstock.parallel.mesh import Mesh, MeshShape
+from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,
@@ -183,7 +182,9 @@ class Pipeline(PipelineModel):
             lambda: require_values((x.name, x.module) for x in given.layers if x.module is not None),
             None if self.world is None else self.world.all_gather,
         )
-        split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
+        split = resolve_split(
+            split, self.layers, loss_fn, self.schedule, world=self.world, seed=self.seed, autocast=autocast
+        )
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
@@ -197,13 +198,13 @@ class Pipeline(PipelineModel):
         self._local = LocalStages(
             program,
             layers_of_stages,
-            self.local_ranks,
-            self.device,
-            loss_fn,
-            settings,
-            execution.compile,
-            self.world,
-            parallel,
+            local_ranks=self.local_ranks,
+            device=self.device,
+            loss_fn=loss_fn,
+            settings=settings,
+            compile=execution.compile,
+            world=self.world,
+            options=parallel,
         )
         self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
@@ -213,26 +214,28 @@ class Pipeline(PipelineModel):
         )
         self._engine = Engine(
             self._local,
-            self.local_ranks,
-            waits,
-            self.world,
-            self.device,
-            self.replicas,
-            parallel,
-            self.threads,
+            local_ranks=self.local_ranks,
+            timeout=waits,
+            world=self.world,
+            device=self.device,
+            replicas=self.replicas,
+            options=parallel,
+            threads=self.threads,
         )
-        ends = self.holds_first, self.holds_last
-        alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
+        alone = (
+            self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1
+        )  # takes only its own batch
         self._splitter = BatchSplitter(
             microbatches,
-            self.replicas,
-            self.replica,
-            self.device,
-            self.reduction,
-            ignore_index_of(loss_fn, self.reduction),
-            self._local.routes,
-            *ends,
-            self.in_processes and not alone,
+            replicas=self.replicas,
+            replica=self.replica,
+            device=self.device,
+            reduction=self.reduction,
+            ignore_index=ignore_index_of(loss_fn, self.reduction),
+            routes=self._local.routes,
+            holds_first=self.holds_first,
+            holds_last=self.holds_last,
+            compares=self.in_processes and not alone,
         )
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
@@ -240,7 +243,13 @@ class Pipeline(PipelineModel):
             of_layer = [s for s, layers in enumerate(layers_of_stages) for _ in layers]
             checker = self.schedule.placement.holders[-1][0]
             self._first_step = FirstStepCheck(
-                given.layers, loss_fn, of_layer, parameters, self.world, checker, autocast
+                given.layers,
+                loss_fn,
+                stages=of_layer,
+                parameters=parameters,
+                world=self.world,
+                checker=checker,
+                autocast=autocast,
             )
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
@@ -419,14 +428,14 @@ class Pipeline(PipelineModel):
                 )
         scaler = self.scaler
         options = StepOptions(
-            trains,
-            outputs,
-            input_grads,
+            trains=trains,
+            outputs=outputs,
+            input_grads=input_grads,
             # A scaler looks for NaN and infinity itself, and skips the update.
-            self.execution.check_finite and scaler is None,
-            self.steps,
-            self.reduce_gradients,
-            scaler.scale if scaler is not None and trains else 1.0,
+            check_finite=self.execution.check_finite and scaler is None,
+            number=self.steps,
+            reduces=self.reduce_gradients,
+            loss_scale=scaler.scale if scaler is not None and trains else 1.0,
         )
 
         def split() -> LocalBatch:

@@ -13,11 +13,7 @@ from penstock.stage.module import StageModule
 
 @sendable
 class LayerNames(NamedTuple):
-    """Names of the values that a layer takes and produces.
-
-    Attributes:
-        takes: named values it takes; True for those it requires.
-    """
+    """Names of the values that a layer takes and produces."""
 
     layer: str
     takes: dict[str, bool]
@@ -37,9 +33,6 @@ class ValueRoutes:
 
     Attributes:
         skips: (source stage, target stage) of the values that skip the stages between.
-
-    Raises:
-        SplitError: if two layers produce a value, or a layer takes it before it is produced.
     """
 
     def __init__(self, stages: Sequence[Sequence[LayerNames]]) -> None:
@@ -78,11 +71,7 @@ class ValueRoutes:
         ]
 
     def check_given(self, names: Iterable[str]) -> None:
-        """Check the names of the keyword inputs of a step.
-
-        Raises:
-            BatchError: if no layer takes an input, or a layer requires one that is missing; names the layer and the value.
-        """
+        """Check the names of the keyword inputs of a step."""
         names = set(names)
         for name in names - self._inputs.keys():
             raise BatchError(

@@ -23,11 +23,7 @@ from penstock.stage.rng.random_state import RandomState
 
 
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
-    """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced.
-
-    Raises:
-        ConfigError: if it has some, and the last stage has copies; names them.
-    """
+    """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced."""
     copied = len(schedule.placement.holders[-1]) > 1 or (mesh is not None and mesh.dp > 1)
     if not copied or not isinstance(loss_fn, nn.Module):
         return
@@ -46,15 +42,7 @@ def resolve_schedule(
     virtual_stages: int | None,
     processes: int | None,
 ) -> Schedule:
-    """Return the schedule that a Pipeline's arguments choose.
-
-    Args:
-        virtual_stages: stages on each rank, for families where it can be chosen; None if it is not given.
-
-    Raises:
-        ScheduleError: if a schedule that is given, not built, does not fit the other arguments.
-        ConfigError: if its ranks are not as many as the processes.
-    """
+    """Return the schedule that a Pipeline's arguments choose."""
     if ranks is None and processes is not None:
         ranks = processes
     if isinstance(schedule, str) and not is_csv(schedule):
@@ -96,12 +84,7 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
 def resolve_mesh(
     mesh: MeshShape | Mesh | None, ranks: int | None, world: World | None
 ) -> tuple[int | None, int | None]:
-    """Return the number of pipeline ranks if it is given, and the number of processes of one pipeline, None in threads.
-
-    Raises:
-        ConfigError: if the mesh has another number of pipeline ranks than `ranks`, does not fit the processes, or has
-            replicas or tensor parallelism in one process.
-    """
+    """Return the number of pipeline ranks if it is given, and the number of processes of one pipeline, None in threads."""
     processes = world.size if world is not None and world.size > 1 else None
     if mesh is None:
         return ranks, processes
@@ -118,7 +101,7 @@ def resolve_mesh(
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
-    """Return the device of this process; in processes a GPU without a number is that of LOCAL_RANK."""
+    """Return the device of this process; in processes ``cuda`` without a number means the GPU LOCAL_RANK."""
     if device is None:
         return None
     try:
@@ -147,12 +130,7 @@ class LossScale(Protocol):
 def make_settings(
     recompute: object, autocast: object, options: ExecutionOptions, random: RandomState
 ) -> Settings:
-    """Return the settings of the stages' computation.
-
-    Raises:
-        ConfigError: if `recompute` is not a policy, `autocast` is not a half-precision dtype, or ``options.memory`` is
-            missing for "auto" or given without it.
-    """
+    """Return the settings of the stages' computation."""
     policy, memory = require_policy(recompute), options.memory
     if policy == "auto":
         if memory is None:

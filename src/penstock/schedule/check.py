@@ -21,6 +21,7 @@ from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
 
 SHOWN = 8
+"""Problems that a message lists."""
 _MISSING = 10_000_000  # with more missing forwards than this, they are counted and not listed
 
 
@@ -182,7 +183,7 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     for where in np.flatnonzero(full & (inputs | weights)):
         half = "I" if inputs[where] else "W"
         yield (
-            f"{name('B', where)} appears beside {name(half, where)}: one backward too many; if B means the input "
+            f"{name('B', where)} and {name(half, where)} both appear: one backward too many; if B means the input "
             "gradient, write I"
         )
     for where in np.flatnonzero(~full & inputs & ~weights):

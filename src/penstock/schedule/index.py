@@ -21,16 +21,11 @@ from penstock.schedule.schedule import IntColumn, Schedule
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Row of every op, -1 where there is none; tables of shape (stages, microbatches).
-
-    Attributes:
-        backward: rows of B or I, the op that yields the gradient of the stage's input.
-        weight: rows of W; None if the schedule has none.
-    """
+    """Row of every op, -1 where there is none; tables of shape (stages, microbatches)."""
 
     forward: IntColumn
-    backward: IntColumn
-    weight: IntColumn | None
+    backward: IntColumn  # rows of B or I, the op that yields the gradient of the stage's input
+    weight: IntColumn | None  # rows of W; None if the schedule has none
 
 
 def index(schedule: Schedule) -> Index:

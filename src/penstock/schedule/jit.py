@@ -44,9 +44,7 @@ def choose(kernel: Callable[..., Any], ops: int) -> Callable[..., Any]:
         return kernel
     if find_spec("numba") is None:
         if ops >= SLOW_FROM:
-            text = (
-                "this schedule or search takes many times as long without numba: pip install 'penstock[fast]'"
-            )
+            text = "this schedule or search takes many times as long without numba: pip install 'penstock-torch[fast]'"
             warnings.warn(text, RuntimeWarning, stacklevel=1)  # so that it is printed once
         return kernel
     assert isinstance(kernel, FunctionType)

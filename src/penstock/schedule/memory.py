@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import ScheduleError
+from penstock.schedule.index import rank_column
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 
@@ -33,18 +34,8 @@ def held(
 ) -> Bytes:
     """Return the bytes that the rank of every row holds right after that row, int64, shape (ops,).
 
-    In a fused pair the forward is counted first, so that its row has the pair's peak.
-
-    Args:
-        schedule: the ops; activations that no op frees stay.
-        saved: bytes a forward saves for its backward, one number or one per stage (default 1).
-        waiting: bytes that wait from ``I`` to ``W``, one number or one per stage (default 0).
-        inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
-            recompute (``R``) of the same microbatch rebuilds the rest.
-        freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
-
-    Raises:
-        ScheduleError: if bytes are negative or not whole, or not one per stage.
+    Sizes are as in `Budget`; activations that no op frees stay. In a fused pair the forward is counted first, so that
+    its row has the pair's peak.
     """
     save, wait, keep = (
         _whole(name, size, schedule.stages, "stage")
@@ -94,7 +85,11 @@ class Budget:
 
     Attributes:
         limit: largest number of bytes that a rank may hold, one number or one per rank.
-        saved, waiting, inputs, freed_at: sizes counted, see `held`; by default the limit is in chunks.
+        saved: bytes that a forward saves for its backward, one number or one per stage (default 1: the limit is in chunks).
+        waiting: bytes that wait from ``I`` to ``W``, one number or one per stage (default 0).
+        inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
+            recompute (``R``) of the same microbatch rebuilds the rest.
+        freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
     """
 
     limit: npt.ArrayLike
@@ -129,8 +124,7 @@ class Budget:
         # By kind, F B I W R: a stage's recompute comes first, then its B or I, then its W.
         after = np.array([0, 1, 1, 2, 0])[s.kind]
         turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
-        rank = np.repeat(np.arange(s.ranks), np.diff(s.offsets))
-        order = np.lexsort((turn, s.microbatch, rank))
+        order = np.lexsort((turn, s.microbatch, rank_column(s)))
         alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
         return _peak(self.held(alone), alone)
 

@@ -43,21 +43,14 @@ class ReadOps(NamedTuple):
 
 def require_backward(backward: object) -> Backward:
     """Return a meaning of B; raise `ScheduleError` if it is none."""
-    for allowed in get_args(Backward):
+    meanings: tuple[Backward, ...] = get_args(Backward)
+    for allowed in meanings:
         if backward == allowed:
-            return backward  # type: ignore[return-value]
+            return allowed
     raise ScheduleError(f"backward must be auto, full or input, got {backward!r}")
 
 
 def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
-    """Read the cells of every rank.
-
-    Args:
-        ranks: cells of every rank, none of them empty.
-
-    Raises:
-        ScheduleError: if a cell is not an op; names line and column.
-    """
     dropped: Counter[str] = Counter()
     full: set[tuple[int, int]] = set()
     lists = [[op for cell in cells if (op := _read(cell, dropped, full)) is not None] for cells in ranks]

@@ -57,11 +57,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def parse_op(text: str) -> Op | Pair:
-    """Parse an op such as ``3F0`` or a pair such as ``(0F7;7B3)OVERLAP_F_B``.
-
-    Raises:
-        ScheduleError: if the text is neither.
-    """
+    """Parse an op such as ``3F0`` or a pair such as ``(0F7;7B3)OVERLAP_F_B``."""
     text = text.strip()
     if pair := _PAIR.fullmatch(text):
         halves = [parse_op(half) for half in pair.groups()]

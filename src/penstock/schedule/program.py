@@ -321,9 +321,8 @@ class Program:
 def _slots(sent: list[int], received: list[int]) -> int:
     """Return the largest number of messages that wait at once, the one just sent included.
 
-    Args:
-        sent, received: steps at whose ends each message is sent and received, in sending order. All sends of a step
-            come before its receives, so a message received in the step of a send still waits then.
+    `sent` and `received` are steps, in sending order. All sends of a step come before its receives, so a message
+    received in the step of a send still waits then.
     """
     waiting: list[int] = []
     slots = 1

@@ -32,7 +32,7 @@ class Columns(NamedTuple):
     paired: BoolColumn
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Schedule:
     """An ordered list of ops per rank.
 
@@ -163,22 +163,22 @@ class Schedule:
         per_rank = list(columns)
         if len(per_rank) != placement.ranks:
             raise ScheduleError(
-                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one per rank"
+                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; give one per rank"
             )
         if microbatches < 1:
             raise ScheduleError(f"{name}: microbatches must be at least 1, got {microbatches}")
         offsets = np.zeros(placement.ranks + 1, np.int64)
         np.cumsum([len(c.stage) for c in per_rank], out=offsets[1:])
         return Schedule(
-            name,
-            placement,
-            microbatches,
-            offsets,
-            np.concatenate([c.stage for c in per_rank]).astype(np.int32, copy=False),
-            np.concatenate([c.kind for c in per_rank]).astype(np.int8, copy=False),
-            np.concatenate([c.microbatch for c in per_rank]).astype(np.int32, copy=False),
-            np.concatenate([c.paired for c in per_rank]).astype(np.bool_, copy=False),
-            dict(options or {}),
+            name=name,
+            placement=placement,
+            microbatches=microbatches,
+            offsets=offsets,
+            stage=np.concatenate([c.stage for c in per_rank]).astype(np.int32, copy=False),
+            kind=np.concatenate([c.kind for c in per_rank]).astype(np.int8, copy=False),
+            microbatch=np.concatenate([c.microbatch for c in per_rank]).astype(np.int32, copy=False),
+            paired=np.concatenate([c.paired for c in per_rank]).astype(np.bool_, copy=False),
+            options=dict(options or {}),
         )
 
     @staticmethod

@@ -47,10 +47,9 @@ def is_csv(name: str) -> bool:
 def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
     """Read a schedule of compute ops; a stage is placed on the ranks that have its ops.
 
-    Files of PyTorch are read, also those that it has lowered: messages, and what sharded data parallelism does, are dropped,
-    because they follow from the compute ops. Empty cells (idle slots in PyTorch's files) and lines that
-    begin with ``#`` are skipped. ``Schedule.notes`` says what was dropped and assumed. Use `check` to prove that the
-    schedule is valid.
+    PyTorch's files are read, lowered or not: messages, and what sharded data parallelism does, are dropped, because they
+    follow from the compute ops. Empty cells (idle slots in PyTorch's files) and lines that begin with ``#`` are skipped.
+    ``Schedule.notes`` says what was dropped and assumed. Use `check` to prove that the schedule is valid.
 
     Args:
         path: file to read.
@@ -83,14 +82,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
 
 
 def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None = None) -> Schedule:
-    """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops.
-
-    Args:
-        microbatches: number of microbatches (default: those that have ops).
-
-    Raises:
-        ScheduleError: if a rank has no ops, or the stages do not count 0, 1, 2, ...
-    """
+    """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops."""
     holders: dict[int, list[int]] = {}
     last = 0
     for rank, ops in enumerate(ranks):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from penstock.show.palette import CAUSES
 from penstock.show.planned import PlannedStep
 from penstock.show.units import is_measured
-from penstock.show.what_if.alternatives import Alternatives
-from penstock.show.what_if.change import Change
+from penstock.show.what_if.alternatives import Alternatives, Change
 from penstock.trace.bubbles import Bubbles
 from penstock.trace.events import Trace
 
@@ -25,14 +24,11 @@ _WORTH_SHOWING = 0.002
 
 @dataclass(frozen=True)
 class Advice:
-    """The best of all simulated changes.
-
-    Attributes:
-        changes: everything that was simulated: the present order first, then the quickest first.
-    """
+    """The best of all simulated changes."""
 
     sentence: str
     proposed: tuple[Change, ...]
+    # Everything that was simulated: the present order first, then the quickest first.
     changes: tuple[Change, ...]
 
     @property
@@ -43,11 +39,7 @@ class Advice:
 
 
 def where_time_went(bubbles: Bubbles, ranks: Sequence[int]) -> str:
-    """Return a sentence that says how much of the ranks' time was idle, and why.
-
-    Args:
-        ranks: the ranks that have events; ranks without events do not count.
-    """
+    """Return a sentence that says how much of the ranks' time was idle, and why; ranks without events do not count."""
     total = float(bubbles.makespan) * len(ranks)
     idle = {cause: float(time[ranks].sum()) / total if total else 0.0 for cause, time in bubbles.idle.items()}
     share = sum(idle.values())
@@ -81,11 +73,10 @@ def compare_with_plan(bubbles: Bubbles, planned: Bubbles) -> str:
 
 
 def advise(trace: Trace, plan: PlannedStep) -> Advice:
-    """Simulate possible changes of a step, and name the best.
+    """Simulate possible changes of a whole step, and name the best.
 
-    Args:
-        trace: a whole step; ``info["blocks"]``, the number of blocks of every stage, or ``info["split"]``, a list of the
-            stages' lists of layers, allows them to be moved.
+    Stages can be moved if the trace has ``info["blocks"]``, the number of blocks of every stage, or
+    ``info["split"]``, a list of the stages' lists of layers.
     """
     alternatives = Alternatives(trace, plan)
     now = alternatives.unchanged()

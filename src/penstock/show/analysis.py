@@ -22,8 +22,7 @@ from penstock.trace.memory_curve import peaks
 class StepAnalysis:
     """One trace and what follows from it, each part computed once and only if asked for.
 
-    Args:
-        simulation: the simulation that made the trace, if it is known; otherwise the plan is worked out from the trace.
+    Without the simulation that made the trace, the plan is worked out from the trace.
     """
 
     label: str

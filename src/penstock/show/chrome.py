@@ -38,11 +38,7 @@ Event = dict[str, Any]
 
 
 def write_chrome(trace: Trace, path: str | Path) -> Path:
-    """Write a trace as Chrome JSON, and return the path.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Write a trace as Chrome JSON, and return the path."""
     path = Path(path)
     try:
         write_text(path, json.dumps(chrome_events(trace), separators=(",", ":")))

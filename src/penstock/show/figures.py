@@ -6,6 +6,7 @@ They contain no text from users, which the page's template escapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from penstock.base.errors import ConfigError
@@ -33,9 +34,9 @@ _TOOLTIP = (
 def require_bokeh() -> None:
     """Raise `ConfigError` if Bokeh is not installed."""
     try:
-        import bokeh.embed  # noqa: F401
+        import_module("bokeh.embed")
     except ImportError as error:
-        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
+        raise ConfigError("the report page needs bokeh: pip install 'penstock-torch[report]'") from error
 
 
 def figures(
@@ -43,13 +44,8 @@ def figures(
 ) -> dict[str, dict[str, Any]]:
     """Return a page's figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
-    Args:
-        ranks: largest number of ranks of any step.
-        memory: name of the memory axis; empty for no memory chart.
-        labels: names of the rank axes of both timelines (default: measured and planned).
-
-    Raises:
-        ConfigError: if Bokeh is not installed.
+    `ranks` is the largest number of any step. Without a name of the memory axis there is no memory chart. `labels`
+    are the rank axes of both timelines.
     """
     require_bokeh()
     # Within functions, because Bokeh is an extra: this module is imported without it.
@@ -58,9 +54,7 @@ def figures(
     from bokeh.models import Range1d
 
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
-    row = max(7, min(34, 620 // max(1, ranks)))
-    # Tall enough for the name of an axis.
-    tall = max(150, 48 + min(900, row * ranks))
+    tall = height_of_ranks(ranks)
     names = ("measured", "planned")[: 1 + planned]
     rows: list[Any] = [
         _timeline(name, x, y, tall, unit, label) for name, label in zip(names, labels, strict=False)
@@ -72,15 +66,23 @@ def figures(
     return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
 
 
-def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
+def height_of_ranks(ranks: int) -> int:
+    """Return the pixels of a figure with a row for every rank."""
+    row = max(7, min(34, 620 // max(1, ranks)))
+    # Tall enough for the name of an axis.
+    return max(150, 48 + min(900, row * ranks))
+
+
+def curves(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the curves of runs' ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
     from bokeh.embed import json_item
 
     shown: dict[str, dict[str, Any]] = {}
     for title, key, kind in CURVES:
-        if points := points_of(metrics, key, kind):
+        lines = [points_of(metrics, key, kind) for metrics in runs]
+        if any(lines):
             name = f"curve-{len(shown)}"
-            shown[name] = dict(json_item(curve(name, title, [points])))
+            shown[name] = dict(json_item(curve(name, title, lines)))
     return shown
 
 
@@ -235,12 +237,7 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
 
 
 def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> Any:
-    """Return a figure of curves over steps.
-
-    Args:
-        title: heading, no text from users.
-        lines: points of every curve, (step, number), at most `LINES`.
-    """
+    """Return a figure of curves over steps; the title must not be a user's text, which only the template escapes."""
     from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 

@@ -13,14 +13,19 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from penstock.base.atomic import write_bytes
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.page_data import MAX_CURVES, drawn_ranks
+from penstock.show.figures import library
+from penstock.show.page_data import MAX_CURVES, drawn_ranks, styles
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.report_page.overview import numbered, overview_table
 from penstock.show.report_page.run_facts import RunFacts
@@ -46,28 +51,22 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_n
 def render(
     title: str,
     steps: Sequence[StepAnalysis],
+    *,
     unit: Unit,
     settings: str,
     problems: Sequence[str],
     facts: RunFacts,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
-    library: Sequence[str],
     note: str,
     reload_seconds: int,
 ) -> str:
-    """Return the whole page as HTML.
-
-    Args:
-        figures: JSON of Bokeh's figures by the id of their element.
-        reload_seconds: seconds after which the page reloads itself; 0 for never.
-    """
+    """Return the whole page as HTML, which reloads itself every so many seconds (0: never)."""
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
     return fill_template(
         "page.html",
         data,
         figures,
-        library,
         title=title,
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
@@ -91,20 +90,17 @@ def fill_template(
     template: str,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
-    library: Sequence[str],
     **values: Any,
 ) -> str:
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no other script.
 
-    Args:
-        figures: JSON of Bokeh's figures by the id of their element.
-        values: further values of the template, which escapes them.
+    The template escapes further `values`.
     """
     early, *own = (_source(name) for name in ("nonce.js", "memory.js", "page.js", "live.js"))
-    sources = [f"\n{source}\n" for source in (early, *library, "".join(own))]
+    sources = [f"\n{source}\n" for source in (early, *library(), "".join(own))]
     nonce = secrets.token_urlsafe(16)
     return _ENVIRONMENT.get_template(template).render(
-        data=data,
+        data={"styles": styles(), **data},
         figures=figures,
         policy=_policy(sources, nonce),
         nonce=nonce,
@@ -114,11 +110,21 @@ def fill_template(
     )
 
 
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page, complete or not at all, and return its path."""
+    path = Path(path)
+    try:
+        # File names in the text may hold bytes that are no UTF-8.
+        write_bytes(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
+    return path
+
+
 def _policy(scripts: Iterable[str], nonce: str) -> str:
     """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
-    Args:
-        nonce: random text that the page's style elements carry.
+    `nonce` is random text that the page's style elements carry.
     """
     digests = " ".join(dict.fromkeys(f"'sha256-{_digest(script)}'" for script in scripts))
     rules = (
@@ -183,15 +189,14 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
 
 def _counts(step: StepAnalysis) -> str:
     trace, program = step.trace, None if step.plan is None else step.plan.program
-    words = [str(trace.info.get("schedule", "")), _many(trace.ranks, "rank")]
+    words = [str(trace.info.get("schedule", "")), plural(trace.ranks, "rank")]
     if program is not None:
-        words += [_many(program.schedule.stages, "stage"), _many(program.schedule.microbatches, "microbatch")]
+        words += [
+            plural(program.schedule.stages, "stage"),
+            plural(program.schedule.microbatches, "microbatch"),
+        ]
     words.append(str(trace.info.get("source", "")))
     return ", ".join(word for word in words if word)
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def _cards(step: StepAnalysis, unit: Unit) -> list[tuple[str, str]]:

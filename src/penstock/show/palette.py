@@ -13,39 +13,23 @@ from penstock.trace.events import Activity
 
 
 class KindStyle(NamedTuple):
-    """The look of one kind of event.
+    """The look of one kind of event."""
 
-    Attributes:
-        full: first shade, ``#rrggbb``.
-        light: second shade, ``#rrggbb``.
-        meaning: name in a legend.
-        letter: name on a block.
-        terminal: both shades as styles of rich.
-    """
-
-    full: str
-    light: str
-    meaning: str
-    letter: str
-    terminal: tuple[str, str]
+    full: str  # first shade, #rrggbb
+    light: str  # second shade, #rrggbb
+    meaning: str  # name in a legend
+    letter: str  # name on a block
+    terminal: tuple[str, str]  # both shades as styles of rich
 
 
 class CauseStyle(NamedTuple):
-    """The look of one cause of idle time.
+    """The look of one cause of idle time."""
 
-    Attributes:
-        colour: fill, ``#rrggbb``.
-        meaning: name in a legend.
-        sentence: end of a sentence that begins with "the largest part was".
-        heading: head of a column in the terminal.
-        narrow_heading: the same in fewer columns.
-    """
-
-    colour: str
-    meaning: str
-    sentence: str
-    heading: str
-    narrow_heading: str
+    colour: str  # fill, #rrggbb
+    meaning: str  # name in a legend
+    sentence: str  # end of a sentence that begins with "the largest part was"
+    heading: str  # head of a column in the terminal
+    narrow_heading: str  # the same in fewer columns
 
 
 KINDS: dict[Activity, KindStyle] = {

@@ -37,17 +37,11 @@ _DIGIT = 0.65
 
 @dataclass(frozen=True)
 class PictureStyle:
-    """Look of a picture.
+    """Look of a picture."""
 
-    Attributes:
-        title: text above the timeline; None (default) for the name of the schedule, and empty for none.
-        width: width in inches (default 12).
-        font: font size in points (default 10).
-    """
-
-    title: str | None = None
-    width: float = 12.0
-    font: float = 10.0
+    title: str | None = None  # above the timeline; None for the name of the schedule, empty for none
+    width: float = 12.0  # inches
+    font: float = 10.0  # points
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` unless width and font size are numbers that a picture can have."""
@@ -63,16 +57,9 @@ PLAIN = PictureStyle()
 def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) -> None:
     """Draw a trace to a file: one row per rank, time from left to right, one colour per kind of op.
 
-    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to `LABELLED`
-    ops show their microbatch where it fits, and are hatched by kind; more than `RASTERIZED` ops are pixels even in a vector
-    file.
-
-    Args:
-        trace: the trace to draw; its messages are left out.
-        path: file to write; its ending, one of `FORMATS`, sets the format.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, the ending is not allowed, or the file cannot be written.
+    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to
+    `LABELLED` ops show their microbatch where it fits, and are hatched by kind; more than `RASTERIZED` ops are pixels
+    even in a vector file.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
@@ -80,7 +67,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
+        raise ConfigError("pictures need matplotlib: pip install 'penstock-torch[pictures]'") from error
     # Text as text, in fonts that journals accept (not Type 3). Without random identifiers and dates, the same trace gives
     # the same file.
     settings: dict[Any, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.plan.explore.search_result import SimulatedLayout
 from penstock.plan.prediction import Prediction
-from penstock.show.figures import figures
+from penstock.show.figures import figures, height_of_ranks
 from penstock.show.palette import MEMORY_PARTS
 from penstock.show.units import Unit, size_text, time_text
 
@@ -19,14 +19,7 @@ _DOTS, _BEST = "#3f7fc4", "#e07b00"
 def plan_figures(
     plan: Prediction, outcomes: Sequence[SimulatedLayout], unit: Unit
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
-
-    Args:
-        outcomes: time and memory of the other layouts; empty for no chart of them.
-
-    Raises:
-        ConfigError: if Bokeh is not installed.
-    """
+    """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element."""
     places = figures(len(plan.memory), unit, planned=False, memory="")
     from bokeh.embed import json_item
 
@@ -41,12 +34,11 @@ def _memory(plan: Prediction) -> Any:
 
     ranks = len(plan.memory)
     most = max(plan.peak_bytes, plan.capacity) / GIGABYTE
-    row = max(7, min(34, 620 // max(1, ranks)))
     plot = _figure(
         "memory-parts",
         Range1d(start=0, end=1.04 * most),
         Range1d(start=ranks - 0.5, end=-0.5),
-        height=max(150, 48 + min(900, row * ranks)),
+        height=height_of_ranks(ranks),
     )
     plot.grid.visible = False
     plot.xaxis.axis_label, plot.yaxis.axis_label = "GB", "rank"

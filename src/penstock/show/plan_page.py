@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.base.atomic import write_bytes
-from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.explore.outlook import changes, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
@@ -21,8 +19,8 @@ from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import RankMemory
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.page import MAX_ROWS, fill_template
-from penstock.show.page_data import step_data, styles
+from penstock.show.page import MAX_ROWS, fill_template, write_page
+from penstock.show.page_data import step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
 from penstock.show.units import batch_text, parameters_text, size_text, time_text, unit_of_seconds
 from penstock.trace.bubbles import makespan
@@ -41,27 +39,13 @@ def write_plan(
     sequence: int,
     batch: int,
 ) -> Path:
-    """Write the page of a predicted layout, or of a search.
-
-    Args:
-        path: file to write; its folder must exist.
-
-    Raises:
-        ConfigError: if no layout of the search fits, Bokeh is not installed, or the file cannot be written.
-    """
-    path = Path(path)
-    text = _page(profile, cluster, result, sequence, batch)
-    try:
-        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except OSError as error:
-        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
-    return path
+    """Write the page of a predicted layout, or of a search."""
+    return write_page(path, _page(profile, cluster, result, sequence, batch))
 
 
 def _page(
     profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
 ) -> str:
-    from penstock.show.figures import library
     from penstock.show.plan_figures import plan_figures
 
     search = result if isinstance(result, SearchResult) else None
@@ -76,14 +60,13 @@ def _page(
     outcomes = () if search is None else search.outcomes
     causes = [(style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)]
     data = {
-        "unit": unit.name, "held": "", "styles": styles(), "ranks": [], "steps": [packed],
+        "unit": unit.name, "held": "", "ranks": [], "steps": [packed],
         "figures": [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")],
     }  # fmt: skip
     return fill_template(
         "plan.html",
         data,
         plan_figures(plan, outcomes, unit),
-        library(),
         title=f"{profile.name} on {cluster.name}",
         counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
         f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch_text(batch, sequence, plan.unit)} a step",

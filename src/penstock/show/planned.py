@@ -26,24 +26,15 @@ _OPS = tuple(Activity(kind) for kind in Kind)
 
 
 class PlannedStep(NamedTuple):
-    """A simulated step.
-
-    Attributes:
-        costs: costs of ops and messages; for a plan, the medians by stage and kind.
-        trace: `program` simulated with `costs`; for a plan, memory changes by the median of each op.
-    """
+    """A simulated step."""
 
     program: Program
-    costs: Costs
-    trace: Trace
+    costs: Costs  # costs of ops and messages; for a plan, the medians by stage and kind
+    trace: Trace  # `program` simulated with `costs`; for a plan, memory changes by the median of each op
 
 
 def plan(trace: Trace) -> PlannedStep:
-    """Simulate the step of a trace with its own costs.
-
-    Raises:
-        ScheduleError: if the trace lacks ranks or ops of the step.
-    """
+    """Simulate the step of a trace with its own costs."""
     work = trace.only(_OPS)
     program = check(_schedule(work)).program
     costs = costs_of(work)

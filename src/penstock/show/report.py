@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.base.atomic import write_bytes
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
-from penstock.show.page import render
-from penstock.show.page_data import step_data, styles
+from penstock.show.page import render, write_page
+from penstock.show.page_data import step_data
 from penstock.show.report_page.run_facts import UNKNOWN, RunFacts
 from penstock.show.units import unit_of
 
@@ -34,25 +33,24 @@ def write(
 ) -> Path:
     """Write the report page.
 
-    Args:
-        path: file to write; its folder must exist.
-        steps: the steps to choose from, at least one. Of a trace's `info` the page also shows ``split`` (the names of every
-            stage's layers), ``limit`` (bytes a rank may hold) and ``clock_error`` (seconds). If together they have more than
-            `MAX_EVENTS` events, some in between are left out, and the page says so.
-        reload_seconds: seconds after which the page reloads itself, and keeps the reader's place; 0 (default) for never.
-
-    Raises:
-        ConfigError: if there is no step, Bokeh is not installed, or the file cannot be written.
+    Of a trace's `info` the page also shows ``split`` (the names of every stage's layers), ``limit`` (bytes a rank may
+    hold) and ``clock_error`` (seconds). If the steps together have more than `MAX_EVENTS` events, some in between are
+    left out, and the page says so. With `reload_seconds` the page reloads itself, and keeps the reader's place.
     """
     if not steps:
         raise ConfigError("a report needs at least one trace")
-    path = Path(path)
-    text = _page(title, *_chosen(steps, problems), settings, metrics, facts, note, reload_seconds)
-    try:
-        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except OSError as error:
-        raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
-    return path
+    shown, problems = _chosen(steps, problems)
+    text = _page(
+        title,
+        shown,
+        problems=problems,
+        settings=settings,
+        metrics=metrics,
+        facts=facts,
+        note=note,
+        reload_seconds=reload_seconds,
+    )
+    return write_page(path, text)
 
 
 def _chosen(
@@ -74,6 +72,7 @@ def _chosen(
 def _page(
     title: str,
     steps: Sequence[StepAnalysis],
+    *,
     problems: Sequence[str],
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
@@ -81,7 +80,7 @@ def _page(
     note: str,
     reload_seconds: int,
 ) -> str:
-    from penstock.show.figures import curves, figures, library, rank_colours
+    from penstock.show.figures import curves, figures, rank_colours
     from penstock.show.report_page.overview import overview_figure
 
     unit = unit_of(step.trace for step in steps)
@@ -98,12 +97,20 @@ def _page(
     data = {
         "unit": unit.name,
         "held": counted,
-        "styles": styles(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory", "bars")]
         + [name for name in places if name.startswith("curve-")],
         "steps": packed,
     }
     return render(
-        title, steps, unit, settings, problems, facts, data, places, library(), note, reload_seconds
+        title,
+        steps,
+        unit=unit,
+        settings=settings,
+        problems=problems,
+        facts=facts,
+        data=data,
+        figures=places,
+        note=note,
+        reload_seconds=reload_seconds,
     )

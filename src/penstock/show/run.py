@@ -22,16 +22,11 @@ _MAX_BYTES = 512 * MEGABYTE
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything in a run's folder that can be shown.
-
-    Attributes:
-        traces: step → trace, ascending, at least one; a single file is step 0.
-        settings: text of the resolved config; empty if there is none.
-    """
+    """Everything in a run's folder that can be shown."""
 
     title: str
-    traces: Mapping[int, Trace]
-    settings: str
+    traces: Mapping[int, Trace]  # step → trace, ascending, at least one; a single file is step 0
+    settings: str  # resolved config; empty if there is none
     metrics: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
     facts: RunFacts = UNKNOWN
@@ -45,11 +40,7 @@ class RunView:
         }
 
     def choose(self, step: int | None) -> int:
-        """Return a step that has a trace; for None, the last one.
-
-        Raises:
-            ConfigError: if the step has no trace.
-        """
+        """Return a step that has a trace; for None, the last one."""
         if step is None:
             return max(self.traces)
         if step not in self.traces:
@@ -59,11 +50,7 @@ class RunView:
 
 
 def read_run(path: str | Path) -> RunView:
-    """Read a run's folder, or a single trace file.
-
-    Raises:
-        DataError: if it contains no trace that can be read.
-    """
+    """Read a run's folder, or a single trace file."""
     path = Path(path)
     if os.path.isfile(path):
         trace, missing = read_file(path)

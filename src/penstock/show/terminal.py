@@ -39,10 +39,6 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
 
     An op that is wide enough also shows its microbatch, and its stage if ranks have several; the shade tells a rank's
     stages apart. Of more than `MAX_LINES` ranks, only the first and the last are drawn.
-
-    Args:
-        trace: the trace to draw; its messages are left out.
-        width: columns to use (default: the terminal's).
     """
     from rich.text import Text
 
@@ -80,11 +76,8 @@ def bubble_table(
 ) -> Table:
     """Return a table for rich of where every rank's time went; of more than `MAX_LINES` ranks, some are left out.
 
-    Args:
-        bubbles: the time of every rank; a cause that no rank has gets no column.
-        more: further columns by their heads, one value per rank.
-        unit: unit of the times, shown to the thousandth of the makespan (default: simulated ticks, to six digits).
-        narrow: break up heads so that every cause fits into 80 columns (default: False).
+    `more` are further columns by their heads. Times are shown to the thousandth of the makespan, simulated ticks to
+    six digits. A `narrow` table breaks up its heads so that every cause fits into 80 columns.
     """
     causes = bubbles.causes
     heads = [CAUSES[cause].narrow_heading if narrow else CAUSES[cause].heading for cause in causes]

@@ -11,15 +11,10 @@ from penstock.trace.events import Trace
 
 
 class Unit(NamedTuple):
-    """A unit of time.
+    """A unit of time."""
 
-    Attributes:
-        name: its abbreviation; empty for simulated ticks.
-        scale: how many of it make one unit of the trace.
-    """
-
-    name: str
-    scale: float
+    name: str  # its abbreviation; empty for simulated ticks
+    scale: float  # how many of it make one unit of the trace
 
     def text(self, time: Any, digits: str = ".4g") -> str:
         """Return a time of the trace in this unit."""
@@ -76,10 +71,7 @@ def amount(trace: Trace, held: int) -> str:
 
 def time_text(seconds: float) -> str:
     """Return seconds in a unit that suits them."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds:.3g} s"
+    return unit_of_seconds(abs(seconds)).text(seconds) if seconds else "0 s"
 
 
 def size_text(size: float) -> str:

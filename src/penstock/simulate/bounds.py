@@ -28,17 +28,11 @@ Backward = Literal["full", "split", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Lower bounds on the makespan, in the costs' unit of time.
-
-    Attributes:
-        makespan: largest of all bounds.
-        critical_path: time of one microbatch through all stages and back.
-        machine: one-machine bound of every rank, shape (ranks,).
-    """
+    """Lower bounds on the makespan, in the costs' unit of time."""
 
     makespan: Any
-    critical_path: Any
-    machine: Table
+    critical_path: Any  # time of one microbatch through all stages and back
+    machine: Table  # one-machine bound of every rank, shape (ranks,)
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> Bound:
@@ -57,14 +51,8 @@ def lower_bound(
 ) -> Bound:
     """Bound the makespan of every schedule from below.
 
-    Args:
-        costs: seconds of ops and messages; time for which messages block a rank is not counted.
-        backward: kind of backward. "full" (default): not split. "split": each may be split. "none": forwards only.
-
-        ranks: ranks whose one-machine bounds count (default all); fewer give a weaker bound in less time.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages, or are too large to add up.
+    Time for which messages block a rank is not counted. Fewer `ranks` whose one-machine bounds count (default all)
+    give a weaker bound in less time.
     """
     costs.require_sums(placement.stages, placement.ranks, microbatches)
     paths = paths_of(placement, costs, backward)

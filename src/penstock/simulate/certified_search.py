@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.schedule.check import check
-from penstock.schedule.families.starts import CatalogueStarts
+from penstock.schedule.families.starts import catalogue_starts
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -30,28 +30,19 @@ SECONDS = 10.0
 """Time of a search, unless another is given."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CertifiedSchedule:
-    """Result of a search.
-
-    Attributes:
-        makespan: its makespan, in the costs' unit.
-        lower_bound: makespan that no schedule with this placement, these costs and this memory can beat.
-        work: time that the busiest rank computes.
-        peak: int64, most activations, or bytes if the budget has sizes, that each rank holds, shape (ranks,).
-        start: family of the catalogue or rule from which the schedule was improved.
-        ended: reason for the end of the search, see `FoundOrder`.
-    """
+    """Result of a search."""
 
     schedule: Schedule
     trace: Trace
-    makespan: Any
-    lower_bound: Any
-    work: Any
-    peak: Any
-    start: str
+    makespan: Any  # in the costs' unit
+    lower_bound: Any  # no schedule with this placement, these costs and this memory can beat it
+    work: Any  # computing time of the busiest rank
+    peak: Any  # int64, most activations, or bytes if the budget has sizes, on each rank, shape (ranks,)
+    start: str  # family or rule from whose schedule the search began
     rounds: int
-    ended: Ended
+    ended: Ended  # see `FoundOrder`
     seconds: float
 
     @property
@@ -93,17 +84,9 @@ def search_schedule(
 ) -> CertifiedSchedule:
     """Search for the schedule with the shortest makespan.
 
-    The result is never slower than a schedule of the catalogue with this placement that fits. For a seed it is always the
-    same, unless its time ends the search. KeyboardInterrupt ends it with the best so far.
-
-    Args:
-        placement: placement of the stages; copies only for two opposite pipes.
-        backward: "full" (default), or "split": every backward may run as two halves.
-        progress: function of the rounds so far and the best makespan, called after every round.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages.
-        ScheduleError: if no order can meet the budget, or stages have other copies.
+    The result is never slower than a schedule of the catalogue with this placement that fits. For a seed it is always
+    the same, unless its time ends the search. KeyboardInterrupt ends it with the best so far. `progress` is called
+    with the rounds so far and the best makespan after every round.
     """
     began = perf_counter()
     problem = order_problem(placement, microbatches, costs, backward, budget)
@@ -117,7 +100,7 @@ def search_schedule(
             found.ended == "interrupted" or _reaches(found.makespan, bound) or left <= 0
         ):
             break
-        search = OrderSearch(each, CatalogueStarts(), bound=float(bound), seed=seed, progress=progress)
+        search = OrderSearch(each, catalogue_starts, bound=float(bound), seed=seed, progress=progress)
         best = search.run(max(left, 0.0))
         if found is None or best.makespan < found.makespan:
             found, problem = best, each
@@ -126,7 +109,7 @@ def search_schedule(
     trace = simulate(check(schedule, budget=budget).program, costs)
     if costs.pair is not None:
         # Pairs that overlap their halves may be quicker than the same ops apart.
-        for name, other in CatalogueStarts().schedules(problem):
+        for name, other in catalogue_starts(problem):
             if other.paired.any() and problem.allows(other):
                 timed = simulate(check(other).program, costs)
                 if makespan(timed) < makespan(trace):
@@ -136,9 +119,17 @@ def search_schedule(
     ended: Ended = "converged" if found.ended == "proved" else found.ended
     ended = "proved" if _reaches(span, bound) else ended
     return CertifiedSchedule(
-        schedule, trace, span, min(bound, span), bubbles(trace).busy.max(),
-        (budget or Budget(0)).peak(schedule), start, found.rounds, ended, perf_counter() - began,
-    )  # fmt: skip
+        schedule=schedule,
+        trace=trace,
+        makespan=span,
+        lower_bound=min(bound, span),
+        work=bubbles(trace).busy.max(),
+        peak=(budget or Budget(0)).peak(schedule),
+        start=start,
+        rounds=found.rounds,
+        ended=ended,
+        seconds=perf_counter() - began,
+    )
 
 
 def _rounded(least: float, like: Any) -> Any:
@@ -157,12 +148,7 @@ def order_problem(
     backward: BackwardMode,
     budget: Budget | None = None,
 ) -> OrderProblem:
-    """Return the ops to order, with their costs.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages.
-        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
-    """
+    """Return the ops to order, with their costs."""
     costs.cover(placement.stages)
     communication = costs.communication
     transfer, node = communication.transfer(placement.stages), communication.node(placement.ranks)
@@ -173,7 +159,14 @@ def order_problem(
         for s, (a, b) in enumerate(pairwise(pipe)):
             travel[q, s] = 0 if a == b else transfer[s, int(node[a] != node[b])]
     return OrderProblem(
-        placement, microbatches, backward, seconds, travel, budget,
-        communication.blocks in ("sender", "both"), communication.blocks in ("receiver", "both"),
-        backward == "split" and bool((seconds[:, Kind.B] < seconds[:, Kind.I] + seconds[:, Kind.W]).any()),
-    )  # fmt: skip
+        placement=placement,
+        microbatches=microbatches,
+        backward=backward,
+        seconds=seconds,
+        travel=travel,
+        budget=budget,
+        sender_blocks=communication.blocks in ("sender", "both"),
+        receiver_blocks=communication.blocks in ("receiver", "both"),
+        mixed=backward == "split"
+        and bool((seconds[:, Kind.B] < seconds[:, Kind.I] + seconds[:, Kind.W]).any()),
+    )

@@ -44,14 +44,7 @@ _OPTIONAL = {
 
 
 def read_costs(path: str | Path, placement: Placement, latency: float | int | None = None) -> Costs:
-    """Read the costs of a placement's stages from a file.
-
-    Args:
-        latency: seconds that replace all latencies of the file (default: the file's latencies).
-
-    Raises:
-        ConfigError: if the file cannot be read, lacks a cost or has an unknown key, or `Costs` rejects a value.
-    """
+    """Read the costs of a placement's stages from a file; `latency` replaces all latencies of the file."""
     table = _read(Path(path))
     allowed = [*_NEEDED, *_OPTIONAL]
     for key in table:
@@ -69,15 +62,9 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
 
 
 def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
-    """Write the costs of every stage to a file that `read_costs` reads.
+    """Write the costs of every stage to a file that `read_costs` reads: TOML, or JSON if its name ends in ``.json``.
 
-    Args:
-        path: path of a TOML file, or of a JSON file if its name ends in ``.json``.
-        costs: costs to write; both links are taken to be as fast as the one within a node.
-        comment: first line of a TOML file.
-
-    Raises:
-        DataError: if the file cannot be written.
+    Both links are taken to be as fast as the one within a node.
     """
     path = Path(path)
     columns = {"F": Kind.F, "B": Kind.I, "W": Kind.W, "full": Kind.B, "R": Kind.R}

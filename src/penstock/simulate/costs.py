@@ -33,15 +33,10 @@ _MAX = 2**62
 
 @dataclass(frozen=True)
 class Link:
-    """Speed of messages between two ranks.
+    """Speed of messages between two ranks."""
 
-    Attributes:
-        latency: seconds a message takes whatever its size (default 0).
-        bandwidth: bytes per second (default infinite).
-    """
-
-    latency: float | int = 0
-    bandwidth: float = math.inf
+    latency: float | int = 0  # seconds a message takes whatever its size
+    bandwidth: float = math.inf  # bytes per second
 
     def __post_init__(self) -> None:
         _number("latency", self.latency)
@@ -51,23 +46,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Communication:
-    """Costs of communication between ranks.
+    """Costs of communication between ranks."""
 
-    Attributes:
-        message_bytes: bytes of one activation and of its gradient: one number (default 0), or one for each boundary
-            between stages s and s + 1.
-        same_node, other_node: links within a node and between nodes.
-        ranks_per_node: number of ranks n on a node: ranks 0..n-1 share one, n..2n-1 the next. None (default): all ranks
-            share one.
-        blocks: ranks that cannot compute while a message travels. "none" (default): messages overlap with computation.
-            "sender": the sender, from the end of the op. "receiver": the receiver, from when it reaches the op and the
-            message has been sent. "both": each for that long. Several messages of one op follow each other.
-    """
-
+    # Bytes of one activation and of its gradient: one number, or one for each boundary between stages s and
+    # s + 1.
     message_bytes: int | Sequence[int] = 0
+    # Links within a node and between nodes.
     same_node: Link = field(default_factory=Link)
     other_node: Link = field(default_factory=Link)
+    # Number of ranks n on a node: ranks 0..n-1 share one, n..2n-1 the next. None: all ranks share one.
     ranks_per_node: int | None = None
+    # Ranks that cannot compute while a message travels. "none": messages overlap with computation.
+    # "sender": the sender, from the end of the op. "receiver": the receiver, from when it reaches the op
+    # and the message has been sent. "both": each for that long. Several messages of one op follow each
+    # other.
     blocks: Blocks = "none"
 
     def __post_init__(self) -> None:
@@ -106,18 +98,14 @@ class Communication:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of every op and message of a schedule; usually made by `of`.
+    """Costs of every op and message of a schedule; usually made by `of`."""
 
-    Attributes:
-        seconds: seconds of each op, shape (stages, kinds of op), integers or floats.
-        pair: seconds of a fused pair by the stage of its forward, shape (stages,). None (default): the sum of its halves.
-        pair_output: "end" (default): a pair starts when both halves can, and both outputs are sent at its end. "early":
-            the forward starts when its activation has arrived, and its output is sent after its own time. The backward
-            ends, and its output is sent, once the pair's time has passed and its own time since the gradient arrived.
-    """
-
-    seconds: Table
+    seconds: Table  # shape (stages, kinds of op), integers or floats
+    # Seconds of a fused pair by the stage of its forward, shape (stages,). None: the sum of its halves.
     pair: Table | None = None
+    # "end": a pair starts when both halves can, and both outputs are sent at its end. "early": the forward
+    # starts when its activation has arrived, and its output is sent after its own time. The backward ends,
+    # and its output is sent, once the pair's time has passed and its own time since the gradient arrived.
     pair_output: PairOutput = "end"
     communication: Communication = field(default_factory=Communication)
 
@@ -160,19 +148,9 @@ class Costs:
     ) -> Costs:
         """Return the costs of a schedule's stages.
 
-        Each cost is one number or a list. A number is the seconds a rank spends on one microbatch; each of its
-        v = stages / ranks stages takes 1/v of it. A list has the seconds of every stage.
-
-        Args:
-            forward, input_gradient, weight_gradient: costs of F, B and W.
-            full: cost of a full backward (default B + W).
-            recompute: cost of a recompute R (default F).
-            pair: cost of a fused pair of a forward and a backward, in a list by the stage of the forward (default: the sum
-                of its halves).
-            communication: costs of messages (default: free).
-
-        Raises:
-            ConfigError: if a cost is negative or not a number, or a list does not cover the stages.
+        Each cost is one number or a list. A number is the seconds a rank spends on one microbatch; each of its v =
+        stages / ranks stages takes 1/v of it. A list has the seconds of every stage. By default `full` is B + W,
+        `recompute` is F, and `pair`, in a list by the stage of its forward, the sum of its halves.
         """
         f = _column("F", forward, placement)
         b = _column("B", input_gradient, placement)

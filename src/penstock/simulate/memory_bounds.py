@@ -35,11 +35,7 @@ def bound_in_memory(
 ) -> Any:
     """Return a makespan that no schedule with a placement, costs and memory can beat.
 
-    Args:
-        costs: seconds of ops and messages; time for which messages block a rank is not counted.
-
-    Raises:
-        ConfigError: if the costs do not cover the stages.
+    Time for which messages block a rank is not counted.
     """
     best = lower_bound(placement, microbatches, costs, backward).makespan
     # Fused pairs may overlap their halves; the bounds below count them apart.
@@ -56,32 +52,28 @@ def bound_in_memory(
 
 
 class _Rank:
-    """Figures of a rank's stages.
-
-    Attributes:
-        visits: number of a microbatch's activations on the rank: one of two if the rank is in two opposite pipes.
-        saved: bytes or activations of each stage.
-        stay: least time from the start of a forward until its memory is freed, by stage.
-        forward, release, rest: seconds of a forward, of the op that frees, and of all that follows a forward, by stage.
-        head: earliest start of a forward on the rank.
-        back: earliest time after the head at which a gradient is there.
-        rest_is_held: whether an activation stays until all of its backward is done.
-        tail: time that follows the last op of the rank at least.
-    """
+    """Figures of a rank's stages."""
 
     def __init__(self, placement: Placement, paths: Paths, budget: Budget, stages: Sequence[int]) -> None:
         at = np.array(stages)
+        # Number of a microbatch's activations on the rank: one of two if the rank is in two opposite pipes.
         self.visits = 1 if placement.has_copies else len(at)
+        # Bytes or activations of each stage.
         self.saved = np.broadcast_to(np.asarray(budget.saved, np.int64), (placement.stages,))[at]
+        # Seconds of a forward, of the op that frees, and of all that follows a forward, by stage.
         self.forward = paths.forward[at]
         late = budget.freed_at == "W"
         self.release = np.where(late & (paths.weights > 0), paths.weights, paths.inputs)[at]
         self.rest = (paths.inputs + paths.weights)[at]
         gradient = paths.head[Kind.I] - paths.head[Kind.F] + paths.inputs
+        # Least time from the start of a forward until its memory is freed, by stage.
         self.stay: Table = (gradient + (paths.weights if late else 0))[at]
+        # An activation stays until all of its backward is done.
         self.rest_is_held = late or not (paths.weights > 0).any()
-        self.head = paths.head[Kind.F][at].min()
+        self.head = paths.head[Kind.F][at].min()  # earliest start of a forward on the rank
+        # Earliest time after the head at which a gradient is there.
         self.back = (paths.head[Kind.I][at].min()) - self.head
+        # Time that follows the last op of the rank at least.
         self.tail = np.where(paths.weights > 0, 0, paths.tail[Kind.I])[at].min()
 
 

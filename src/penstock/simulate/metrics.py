@@ -24,30 +24,21 @@ from penstock.trace.events import Trace
 from penstock.trace.memory_curve import peaks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Metrics:
-    """Figures of one simulated schedule; times in the costs' unit.
-
-    Attributes:
-        makespan: last end minus first start.
-        longest: largest last end minus first start of one rank.
-        lower_bound: makespan that no schedule with this placement and these costs can beat.
-        busy: computing time of every rank, shape (ranks,).
-        bubble: makespan minus busy, shape (ranks,).
-        idle: bubble of every rank by cause; see `penstock.trace.bubbles`.
-        peak_activations: int64, peak of the activations of every rank in chunks (a microbatch on a stage), freed at W.
-    """
+    """Figures of one simulated schedule; times in the costs' unit."""
 
     schedule: str
     ranks: int
     stages: int
     microbatches: int
-    makespan: Any
-    longest: Any
-    lower_bound: Any
-    busy: Table
-    bubble: Table
-    idle: Mapping[str, Table]
+    makespan: Any  # last end minus first start
+    longest: Any  # largest last end minus first start of one rank
+    lower_bound: Any  # no schedule with this placement and these costs can beat it
+    busy: Table  # computing time of every rank, shape (ranks,)
+    bubble: Table  # makespan minus busy, shape (ranks,)
+    idle: Mapping[str, Table]  # bubble of every rank by cause; see `penstock.trace.bubbles`
+    # Peak, int64, of the activations of every rank in chunks (a microbatch on a stage), freed at W.
     peak_activations: npt.NDArray[np.int64]
 
     @property
@@ -89,17 +80,17 @@ def measure(schedule: Schedule, costs: Costs, trace: Trace) -> Metrics:
     """Return the figures of a simulation of `schedule` with `costs`."""
     split = bubbles(trace)
     return Metrics(
-        schedule.name,
-        schedule.ranks,
-        schedule.stages,
-        schedule.microbatches,
-        split.makespan,
-        longest(trace),
-        bound_of(schedule, costs).makespan,
-        split.busy,
-        split.makespan - split.busy,
-        split.idle,
-        peaks(trace) if trace.info.get("held") == "chunks" else peak(schedule),
+        schedule=schedule.name,
+        ranks=schedule.ranks,
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        makespan=split.makespan,
+        longest=longest(trace),
+        lower_bound=bound_of(schedule, costs).makespan,
+        busy=split.busy,
+        bubble=split.makespan - split.busy,
+        idle=split.idle,
+        peak_activations=peaks(trace) if trace.info.get("held") == "chunks" else peak(schedule),
     )
 
 

@@ -20,17 +20,11 @@ from penstock.trace.events import Activity, Trace
 
 @dataclass(frozen=True)
 class Reductions:
-    """Reductions of one step; times in the trace's unit.
+    """Reductions of one step; times in the trace's unit."""
 
-    Attributes:
-        trace: trace of the step with an event of kind REDUCE for every bucket.
-        exposed: time from each rank's last op to the end of its last reduction.
-        total: time that each rank's reductions take.
-    """
-
-    trace: Trace
-    exposed: tuple[Any, ...]
-    total: tuple[Any, ...]
+    trace: Trace  # trace of the step with an event of kind REDUCE for every bucket
+    exposed: tuple[Any, ...]  # time from each rank's last op to the end of its last reduction
+    total: tuple[Any, ...]  # time that each rank's reductions take
 
 
 def reduce_gradients(
@@ -38,13 +32,8 @@ def reduce_gradients(
 ) -> Reductions:
     """Add the reductions to a simulated step.
 
-    Args:
-        seconds: time to reduce the gradients of each stage.
-        buckets: number of equal buckets of a stage's gradients: one number (default 1), or a mapping by stage (1 for
-            stages it lacks).
-
-    Raises:
-        ConfigError: if there is not one time of at least 0 for each stage, or a number of buckets is below 1.
+    `seconds` are for the gradients of each stage. `buckets` divide them equally: one number, or a mapping by stage (1
+    for a stage that it lacks).
     """
     stages = program.schedule.stages
     if len(seconds) != stages or not all(s >= 0 for s in seconds):
@@ -53,7 +42,7 @@ def reduce_gradients(
         )
     counts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
     if any(n < 1 for n in counts.values()):
-        raise ConfigError(f"gradients are cut into at least 1 bucket, got {buckets!r}")
+        raise ConfigError(f"buckets must be at least 1, got {buckets!r}")
     rows: list[tuple[int, int, Any, Any]] = []
     exposed: list[Any] = []
     total: list[Any] = []

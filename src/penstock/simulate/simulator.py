@@ -25,17 +25,9 @@ _KINDS = len(Kind)
 def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Trace:
     """Time every op of a program.
 
-    The halves of a pair whose outputs leave early are events of their own, each as long as its op.
-
-    Args:
-        costs: seconds of ops and messages. If all are whole numbers, the times are int64 and exact; float64 otherwise.
-        memory: bytes that the rank of every op holds after it, shape (ops,), as from `schedule.memory.held`, for the
-            trace (default: chunks, freed at W).
-
-    Raises:
-        ScheduleError: if the program deadlocks.
-        ConfigError: if the costs do not cover its stages or are too large to add up, or a pair is shorter than one of its
-            halves.
+    The halves of a pair whose outputs leave early are events of their own, each as long as its op. If all costs are
+    whole numbers, the times are int64 and exact; float64 otherwise. `memory`, as from `schedule.memory.held`, is what
+    the trace says of each op's rank after the op; without it the trace counts chunks, freed at W.
     """
     schedule = program.schedule
     costs.require_sums(schedule.stages, schedule.ranks, schedule.microbatches)
@@ -48,16 +40,16 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
             "`penstock schedule check` shows the cycle"
         )
     return Trace(
-        schedule.ranks,
-        program.rank,
-        schedule.stage,
-        schedule.kind,
-        schedule.microbatch,
-        start,
-        end,
-        np.zeros_like(schedule.paired) if split_pairs else schedule.paired,
-        held(schedule) if memory is None else memory,
-        {
+        ranks=schedule.ranks,
+        rank=program.rank,
+        stage=schedule.stage,
+        kind=schedule.kind,
+        microbatch=schedule.microbatch,
+        start=start,
+        end=end,
+        paired=np.zeros_like(schedule.paired) if split_pairs else schedule.paired,
+        held=held(schedule) if memory is None else memory,
+        info={
             "source": "simulated",
             "schedule": schedule.name,
             "stages": schedule.stages,
@@ -108,7 +100,7 @@ class _Times(NamedTuple):
 
 
 def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
-    """Return start and end of every op; -1 for those that never run."""
+    """Return start and end of every op; -1 for an op that never runs."""
     schedule, communication = program.schedule, costs.communication
     transfer = communication.transfer(schedule.stages)
     pair = _pair_seconds(program, costs)

@@ -20,11 +20,9 @@ class Isolation:
     """A check that a stage trains only its own parameters, and does not change shared buffers.
 
     Args:
-        foreign: names of the model's parameters that the stage does not own, by id (default none).
         buffers: (name in the whole model, owner, name in the owner) of buffers that other ranks have copies of.
 
     Attributes:
-        copied: (name, parameter) pairs of parameters that other ranks or replicas have copies of.
         loss: (name, owner, name in the owner) of the buffers of a loss function that other ranks or replicas call, too.
     """
 
@@ -47,11 +45,7 @@ class Isolation:
         self._loss_before = [(buffer, buffer._version) for buffer in buffers]
 
     def require_constant(self) -> None:
-        """Check that no forward of this step changed a shared buffer or wrote into a parameter with copies.
-
-        Raises:
-            PenstockError: if one did, or the loss function changed a buffer; names the buffer or the parameter.
-        """
+        """Check that no forward of this step changed a shared buffer or wrote into a parameter with copies."""
         for (name, owner, inner), (buffer, version) in zip(self.loss, self._loss_before, strict=True):
             now = owner.get_buffer(inner)
             if now is not buffer or now._version != version:
@@ -73,11 +67,7 @@ class Isolation:
                 )
 
     def require_own_leaves(self, nodes: Iterable[Any]) -> None:
-        """Check that a graph does not end in a parameter of another stage.
-
-        Raises:
-            PenstockError: if there is such a parameter; names it.
-        """
+        """Check that a graph does not end in a parameter of another stage."""
         for node in nodes if self._foreign else ():
             leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf have one
             if leaf is not None and (name := self._foreign.get(id(leaf))) is not None:

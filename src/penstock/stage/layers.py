@@ -27,9 +27,7 @@ class BatchNames:
     """Names under which a batch has what a model takes, if it is given as a mapping.
 
     Attributes:
-        first: name of the model's first argument.
         target: name of the target; None for the name of the loss function's second parameter.
-        others: names of the model's other arguments.
     """
 
     first: str
@@ -69,12 +67,7 @@ def is_joint(layer: str) -> bool:
 
 
 def joint_name(paths: Sequence[str], number: int) -> str:
-    """Return the name of a layer that has modules, parameters or buffers of several places of the model.
-
-    Args:
-        paths: their names in the model.
-        number: index of the layer, by which it is called if it has none.
-    """
+    """Return the name of a layer that has modules, parameters or buffers of several places of the model."""
     return (
         f"code:{number}{JOINT}"
         if not paths
@@ -93,8 +86,6 @@ def whole_name(layer: str, inner: str, parameter: bool = True) -> str:
     """Return the name in the whole model of a parameter or buffer of a layer.
 
     Args:
-        layer: name of the layer.
-        inner: name within the layer.
         parameter: whether it is a parameter: one that an earlier layer has, too, gets a second name (default True).
     """
     if is_joint(layer) and (not parameter or begins_in(inner, prefixes(layer)[1:])):
@@ -125,9 +116,6 @@ def as_layers(model: object) -> list[Layer]:
     Args:
         model: an ``nn.Sequential`` or ``nn.ModuleList``; or a list of modules, of functions of the value, of builders
             (callables that need no argument and return a module), of ``(name, one of these)`` pairs, or of `Layer`.
-
-    Raises:
-        SplitError: if it is none of these, is empty, has a name twice, or has parameters that are not initialized yet.
     """
     if isinstance(model, nn.Sequential | nn.ModuleList):
         _require_plain(model)
@@ -161,11 +149,7 @@ class Container:
         return [] if self._model is None else [(n, id(m)) for n, m in self._model._modules.items()]
 
     def require_unchanged(self) -> None:
-        """Check that no layer of the model was added, replaced or removed.
-
-        Raises:
-            SplitError: if one was; names one of them.
-        """
+        """Check that no layer of the model was added, replaced or removed."""
         now = self._children()
         if now != self._layers:
             differs = next((n for n, _ in {*now} ^ {*self._layers}), "?")
@@ -176,11 +160,7 @@ class Container:
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Check that a container only holds layers; anything else in it would be lost in the split.
-
-    Raises:
-        SplitError: if the container itself has a forward, hooks, parameters or buffers.
-    """
+    """Check that a container only holds layers; anything else in it would be lost in the split."""
     base = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
     extras = [
         *(["a forward"] if type(model).forward is not base.forward or "forward" in vars(model) else []),
@@ -246,11 +226,7 @@ def _layer(name: str, item: object) -> Layer:
 
 
 def require_initialized(name: str, module: nn.Module) -> None:
-    """Check that all parameters and buffers of a layer have a shape.
-
-    Raises:
-        SplitError: if one gets its shape from the first batch (a lazy module); names it.
-    """
+    """Check that all parameters and buffers of a layer have a shape."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     if lazy := [inner for inner, tensor in tensors if is_lazy(tensor)]:
         raise SplitError(
@@ -260,14 +236,7 @@ def require_initialized(name: str, module: nn.Module) -> None:
 
 
 def require_values(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Check that the parameters and buffers of modules have values, which on the meta device they have not.
-
-    Args:
-        named: (name, module) pairs; for a layer its name, and for the whole model an empty one.
-
-    Raises:
-        SplitError: if some are on the meta device; names the first one.
-    """
+    """Check that the parameters and buffers of modules have values, which on the meta device they have not."""
     for name, module in named:
         tensors = (*module.named_parameters(), *module.named_buffers())
         if on_meta := [inner for inner, tensor in tensors if tensor.is_meta]:

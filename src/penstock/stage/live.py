@@ -52,11 +52,7 @@ def live_copy(
     bases: tuple[type, ...] = (),
     forward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return an empty module of a module's class that reads its mode and some of its attributes.
-
-    Args:
-        attributes: names of the attributes; some may be attributes of its class.
-    """
+    """Return an empty module of a module's class that reads its mode and some of its attributes."""
     every, names = (Live, *bases, type(module)), frozenset(attributes)
     kind = _shared_class(every, names) if forward is None else _new_class(every, names, {"forward": forward})
     copied = kind.__new__(kind)

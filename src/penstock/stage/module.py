@@ -19,7 +19,6 @@ class StageModule(nn.Module):
     """The layers of one stage, run one after the other as in ``nn.Sequential``.
 
     Attributes:
-        names: names of the layers in the whole model.
         takes: named values that each layer takes: name → whether it is required.
         compiled_layers: module that runs the layers as one compiled call; None if they are not compiled.
         before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
@@ -120,11 +119,7 @@ class StageModule(nn.Module):
         return self._owner(name) is not None
 
     def find(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that owns a parameter, by its name in the whole model, and the parameter's name in it.
-
-        Raises:
-            PenstockError: if no layer of this stage has the parameter.
-        """
+        """Return the module that owns a parameter, by its name in the whole model, and the parameter's name in it."""
         owner = self._owner(name)
         if owner is None:
             raise PenstockError(f"no layer of this stage has a parameter {name!r}")

@@ -24,8 +24,6 @@ class Context:
     """State that the layers of one stage share while they run on one microbatch.
 
     Attributes:
-        gives: names that the stage's layers declare in ``gives``.
-        isolated_call: calls a layer with random numbers of its key; None leaves torch's default generators.
         rng_free: names of layers that are known to draw nothing in this step, and are called directly.
     """
 
@@ -57,11 +55,7 @@ class Context:
         ]
 
     def require_unwritten(self) -> None:
-        """Check that no layer has written into a named value: the split would decide which layers see the write.
-
-        Raises:
-            PenstockError: if a layer has; names the value.
-        """
+        """Check that no layer has written into a named value: the split would decide which layers see the write."""
         for name, leaf, version in self._versions:
             if leaf._version != version:
                 raise PenstockError(
@@ -70,7 +64,6 @@ class Context:
                 )
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a named loss."""
         total = self.losses.get(name)
         self.losses[name] = value if total is None else total + value
 
@@ -150,11 +143,7 @@ def names_taken(layer: nn.Module) -> dict[str, bool]:
 
 
 def names_given(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names that a layer and the modules within it declare in ``gives``.
-
-    Raises:
-        SplitError: if ``gives`` is not a tuple of names.
-    """
+    """Return the names that a layer and the modules within it declare in ``gives``."""
     names: dict[str, None] = {}
     for module in layer.modules():
         gives = getattr(module, "gives", ())

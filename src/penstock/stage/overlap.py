@@ -116,7 +116,6 @@ class Watched(NamedTuple):
     """A tensor that shares memory with others of its group, which must not be written.
 
     Attributes:
-        name: what it is, for messages.
         before: its version, or a copy where tensors have no version.
     """
 
@@ -139,11 +138,7 @@ class Watched(NamedTuple):
 
 
 def require_unwritten(watched: Sequence[Watched]) -> None:
-    """Check that layers have not written into tensors that share memory.
-
-    Raises:
-        PenstockError: if they have; names the tensor and those that share its memory.
-    """
+    """Check that layers have not written into tensors that share memory."""
     for one in watched:
         if one.written:
             others = [other.name for other in watched if other.group == one.group and other is not one]

@@ -13,22 +13,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def even(blocks: int, stages: int) -> Ranges:
-    """Partition into equal counts, the remainder to the earliest stages: 10 blocks on 3 stages is 4, 3, 3.
-
-    Raises:
-        SplitError: if there are fewer blocks than stages, or no stage.
-    """
+    """Partition into equal counts, the remainder to the earliest stages: 10 blocks on 3 stages is 4, 3, 3."""
     _require_enough(blocks, stages)
     base, extra = divmod(blocks, stages)
     return _from_counts([base + (s < extra) for s in range(stages)])
 
 
 def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
-    """Partition by the number of blocks of each stage.
-
-    Raises:
-        SplitError: if a count is below 1, or the counts do not add up to `blocks`.
-    """
+    """Partition by the number of blocks of each stage."""
     if any(count < 1 for count in counts) or not counts:
         raise SplitError(f"every stage needs at least one block; the counts are {list(counts)}")
     if sum(counts) != blocks:
@@ -39,11 +31,7 @@ def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
 
 
 def by_ranges(ranges: Sequence[tuple[int, int]], blocks: int) -> Ranges:
-    """Partition by the (start, stop) range of each stage.
-
-    Raises:
-        SplitError: if there is a gap, an overlap, or an empty range, or blocks are left over.
-    """
+    """Partition by the (start, stop) range of each stage."""
     partition = tuple((int(start), int(stop)) for start, stop in ranges)
     if not partition:
         raise SplitError("no ranges; give one (start, stop) a stage")
@@ -65,10 +53,6 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
 
     Args:
         weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
-        stages: number of stages, at most the number of layers.
-
-    Raises:
-        SplitError: if a weight is negative or not finite, or there are fewer layers than stages.
     """
     if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")

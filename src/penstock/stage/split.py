@@ -63,11 +63,7 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
 
 
 def warn_of_a_large_layer(layers: Sequence[Layer], costs: Sequence[float], what: str) -> None:
-    """Warn if one layer has more than half of a model and its blocks could be layers, with what would divide it.
-
-    Args:
-        what: name of the costs, for the message.
-    """
+    """Warn if one layer has more than half of a model and its blocks could be layers, with what would divide it."""
     largest = max(range(len(layers)), key=lambda n: costs[n])
     layer, share = layers[largest], costs[largest] / (sum(costs) or 1.0)
     if share <= 0.5 or layer.module is None or (blocks := _blocks_within(layer.module)) is None:

@@ -26,7 +26,6 @@ class Shared(NamedTuple):
     """Structure of a message with leaves that share memory.
 
     Attributes:
-        structure: structure of the value; None for a bare tensor.
         order: for each leaf of the value, the index of the message's leaf: one tensor at two places is sent once.
         groups: for each of the message's leaves, its group as `penstock.stage.overlap.groups_of` numbers them.
     """
@@ -37,11 +36,7 @@ class Shared(NamedTuple):
 
 
 def require_portable(structure: Any) -> None:
-    """Check that another process can assemble values of a structure.
-
-    Raises:
-        StageShapeError: if a class is not reachable by its name, or a key or an option is not a plain value.
-    """
+    """Check that another process can assemble values of a structure."""
     kind = structure.type
     if kind is dict:
         for key in structure.context:
@@ -69,12 +64,7 @@ def dumps(structure: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """Return the structure of a JSON text.
-
-    Raises:
-        TransportError: if it names a module that is not loaded in this process, or a class that does not exist or is not
-            a container.
-    """
+    """Return the structure of a JSON text."""
     node = json.loads(text)
     if isinstance(node, dict):
         inner = node["structure"]

@@ -15,9 +15,6 @@ def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """Return groups of whole-model names that are one parameter, each in model order; the first is the parameter's name.
 
     Ties are detected by identity among layers given as modules, and declared by `Layer.tied`.
-
-    Raises:
-        SplitError: if a layer declares a tie with a name that no earlier layer can have.
     """
     place = {layer.name: n for n, layer in enumerate(layers)}
     group: dict[str, list[str]] = {}
@@ -54,11 +51,7 @@ def owner_of(name: str, layers: Sequence[Layer]) -> str | None:
 
 
 def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Replace the parameter of this whole-model name; return the replaced one.
-
-    Raises:
-        SplitError: if they differ in shape or dtype, so that they cannot be tied.
-    """
+    """Replace the parameter of this whole-model name; return the replaced one."""
     owner, inner = module.find(name)
     before: nn.Parameter = getattr(owner, inner)
     if before.shape != parameter.shape or before.dtype != parameter.dtype:

@@ -23,7 +23,7 @@ from penstock.stage.overlap import OUTSIDE, Watched, groups_of
 from penstock.stage.structures import Shared, require_portable
 
 PLAIN = (type(None), bool, int, float, str)
-"""Leaves that travel besides tensors."""
+"""Types of leaves that travel, apart from tensors."""
 
 
 class Message(NamedTuple):
@@ -58,11 +58,6 @@ def pack(
 
     Args:
         travels: whether it is sent to another stage, so that another process must be able to build its containers.
-        linked, outside: memory that the value may share, as for `groups_of` (default none).
-
-    Raises:
-        StageShapeError: if a leaf is neither a tensor nor None, bool, int, float or str (or, if it travels, of a subclass
-            of these); or if it is in a container that another process could not build.
     """
     if isinstance(value, Tensor) and not linked and not outside:
         if value.requires_grad:
@@ -104,8 +99,6 @@ def share(
     """Return the leaves and the structure of a message, where leaves of a value may share memory.
 
     Args:
-        leaves, structure: the value's own.
-        linked, outside: memory that it may share, as for `groups_of` (default none).
         once: whether one tensor at several places becomes one leaf (default True).
     """
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -130,12 +123,9 @@ class InputGrads:
     """Input tensors of a stage that collect a gradient.
 
     Attributes:
-        leaves: input leaves that need a gradient.
         caught: gradients by leaf id, caught before they reach the leaf. A leaf's ``.grad`` gets the layout of the leaf, and
             the kernels of the earlier stages' backwards, and so the last bits, depend on the layout.
         replacements: tensors that the layers get in place of the leaves; kept only while the layers run.
-        nodes: graph node of each replacement, or None; empty if there are no replacements.
-        hooked: whether a layer has registered a hook, for each leaf; empty if no layer has.
     """
 
     __slots__ = ("caught", "hooked", "leaves", "nodes", "replacements")
@@ -199,8 +189,6 @@ def unpack(
     """Assemble the value of a message.
 
     Args:
-        message: message from another stage or segment.
-        transform: function applied to each tensor (default None: the value has the message's own tensors).
         input_grads: record of the tensors that collect a gradient; filled in.
         watched: records of the tensors that share memory; filled in.
     """
@@ -291,7 +279,6 @@ def grad_messages(
     """Return the gradients of a stage's inputs as messages to the stages that made the inputs.
 
     Args:
-        grad_counts: number of these inputs in each input message, in order.
         hooked: for each input, whether a layer has registered a hook on it; sent in the place of `needs_grad`. Empty if no
             layer has.
     """
@@ -302,13 +289,7 @@ def grad_messages(
 
 
 class StageState(NamedTuple):
-    """State that travels from a stage to the next, where there is more than the last layer's output.
-
-    Attributes:
-        value: output of the last layer.
-        named: named values that later stages take, by name.
-        losses: auxiliary losses so far, by name.
-    """
+    """State that travels from a stage to the next, where there is more than the last layer's output."""
 
     value: Any
     named: dict[str, Any]
@@ -335,15 +316,9 @@ def split_batch(
 
     Args:
         value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
-        what: name of the value in error messages.
-        device: target device of the tensors; None leaves them where they are.
 
     Returns:
         The microbatches, and the rows (the size of dimension 0) of each.
-
-    Raises:
-        BatchError: if there is no tensor, tensors differ in batch size, there are fewer rows than microbatches, or
-            `Microbatches` has another number of parts.
     """
     if isinstance(value, Microbatches):
         if len(value.parts) != microbatches:
@@ -386,7 +361,6 @@ def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
     """Return whether two tensors have the same shape, dtype and values.
 
     Args:
-        one, other: tensors of any shape and dtype.
         exact: True to compare bit for bit, False up to rounding; by default bit for bit on a CPU, whose kernels are
             deterministic.
     """

@@ -11,11 +11,7 @@ from penstock.trace.events import Trace
 def time_beside(
     trace: Trace, rows: npt.NDArray[np.intp], weights: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return the weighted seconds of other ranks' ops during each op.
-
-    Args:
-        weights: weight of each op's seconds, shape (rows,).
-    """
+    """Return the weighted seconds of other ranks' ops during each op."""
     start, end = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
     total = np.zeros(len(rows))
     for rank in range(trace.ranks):

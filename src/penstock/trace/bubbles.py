@@ -37,17 +37,11 @@ Times = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
-    """Busy and idle time of every rank, in the trace's unit of time.
+    """Busy and idle time of every rank, in the trace's unit of time."""
 
-    Attributes:
-        makespan: last end minus first start, over all ranks.
-        busy: computing time, shape (ranks,).
-        idle: cause (each of `CAUSES`) → idle time, shape (ranks,).
-    """
-
-    makespan: Any
-    busy: Times
-    idle: Mapping[str, Times]
+    makespan: Any  # last end minus first start, over all ranks
+    busy: Times  # computing time, shape (ranks,)
+    idle: Mapping[str, Times]  # cause (each of `CAUSES`) → idle time, shape (ranks,)
 
     @property
     def causes(self) -> list[str]:
@@ -103,18 +97,13 @@ def bubbles(trace: Trace) -> Bubbles:
 
 
 class IdleSpans(NamedTuple):
-    """Idle spans of ranks, as columns of equal length.
-
-    Attributes:
-        rank: int32, rank of each span.
-        start, end: times in the trace's unit.
-        cause: int8, index in `CAUSES`.
-    """
+    """Idle spans of ranks, as columns of equal length."""
 
     rank: npt.NDArray[np.int32]
+    # Times in the trace's unit.
     start: Times
     end: Times
-    cause: npt.NDArray[np.int8]
+    cause: npt.NDArray[np.int8]  # index in `CAUSES`
 
 
 def idle_spans(trace: Trace) -> IdleSpans:

@@ -22,15 +22,10 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Alignment(NamedTuple):
-    """Offsets that turn every process's clock into the first one's.
+    """Offsets that turn every process's clock into the first one's."""
 
-    Attributes:
-        offset: seconds to add to each clock, shape (processes,); 0 for the first.
-        error: largest error of `offset`, seconds, shape (processes,).
-    """
-
-    offset: Seconds
-    error: Seconds
+    offset: Seconds  # seconds to add to each clock, shape (processes,); 0 for the first
+    error: Seconds  # largest error of `offset`, seconds, shape (processes,)
 
 
 def align(met: npt.ArrayLike, clocks: Sequence[Hashable] | None = None) -> Alignment:
@@ -39,9 +34,6 @@ def align(met: npt.ArrayLike, clocks: Sequence[Hashable] | None = None) -> Align
     Args:
         met: times at which every process entered and left each barrier, on its clock, shape (processes, barriers, 2).
         clocks: identifier of every process's clock; equal for processes that read the same one (default: all differ).
-
-    Raises:
-        DataError: if there is no barrier, or a process left one before entering it.
     """
     times = np.asarray(met, np.float64)
     if times.ndim != 3 or 0 in times.shape or times.shape[2] != 2 or (times[..., 1] < times[..., 0]).any():

@@ -23,7 +23,7 @@ from penstock.base.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
 from penstock.base.errors import DataError
 
 FORMAT = 1
-_COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
+COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 # Raised by numpy, zipfile and zlib for a file that is cut off or altered; NotImplementedError by zipfile, for an unknown
 # compression.
 _DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
@@ -48,7 +48,7 @@ class Activity(IntEnum):
     OPTIMIZER = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Trace:
     """Timed events of one step, as columns of equal length, sorted by rank and then by start.
 
@@ -74,7 +74,7 @@ class Trace:
     info: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {len(getattr(self, name)) for name in _COLUMNS}
+        lengths = {len(getattr(self, name)) for name in COLUMNS}
         lengths |= set() if self.held is None else {len(self.held)}
         if len(lengths) > 1:
             raise DataError(f"the columns of a trace must be of one length, got {sorted(lengths)}")
@@ -84,9 +84,9 @@ class Trace:
 
     def select(self, rows: npt.NDArray[Any] | slice) -> Trace:
         """Return the events in some rows (a mask, indices or a slice), in their order."""
-        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         held = None if self.held is None else self.held[rows]
-        return Trace(self.ranks, **columns, held=held, info=self.info)
+        return Trace(ranks=self.ranks, **columns, held=held, info=self.info)
 
     def only(self, kinds: Iterable[Activity]) -> Trace:
         """Return the events of some kinds; the trace itself if it has no event of another kind."""
@@ -107,7 +107,7 @@ class Trace:
         Raises:
             DataError: if the file cannot be written.
         """
-        columns = {name: getattr(self, name) for name in _COLUMNS}
+        columns = {name: getattr(self, name) for name in COLUMNS}
         if self.held is not None:
             columns["held"] = self.held
         header = {"format": FORMAT, "ranks": self.ranks, "info": dict(self.info)}
@@ -129,7 +129,7 @@ class Trace:
             require_regular(path)
             with open(path, "rb") as raw, np.load(_bounded(raw), allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
-                columns = {name: file[name] for name in _COLUMNS}
+                columns = {name: file[name] for name in COLUMNS}
                 held = file["held"] if "held" in file.files else None
             if not all(
                 isinstance(column, np.ndarray) for column in (*columns.values(), held) if column is not None
@@ -143,7 +143,7 @@ class Trace:
         problem = _problem(ranks, info, {**columns, **({} if held is None else {"held": held})})
         if problem:
             raise DataError(f"{path} is not a valid trace: {problem}")
-        return Trace(ranks, **columns, held=held, info=info)
+        return Trace(ranks=ranks, **columns, held=held, info=info)
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:

@@ -23,15 +23,10 @@ _NAME = re.compile(r"step-(\d+)(?:\.rank-(\d+))?\.npz")
 
 @dataclass(frozen=True)
 class RunTraces:
-    """Traces of a run.
+    """Traces of a run."""
 
-    Attributes:
-        steps: step (from 1) → its trace, ascending; a missing rank has no events.
-        problems: descriptions of unreadable files and missing ranks, one sentence each.
-    """
-
-    steps: Mapping[int, Trace]
-    problems: tuple[str, ...]
+    steps: Mapping[int, Trace]  # step (from 1) → its trace, ascending; a missing rank has no events
+    problems: tuple[str, ...]  # descriptions of unreadable files and missing ranks, one sentence each
 
 
 def step_path(run: str | Path, step: int, rank: int | None = None) -> Path:
@@ -43,14 +38,8 @@ def step_path(run: str | Path, step: int, rank: int | None = None) -> Path:
 def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None) -> Path:
     """Write the trace of a step into the run's folder, complete or not at all, and return its path.
 
-    Args:
-        step: number of the step, from 1.
-        trace: trace of all ranks, or of one process; the ``info["origin"]`` of such a part must be on a clock that all
-            parts share.
-        rank: rank of the process that recorded the part (default: the trace has all ranks).
-
-    Raises:
-        DataError: if the file cannot be written.
+    With `rank`, it is the part that one process recorded; its ``info["origin"]`` must be on a clock that all parts
+    share.
     """
     path = step_path(run, step, rank)
     try:
@@ -62,11 +51,7 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
 
 
 def drop_after(run: str | Path, step: int) -> None:
-    """Delete the traces of later steps, which will be run again.
-
-    Raises:
-        OSError: if one cannot be deleted.
-    """
+    """Delete the traces of later steps, which will be run again."""
     for path in (Path(run) / FOLDER).glob("step-*.npz"):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > step:
@@ -74,11 +59,7 @@ def drop_after(run: str | Path, step: int) -> None:
 
 
 def read_folder(run: str | Path) -> RunTraces:
-    """Read all traces of a run.
-
-    Raises:
-        DataError: if the folder has no readable trace; the message lists the problems.
-    """
+    """Read all traces of a run."""
     folder = Path(run) / FOLDER
     files: dict[int, list[tuple[int, Path]]] = {}
     try:
@@ -102,11 +83,7 @@ def read_folder(run: str | Path) -> RunTraces:
 
 
 def read_file(path: str | Path) -> tuple[Trace, tuple[str, ...]]:
-    """Read one file; return its trace and a description of the ranks it lacks.
-
-    Raises:
-        DataError: if it cannot be read, or has no event.
-    """
+    """Read one file; return its trace and a description of the ranks it lacks."""
     trace = Trace.load(path)
     if not len(trace):
         raise DataError(f"{path} holds no event")

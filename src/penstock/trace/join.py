@@ -1,4 +1,4 @@
-"""The trace of one step, joined from those that several processes recorded of their ranks by their clocks."""
+"""The trace of one step, joined from the traces that processes recorded of their own ranks, by their clocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.trace.clock import Alignment
-from penstock.trace.events import Trace
-
-_COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
+from penstock.trace.events import COLUMNS, Trace
 
 
 def present(trace: Trace) -> list[int]:
@@ -19,20 +17,12 @@ def present(trace: Trace) -> list[int]:
 
 
 def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
-    """Join the parts of a step.
+    """Join the parts of a step, no rank in two of them.
 
-    Args:
-        parts: traces of the processes, no rank in two of them. ``info["origin"]`` of each is the time from which it
-            counts, in seconds on its process's clock (default 0).
-        clocks: alignment of the parts' clocks, in their order (default: they share one clock).
-
-    Returns:
-        The trace of all ranks, with times from the first event. Its `info` is the first part's, with ``ranks_present``,
-        ``origin`` on the first part's clock, ``clock_error``, the largest error in seconds between the times of two
-        ranks, and ``whole_backward`` of all parts.
-
-    Raises:
-        DataError: if there is no part, or two of them do not belong together.
+    ``info["origin"]`` of a part is the time from which it counts, in seconds on its process's clock (default 0);
+    without `clocks` the parts share one clock. The result counts from its first event. Its `info` is the first
+    part's, with ``ranks_present``, ``origin`` on the first part's clock, ``clock_error``, the largest error in
+    seconds between the times of two ranks, and ``whole_backward`` of all parts.
     """
     if not parts:
         raise DataError("there is nothing to join: no rank left a trace")
@@ -61,14 +51,14 @@ def _concatenated(parts: Sequence[Trace], began: Sequence[float], info: dict[str
     lengths = [len(part) for part in parts]
     firsts = [at + float(part.start.min()) for at, part in zip(began, parts, strict=True) if len(part)]
     origin = min(firsts, default=0.0)
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     shift = np.repeat([at - origin for at in began], lengths)
     columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
     held = [part.held for part in parts if part.held is not None]
     # A stable sort keeps the events of a rank in the order of their part.
     order = np.argsort(columns["rank"], kind="stable")
     return Trace(
-        parts[0].ranks,
+        ranks=parts[0].ranks,
         **{name: column[order] for name, column in columns.items()},
         held=np.concatenate(held)[order] if len(held) == len(parts) else None,
         info={**parts[0].info, **info, "origin": origin},

@@ -12,23 +12,14 @@ from penstock.trace.events import Trace
 
 
 class Curve(NamedTuple):
-    """A step function of time.
+    """A step function of time."""
 
-    Attributes:
-        time: times at which the rank's memory changes, ascending, in the trace's unit.
-        held: int64, memory held from each time on, in the unit of the trace's `held`.
-    """
-
-    time: npt.NDArray[Any]
-    held: npt.NDArray[np.int64]
+    time: npt.NDArray[Any]  # times at which the rank's memory changes, ascending, in the trace's unit
+    held: npt.NDArray[np.int64]  # memory held from each time on, in the unit of the trace's `held`
 
 
 def memory_curve(trace: Trace, rank: int) -> Curve:
-    """Return the memory of one rank over time: events allocate at their start and free at their end.
-
-    Raises:
-        ConfigError: if the trace does not record memory, or has no such rank.
-    """
+    """Return the memory of one rank over time: events allocate at their start and free at their end."""
     column = _held(trace)
     if not 0 <= rank < trace.ranks:
         raise ConfigError(f"rank must be one of the trace's, 0..{trace.ranks - 1}, got {rank}")
@@ -41,11 +32,7 @@ def memory_curve(trace: Trace, rank: int) -> Curve:
 
 
 def peaks(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the peak memory of every rank, int64, shape (ranks,).
-
-    Raises:
-        ConfigError: if the trace does not record memory.
-    """
+    """Return the peak memory of every rank, int64, shape (ranks,)."""
     column = _held(trace)
     return np.array([column[rows].max(initial=0) for rows in trace.rank_slices()], np.int64)
 

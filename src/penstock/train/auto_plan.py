@@ -38,13 +38,6 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
 
     All ranks measure at the same time: threads of this process, or all processes of the run; every process calls it. The
     first one then chooses for all. The degrees of ``[parallel]`` stay as given.
-
-    Args:
-        report: function that prints a line; called on the first process alone.
-
-    Raises:
-        ConfigError: on every process, if the run has tensor parallelism or is not on the CPUs of one machine, the degrees do
-            not fit the processes, or no layout fits in memory.
     """
     world = current_world()
     shape = find_mesh(config.parallel, world.size if world is not None else None)
@@ -70,6 +63,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
         fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, "zero": config.parallel.zero}
         result = search(
             profile, cluster, sequence=config.data.sequence, batch=config.train.batch, fixed=fixed, devices=shape.ranks,
+            # The other processes wait meanwhile, and must not give up.
             top=1, limit=min(_SECONDS, config.runtime.timeout / 2),
         )  # fmt: skip
         best = result.best
@@ -119,11 +113,7 @@ def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group:
 
 
 def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config:
-    """Return a config with a plan's layout.
-
-    Args:
-        counts: number of blocks of every stage, for a split that is not even.
-    """
+    """Return a config with a plan's layout."""
     split: Any = "even" if layout.split == "even" else list(counts)
     schedule = replace(
         config.schedule,

@@ -59,17 +59,10 @@ def evaluate(
     """Evaluate a model on files, in threads or as one of several processes.
 
     Args:
-        target: folder of a run, one of its checkpoints, or a local Hugging Face folder.
         paths: files or folders of data; none for the held-out data of the run.
-        overrides: entries ``section.key=value`` over the run's config, or over the defaults.
-        watch: receiver of the progress of tokenizing (default none).
 
     Returns:
         An evaluation of each path, on the leading process; None on the others.
-
-    Raises:
-        ConfigError: if there is no such model, a value cannot be used, or a Hugging Face folder comes without paths.
-        DataError: if weights or data cannot be read.
     """
     config, run = _config_of(target, overrides)
     if run is None and not paths:

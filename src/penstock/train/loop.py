@@ -59,7 +59,7 @@ _PRECISION = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The outcome of a run.
 
@@ -68,10 +68,6 @@ class Outcome:
         held_out_bits: the model's mean bits per token (a byte, where tokens are bytes) on the held-out samples.
         bigram_bits: a bigram table's mean bits per byte on the same samples; None where tokens are not bytes.
         seconds: duration of the steps and evaluations, without start and end of the run.
-        tokens_per_second: trained tokens divided by the time of the steps alone.
-        unit: name of a token: ``byte`` or ``token``.
-        sample: the generated text, with its prompt.
-        report: path of the run's page; None without `train.report` or where Bokeh is not installed.
     """
 
     folder: str
@@ -99,21 +95,13 @@ def train(
 
     Args:
         config: a checked config, not yet resolved.
-        make_reporter: function of the number of steps, and of whether this process leads, that returns a reporter.
-        profile: profile one step with torch's profiler (default False); see `StepProfiler`.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.train.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
-        callbacks: more callbacks than the config names (default none); only the leading process calls them.
 
     Returns:
         The outcome on the leading process, None on the others.
-
-    Raises:
-        ConfigError: if a value cannot be used, or another run uses the folder; nothing has been written then.
-        StoppedError: if the run was asked to stop; it is saved. Raised on every process.
-        PenstockError: if the run failed later; the folder keeps what has been written.
     """
     world = current_world()
     in_processes = world is not None
@@ -138,7 +126,14 @@ def train(
         with make_reporter(config.train.steps, run_group.leads) as shown:
             reporter, calls = LoggedReporter(shown), CallbackList(found, shown.say)
             with RunCheckpointer(
-                path, config, data.digest, pipe, optimizer, run_group, reporter, calls
+                path,
+                config,
+                data=data.digest,
+                pipe=pipe,
+                optimizer=optimizer,
+                run_group=run_group,
+                reporter=reporter,
+                callbacks=calls,
             ) as checkpointer:
                 first_lines = [_opening(config, path, pipe, device, data)]
                 notes = (
@@ -158,10 +153,10 @@ def train(
                         path,
                         reporter,
                         config,
-                        progress.done,
-                        device,
-                        world.size if world else 1,
-                        pipe.threads,
+                        done=progress.done,
+                        device=device,
+                        processes=world.size if world else 1,
+                        threads=pipe.threads,
                     )
                 with (
                     run_log(path, run_group.rank, level, shown.say, first_lines),
@@ -174,20 +169,22 @@ def train(
                 ):
                     steps = config.train.steps
                     run = TrainingRun(
-                        config,
-                        model,
-                        data,
-                        pipe,
-                        optimizer,
-                        run_group,
-                        reporter,
-                        metrics,
-                        checkpointer,
-                        Traces(path, steps, config.train.trace_every, metrics.writes, calls, reporter.say),
-                        StepProfiler(path if profile else None, steps, run_group.rank),
-                        calls,
-                        page,
-                        stopping,
+                        config=config,
+                        model=model,
+                        data=data,
+                        pipe=pipe,
+                        optimizer=optimizer,
+                        run_group=run_group,
+                        reporter=reporter,
+                        metrics=metrics,
+                        checkpointer=checkpointer,
+                        traces=Traces(
+                            path, steps, config.train.trace_every, metrics.writes, calls, reporter.say
+                        ),
+                        profiles=StepProfiler(path if profile else None, steps, run_group.rank),
+                        callbacks=calls,
+                        page=page,
+                        stopping=stopping,
                     )
                     trainer = Trainer(run, progress)
                     with _reporting_end(trainer, calls, page):
@@ -237,7 +234,7 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
             error.begun = True
         outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, StoppedError) else "failed"
         text, done = str(error) or type(error).__name__, trainer.progress.done
-        calls.on_end(EndEvent(outcome, done, text))
+        calls.on_end(EndEvent(outcome=outcome, step=done, error=text))
         page.finish(
             f"The run {text}" if outcome == "stopped" else f"The run failed after step {done:,}: {text}"
         )
@@ -263,6 +260,7 @@ def _keep_start(
     path: Path,
     reporter: Reporter,
     config: Config,
+    *,
     done: int,
     device: torch.device,
     processes: int,
@@ -284,15 +282,15 @@ def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: boo
         write_text(path / "sample.txt", sample + "\n")
     except OSError as error:
         reporter.say(f"cannot write {path / 'sample.txt'}: {error.strerror}")
-    end = EndEvent("done", run.config.train.steps, bigram_bits=bigram, **vars(result))
+    end = EndEvent(outcome="done", step=run.config.train.steps, bigram_bits=bigram, **vars(result))
     if writes_metrics:
         run.metrics.write("final", **values_of(end))
     run.checkpointer.wait()
     run.callbacks.on_end(end)
     page = run.page.finish()
     return Outcome(
-        str(path),
-        run.config.train.steps,
+        folder=str(path),
+        steps=run.config.train.steps,
         bigram_bits=bigram,
         unit=model.tokenizer.unit,
         sample=sample,

@@ -28,7 +28,6 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config_changes import config_changes
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import final_values
 from penstock.train.report.progress import Reporter
@@ -43,11 +42,8 @@ class RunProgress:
     """The progress of a run, without weights and optimizer.
 
     Attributes:
-        done: number of steps done, and the number of the next batch.
         loss: loss of the last step that had a finite one, in nats per token; NaN if there is none.
-        skipped_in_a_row: number of consecutive steps skipped last.
         final: the last line of the run's metrics if the run had ended and has no steps left; else None.
-        has_state: whether the pipeline has the weights of these steps (default True).
     """
 
     done: int = 0
@@ -67,6 +63,7 @@ class RunCheckpointer:
         self,
         run: Path,
         config: Config,
+        *,
         data: DataDigest,
         pipe: Pipeline,
         optimizer: PipelineOptimizer,
@@ -94,11 +91,6 @@ class RunCheckpointer:
 
         Returns:
             The progress of the run. All steps may be done: then only files that are missing are written.
-
-        Raises:
-            ConfigError: if there is no intact checkpoint, unless nothing is missing of a finished run; or it belongs to
-                another model, other data or another optimizer, or to a later step than the last.
-            DataError: if the checkpoint was not written by a run.
         """
         train = self._config.train
         if not train.resume:
@@ -226,14 +218,7 @@ class RunCheckpointer:
             self._save(progress)
 
     def stop(self, progress: RunProgress) -> StoppedError:
-        """Save the run unless this step is saved already, and wait for the disk; every process calls this.
-
-        Returns:
-            The error to raise.
-
-        Raises:
-            PenstockError: if the run could not be saved; says how to resume it.
-        """
+        """Save the run unless this step is saved, and return the error to raise; every process calls this."""
         done = progress.done
         if not done:
             return StoppedError(
@@ -293,3 +278,46 @@ def _progress_of(loaded: Loaded) -> RunProgress:
             f"{skipped!r:.40}"
         )
     return RunProgress(loaded.step, float(loss), skipped)
+
+
+_NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
+"""Keys that change the numbers; so do all of ``[model]``, ``[optim]`` and ``[data]`` but ``data.changed``."""
+_PATHS = ("path", "held_out_path")
+
+
+def config_changes(before: dict[str, Any], config: Config, *, knows_data: bool) -> list[str]:
+    """Return the keys that change a run's numbers and differ from a checkpoint's config, a phrase each.
+
+    Args:
+        knows_data: whether the checkpoint has a digest of its data. The data may then have moved: the digest tells whether
+            it is the same.
+    """
+    before, now = dict(before), asdict(config)
+    for key in _PATHS if knows_data else ():
+        if key == "path" or (now["data"][key] and _shown(before, "data", key) != "''"):
+            del now["data"][key]
+    changes: list[str] = []
+    for section in ("model", "data", "optim", "train", "runtime"):
+        for key, value in now[section].items():
+            if _changes_numbers(section, key) and (old := _shown(before, section, key)) != repr(value):
+                changes.append(f"{section}.{key} was {_words(old)} and is {_words(repr(value))}")
+    return changes
+
+
+def _changes_numbers(section: str, key: str) -> bool:
+    keys = _NUMERIC_KEYS.get(section)
+    return (section, key) != ("data", "changed") if keys is None else key in keys
+
+
+def _words(shown: str) -> str:
+    return "not set" if shown == "None" else shown
+
+
+def _shown(config: dict[str, Any], section: str, key: str) -> str:
+    """Return a value of a checkpoint's config; its default, if the key is newer than the checkpoint."""
+    table = config.get(section)
+    return repr(table.get(key, _default(section, key))) if isinstance(table, dict) else "not known"
+
+
+def _default(section: str, key: str) -> Any:
+    return getattr(getattr(Config(), section), key)

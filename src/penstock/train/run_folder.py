@@ -20,11 +20,7 @@ AUTO = "auto"
 
 
 def choose(config: TrainConfig) -> Path:
-    """Return the folder of the run, without creating it.
-
-    Raises:
-        ConfigError: if the folder of a new run already exists, or the run to resume does not.
-    """
+    """Return the folder of the run, without creating it."""
     if config.resume:
         return run_of(config)
     path = Path(config.folder).expanduser() / (config.name or time.strftime("%Y-%m-%d-%H%M%S"))
@@ -34,11 +30,7 @@ def choose(config: TrainConfig) -> Path:
 
 
 def run_of(config: TrainConfig) -> Path:
-    """Return the folder of the run that ``train.resume`` names.
-
-    Raises:
-        ConfigError: if there is no such run, or ``train.resume`` is ``auto`` and ``train.name`` is empty.
-    """
+    """Return the folder of the run that ``train.resume`` names."""
     if config.resume == AUTO:
         if not config.name:
             raise ConfigError("train.resume = auto resumes the run train.name, which is not set")
@@ -54,11 +46,7 @@ def run_of(config: TrainConfig) -> Path:
 
 
 def create(path: Path, config: Config) -> Path:
-    """Create the folder with the resolved config in it, and return it; the folder of a resumed run may exist.
-
-    Raises:
-        ConfigError: if it cannot be created, or another process has created it in the meantime.
-    """
+    """Create the folder with the resolved config in it, and return it; the folder of a resumed run may exist."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=bool(config.train.resume) or _holds_only_a_lock(path))

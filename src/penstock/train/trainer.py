@@ -33,7 +33,7 @@ Stopping = Callable[[], bool]
 """Function that returns True if this process has been asked to stop; all processes stop if one has been asked."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """The components of a run; `stopping` is None if nothing can stop it early."""
 
@@ -76,13 +76,7 @@ class Trainer:
         self._vote: Callable[[], float] | None = None
 
     def train(self) -> Result:
-        """Execute the remaining steps.
-
-        Raises:
-            StoppedError: if a process was asked to stop; the run is saved.
-            NonFiniteError: if more steps in a row than ``train.skip_nonfinite`` were NaN or infinite.
-            PenstockError: if a step failed.
-        """
+        """Execute the remaining steps."""
         self._began = perf_counter()
         train, final = self._run.config.train, self.progress.final
         if final is not None:
@@ -121,11 +115,7 @@ class Trainer:
             raise stopped
 
     def train_step(self, step: int) -> None:
-        """Make one update of the weights: batches, forwards and backwards, the update, and what is due after it.
-
-        Args:
-            step: number of the step, from 0.
-        """
+        """Make one update of the weights: batches, forwards and backwards, the update, and what is due after it."""
         run, config, done = self._run, self._run.config, step + 1
         train, pipe, optimizer = config.train, run.pipe, run.optimizer
         scale = 1.0 if optimizer.scaler is None else optimizer.scaler.scale
@@ -182,7 +172,7 @@ class Trainer:
         run.reporter.step(done, loss)
         samples = run.config.train.batch * done
         return StepEvent(
-            done, loss, update.lr[0], float(update.grad_norm),
+            step=done, loss=loss, lr=update.lr[0], grad_norm=float(update.grad_norm),
             samples=samples, tokens=samples * run.config.data.sequence, logged=False,
         )  # fmt: skip
 
@@ -220,7 +210,7 @@ class Trainer:
         self.progress = replace(self.progress, done=done, skipped_in_a_row=in_a_row)
         run.reporter.step(done, self.progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
-        run.callbacks.on_step(StepEvent(done, seconds=self._seconds(), logged=False, skipped=where))
+        run.callbacks.on_step(StepEvent(step=done, seconds=self._seconds(), logged=False, skipped=where))
         run.metrics.write(
             "skipped",
             step=done,
@@ -272,7 +262,6 @@ class Trainer:
 
 
 def on_gpu(device: torch.device | None) -> bool:
-    """Return whether stages are on a GPU."""
     return device is not None and device.type == "cuda"
 
 
@@ -289,11 +278,7 @@ def memory_use(device: torch.device | None) -> tuple[int, int, int, int]:
 
 
 def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> float:
-    """Return the share of the ranks' time in the last step that they spent in neither a forward nor a backward.
-
-    Args:
-        seconds: duration of the step.
-    """
+    """Return the share of the ranks' time in the last step that they spent in neither a forward nor a backward."""
     trace = pipe.trace()
     assert trace is not None, "a step has just been done"
     ranks = run_group.size if pipe.in_processes else pipe.ranks

@@ -27,9 +27,17 @@ from penstock.checkpoint.format.manifest import (
 
 NAME = "stage-00001-of-00001.safetensors"
 GOOD = Manifest(
-    3, 0, (("a", "b"),), {}, {NAME: StoredFile(10, "0" * 64)}, {"model/a.weight": StoredTensor(NAME, (2, 3), "F32")},
-    {"extra": {}}, {"x": {"y": 1}}, digest_of_config({"x": {"y": 1}}), {"torch": "2"},
-)  # fmt: skip
+    step=3,
+    seed=0,
+    layers=(("a", "b"),),
+    layout={},
+    files={NAME: StoredFile(10, "0" * 64)},
+    tensors={"model/a.weight": StoredTensor(NAME, (2, 3), "F32")},
+    values={"extra": {}},
+    config={"x": {"y": 1}},
+    config_sha256=digest_of_config({"x": {"y": 1}}),
+    versions={"torch": "2"},
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

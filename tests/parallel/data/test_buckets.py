@@ -292,7 +292,6 @@ def in_float32(rank: int) -> dict:
     return gradients(net)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="grad_dtype came with torch 2.10")
 def test_gradients_of_another_dtype_than_their_parameter(processes: LocalProcesses):
     one, other = processes.run(2, in_float32)
     assert {grad.dtype for grad in one.values()} == {torch.float32}

@@ -45,7 +45,7 @@ def test_no_layout_of_a_small_space_is_quicker(seed: int):
 
 def medium(blocks: int = 16, **more: object) -> Profile:
     sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "ffn": 14336, "vocabulary": 32000}
-    return of_shape(ModelShape("medium", layers=blocks, **{**sizes, **more}))
+    return of_shape(ModelShape(name="medium", layers=blocks, **{**sizes, **more}))
 
 
 def plans_of(result: SearchResult) -> list[tuple[str, float]]:
@@ -256,17 +256,26 @@ def test_a_measured_backward_may_take_less_than_its_halves():
     """Microbatches of two samples take less time, but not by the sum of the halves, which would prune them."""
 
     def cost(scale: float, forward: float, half: float, whole: float) -> LayerCost:
-        seconds = [(DeviceWork("seconds", scale * amount),) for amount in (forward, half, half)]
-        backward = (DeviceWork("seconds", scale * whole),)
-        return LayerCost(*seconds, backward=backward, parameters=10, output_bytes=8)
+        one, halves, both = ((DeviceWork("seconds", scale * amount),) for amount in (forward, half, whole))
+        return LayerCost(
+            forward=one, input_grad=halves, weight_grad=halves, backward=both, parameters=10, output_bytes=8
+        )
 
     def kind(scale: float) -> ProfiledLayer:
         return ProfiledLayer(((1, cost(scale, 0.5, 0.5, 1.0)), (2, cost(scale, 1.0, 2.0, 1.5))))
 
     layers = (("e", "embedding", 0), *((f"b{n}", "block", 1) for n in range(6)), ("h", "head", 2))
     kinds = (kind(0.1), kind(1.0), kind(0.2))
-    profile = Profile("measured", "measured", None, 1, "fp32", kinds, layers)
-    cluster = Cluster("two", Device(1e9, {"fp32": 1e9}, 1e9), 2, 1, dtype="fp32")
+    profile = Profile(
+        name="measured", source="measured", shape=None, sequence=1, dtype="fp32", kinds=kinds, layers=layers
+    )
+    cluster = Cluster(
+        name="two",
+        device=Device(memory=1e9, matmul={"fp32": 1e9}, memory_bandwidth=1e9),
+        ranks_per_node=2,
+        nodes=1,
+        dtype="fp32",
+    )
     small = SmallSpace(profile, cluster, 1, 8, {"pp": 2})
     quickest = min(every_plan(small), key=lambda plan: plan.step_seconds)
     assert quickest.layout.microbatch > 1

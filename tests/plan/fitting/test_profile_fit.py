@@ -11,15 +11,20 @@ from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.plan.run_layout import Layout
 
-CLUSTER = Cluster("here", Device(1e12, {"fp32": 1e12}, 1e10), ranks_per_node=4, dtype="fp32")
+CLUSTER = Cluster(
+    name="here",
+    device=Device(memory=1e12, matmul={"fp32": 1e12}, memory_bandwidth=1e10),
+    ranks_per_node=4,
+    dtype="fp32",
+)
 LAYOUTS = [
-    Layout(2, v=1, schedule="1f1b"),
-    Layout(2, v=2, schedule="interleaved-1f1b"),
-    Layout(2, v=1, schedule="zb-h1"),
-    Layout(2, v=1, schedule="1f1b", recompute="full"),
-    Layout(2, v=1, schedule="gpipe"),
-    Layout(2, v=2, schedule="zb-v"),
-    Layout(2, v=3, schedule="interleaved-1f1b"),
+    Layout(pp=2, v=1, schedule="1f1b"),
+    Layout(pp=2, v=2, schedule="interleaved-1f1b"),
+    Layout(pp=2, v=1, schedule="zb-h1"),
+    Layout(pp=2, v=1, schedule="1f1b", recompute="full"),
+    Layout(pp=2, v=1, schedule="gpipe"),
+    Layout(pp=2, v=2, schedule="zb-v"),
+    Layout(pp=2, v=3, schedule="interleaved-1f1b"),
 ]
 
 
@@ -28,7 +33,7 @@ def profile(factors: dict[str, float], overhead: float) -> Profile:
     works = {name: (DeviceWork("seconds", s * factors.get(name, 1.0)),) for name, s in base.items()}
     kind = ProfiledLayer(((1, LayerCost(**works)),))
     entries = tuple((str(n), "block", 0) for n in range(8))
-    return Profile("m", "measured", kinds=(kind,), layers=entries, op_overhead=overhead)
+    return Profile(name="m", source="measured", kinds=(kind,), layers=entries, op_overhead=overhead)
 
 
 def runs(truth: Profile) -> list[MeasuredLayout]:
@@ -45,10 +50,10 @@ def seconds(model: Profile, layout: Layout) -> float:
 
 
 OTHERS = [
-    Layout(2, v=1, schedule="zb-h2"),
-    Layout(2, v=4, schedule="interleaved-1f1b"),
-    Layout(2, v=2, schedule="breadth-first"),
-    Layout(2, v=1, schedule="1f1b", recompute=2),
+    Layout(pp=2, v=1, schedule="zb-h2"),
+    Layout(pp=2, v=4, schedule="interleaved-1f1b"),
+    Layout(pp=2, v=2, schedule="breadth-first"),
+    Layout(pp=2, v=1, schedule="1f1b", recompute=2),
 ]
 
 
@@ -56,11 +61,21 @@ OTHERS = [
     "runtime",
     [
         None,
-        RuntimeCosts(0.002, 0.003, 0.001, 0.002, prepare=0.0015, segment=0.001),
-        RuntimeCosts(0.001, 0.001, 0.001, 0.001, beside_forward=0.9, beside_backward=0.2, beside_input_grad=0.3),
+        RuntimeCosts(
+            forward=0.002, backward=0.003, input_grad=0.001, weight_grad=0.002, prepare=0.0015, segment=0.001
+        ),
+        RuntimeCosts(
+            forward=0.001,
+            backward=0.001,
+            input_grad=0.001,
+            weight_grad=0.001,
+            beside_forward=0.9,
+            beside_backward=0.2,
+            beside_input_grad=0.3,
+        ),
     ],
     ids=["factors", "the runtime's seconds", "side by side"],
-)  # fmt: skip
+)
 def test_layouts_that_did_not_run_are_predicted_from_those_that_did(runtime: RuntimeCosts | None):
     factors = {"forward": 1.3, "backward": 1.2, "input_grad": 1.25, "weight_grad": 0.9, "again": 1.1}
     truth = replace(profile(factors, 0.002), runtime=runtime, step_overhead=0.004)
@@ -74,7 +89,7 @@ def test_layouts_that_did_not_run_are_predicted_from_those_that_did(runtime: Run
 
 def test_an_op_beside_another_takes_as_long_as_the_two_compete():
     alone = replace(profile({}, 0.0), runtime=RuntimeCosts(beside_forward=1.0))
-    gpipe, plain = Layout(2, v=1, schedule="gpipe"), profile({}, 0.0)
+    gpipe, plain = Layout(pp=2, v=1, schedule="gpipe"), profile({}, 0.0)
     forward = 64 * 4 * 0.010
     # The forwards of the two ranks overlap, but for one at each end; backwards do not compete.
     assert seconds_of(alone, gpipe) - seconds_of(plain, gpipe) == pytest.approx(forward, rel=0.03)

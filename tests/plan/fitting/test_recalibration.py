@@ -16,9 +16,17 @@ from penstock.plan.profile.model_shape import ModelShape
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
 
-PROFILE = of_shape(ModelShape("small", 8, 64, 4, 2, 16, 128, 256))
+PROFILE = of_shape(
+    ModelShape(name="small", layers=8, hidden=64, heads=4, kv_heads=2, head_size=16, ffn=128, vocabulary=256)
+)
 CLUSTER = Cluster(
-    "two nodes", Device(1e9, {"fp32": 1e9}, 1e9), 2, 2, LinkSpeed(1e-3, 1e7), LinkSpeed(2e-3, 1e6), "fp32"
+    name="two nodes",
+    device=Device(memory=1e9, matmul={"fp32": 1e9}, memory_bandwidth=1e9),
+    ranks_per_node=2,
+    nodes=2,
+    node=LinkSpeed(1e-3, 1e7),
+    network=LinkSpeed(2e-3, 1e6),
+    dtype="fp32",
 )
 
 

@@ -30,10 +30,26 @@ from penstock.train.model.llama import layers
 from tests.support import hf_models
 
 GPT = ModelShape(
-    "gpt", 4, 512, 8, 8, 64, 2048, 1000, gated=False, positions=128, norm_weights=4, final_norm_weights=2,
-    qkv_bias=True, output_bias=True, ffn_bias=True, dropout=True,
-)  # fmt: skip
-LLAMA = ModelShape("llama", 4, 512, 8, 4, 64, 1536, 1000)
+    name="gpt",
+    layers=4,
+    hidden=512,
+    heads=8,
+    kv_heads=8,
+    head_size=64,
+    ffn=2048,
+    vocabulary=1000,
+    gated=False,
+    positions=128,
+    norm_weights=4,
+    final_norm_weights=2,
+    qkv_bias=True,
+    output_bias=True,
+    ffn_bias=True,
+    dropout=True,
+)
+LLAMA = ModelShape(
+    name="llama", layers=4, hidden=512, heads=8, kv_heads=4, head_size=64, ffn=1536, vocabulary=1000
+)
 COSTS = (embedding_cost, block_cost, head_cost)
 
 
@@ -202,7 +218,9 @@ def saved_by_torch(module: torch.nn.Module, value: torch.Tensor) -> tuple[int, t
 def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, sequence: int):
     """In 32 bits: norms save their normalised input and its scale besides, and the gate its activation."""
     config = ModelConfig(vocabulary=512, width=128, layers=1, heads=4, kv_heads=2, hidden=352)
-    shape = ModelShape("built-in", 1, 128, 4, 2, 32, 352, 512)
+    shape = ModelShape(
+        name="built-in", layers=1, hidden=128, heads=4, kv_heads=2, head_size=32, ffn=352, vocabulary=512
+    )
     first, block, _ = (layer.build() for layer in layers(config))
     load, tokens = Workload(samples, sequence, dtype="fp32"), samples * sequence
     saved, value = saved_by_torch(first, torch.randint(0, 512, (samples, sequence)))

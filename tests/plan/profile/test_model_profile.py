@@ -19,7 +19,9 @@ from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape, read_profile
 from penstock.plan.profile.model_shape import ModelShape
 
-SHAPE = ModelShape("small", 3, 64, 4, 2, 16, 128, 100, tied=True)
+SHAPE = ModelShape(
+    name="small", layers=3, hidden=64, heads=4, kv_heads=2, head_size=16, ffn=128, vocabulary=100, tied=True
+)
 
 
 def cost(seconds: float, saved: float = 8.0) -> LayerCost:
@@ -39,8 +41,18 @@ def measured() -> Profile:
     )
     layers = (("in", "embedding", 1), ("a", "block", 0), ("b", "block", 0))
     return Profile(
-        "mine", "measured", None, 16, "fp32", kinds, layers, {"host": "here", "cores": 2}, 1e-6, 2e-3, 0.01
-    )  # fmt: skip
+        name="mine",
+        source="measured",
+        shape=None,
+        sequence=16,
+        dtype="fp32",
+        kinds=kinds,
+        layers=layers,
+        machine={"host": "here", "cores": 2},
+        op_overhead=1e-6,
+        step_overhead=2e-3,
+        spread=0.01,
+    )
 
 
 def test_costs_lie_on_the_line_between_the_sizes_that_were_measured():
@@ -92,7 +104,9 @@ def test_a_saved_profile_reads_back_as_it_was(profile: Profile, tmp_path: Path):
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=5, unique=True), st.text(max_size=5))
 def test_every_number_survives(numbers: list[float], name: str):
     points = tuple((n + 1, cost(number)) for n, number in enumerate(numbers))
-    profile = Profile(name, "measured", kinds=(ProfiledLayer(points),), layers=((name, "block", 0),))
+    profile = Profile(
+        name=name, source="measured", kinds=(ProfiledLayer(points),), layers=((name, "block", 0),)
+    )
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"penstock-profile-{os.getpid()}.json"
     try:
         profile.save(path)

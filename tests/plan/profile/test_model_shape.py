@@ -330,7 +330,7 @@ def test_files_that_are_no_config_are_refused(content: bytes, tmp_path: Path):
 
 
 def test_sizes_given_in_python_are_checked():
-    shape = ModelShape("m", 2, 8, 2, 1, 4, 16, 10)
+    shape = ModelShape(name="m", layers=2, hidden=8, heads=2, kv_heads=1, head_size=4, ffn=16, vocabulary=10)
     for change in ({"layers": 0}, {"hidden": 2.0}, {"norms": -1}, {"tied": 1}, {"positions": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(change))} of the model must be"):
             replace(shape, **change)

@@ -34,7 +34,7 @@ def model(kind: str = "plain") -> nn.Sequential:
 
 def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(ROWS * M, WIDTH, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
+    return tuple(torch.randn(ROWS * M, WIDTH, generator=generator).to(dtype) for _ in range(2))
 
 
 def pipeline(net: nn.Module, schedule: str, dp: int = 1) -> Pipeline:

@@ -13,6 +13,7 @@ from torch import nn
 from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
@@ -146,3 +147,25 @@ def test_a_rank_that_makes_no_call_is_named_with_the_call_that_it_misses(
 ):
     text, _ = processes.run(2, alone, tmp_path)
     assert "rank 1 did not call pipe.full_state_dict()" in text
+
+
+def build_another(rank: int, folder: Path) -> str:
+    """Rank 0 builds a second pipeline; rank 1 builds none until rank 0 has given up."""
+    done = folder / "given-up"
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2):
+        if rank:
+            waiting.until(done.exists)
+            return ""
+        options = ExecutionOptions(first_timeout=2.0)
+        try:
+            Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=2.0, execution=options)
+        except WaitTimeoutError as error:
+            return str(error)
+        finally:
+            done.touch()
+    return "no error"
+
+
+def test_a_rank_that_builds_no_second_pipeline_is_named(tmp_path: Path, processes: LocalProcesses):
+    text, _ = processes.run(2, build_another, tmp_path)
+    assert text.endswith("to compare what they were started with: rank 1 did not come")

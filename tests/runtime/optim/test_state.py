@@ -56,13 +56,13 @@ def first_half(rank: int, ranks: int, dtype: torch.dtype, make, given: dict) -> 
 
 
 def second_half(
-    rank: int, ranks: int, dtype: torch.dtype, make, given: dict, weights: dict, state: dict
+    rank: int, ranks: int, dtype: torch.dtype, make, given: dict, saved: tuple[dict, dict]
 ) -> tuple:
     torch.set_num_threads(1)
     with pipe_of(ranks, dtype, seed=1) as pipe:
         optimizer = optimizer_of(pipe, make, **given)
-        pipe.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+        pipe.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
         done = steps(pipe, optimizer, range(3, 6), dtype)
         return done, copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
 
@@ -88,8 +88,8 @@ CASES = {
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
 def test_threads_continue_at_another_split(case, before, after):
     dtype, make, given = CASES[case]
-    weights, state = through_a_file(first_half(0, before, dtype, make, given))
-    done, found = second_half(0, after, dtype, make, given, weights, state)
+    saved = through_a_file(first_half(0, before, dtype, make, given))
+    done, found = second_half(0, after, dtype, make, given, saved)
     with pipe_of(1, dtype) as pipe:
         optimizer = optimizer_of(pipe, make, **given)
         expected = steps(pipe, optimizer, range(6), dtype)[3:]
@@ -100,8 +100,8 @@ def test_threads_continue_at_another_split(case, before, after):
 
 def test_processes_continue_at_another_split(processes: LocalProcesses):
     case = (torch.float32, torch.optim.AdamW, {})
-    weights, state = through_a_file(joined(processes.run(2, first_half, 2, *case)))
-    later = processes.run(4, second_half, 4, *case, weights, state)
+    saved = through_a_file(joined(processes.run(2, first_half, 2, *case)))
+    later = processes.run(4, second_half, 4, *case, saved)
     weights, state = joined([found for _, found in later])
     with pipe_of(1) as pipe:
         optimizer = optimizer_of(pipe)

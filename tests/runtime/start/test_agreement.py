@@ -38,7 +38,7 @@ def model(layers: int = 4, width: int = 4) -> nn.Sequential:
 def refused(rank: int, options: dict[str, object]) -> str:
     sizes = {name: options.pop(name) for name in ("layers", "width") if name in options}
     try:
-        Pipeline(model(**sizes), nn.functional.mse_loss, **{**SAME, **options}).close()  # type: ignore[arg-type]
+        Pipeline(model(**sizes), nn.functional.mse_loss, **{**SAME, **options}).close()
     except ConfigError as error:
         return str(error)
     return ""

@@ -19,7 +19,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(address: str, **more: int) -> str | None:
-    choose_interface(Launch("a launcher", 0, 4, address=address, port=29500, **more))
+    choose_interface(Launch(launcher="a launcher", rank=0, size=4, address=address, port=29500, **more))
     return os.environ.get(INTERFACE)
 
 

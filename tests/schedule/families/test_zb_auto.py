@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -17,14 +18,13 @@ MIXES = (
     (10, 10, 10, 0), (10, 10, 8, 1), (10, 12, 6, 2), (20, 20, 13, 3), (8, 14, 10, 2),
     (10, 20, 10, 0), (20, 10, 10, 1), (10, 10, 20, 0), (12, 12, 4, 5), (7, 13, 11, 1),
 )  # fmt: skip
-Costs = tuple[object, object, object]
+Costs = Sequence[object]
 
 
-def timed(schedule: Schedule, costs: Costs, latency: float) -> tuple[float, float]:
-    """(longest, makespan), each stage with its own costs."""
+def makespan(schedule: Schedule, costs: Costs, latency: float) -> float:
+    """The makespan, each stage with its own costs."""
     f, b, w = ([cost] * schedule.ranks if isinstance(cost, int | float) else cost for cost in costs)
     clock = [0.0] * schedule.ranks
-    begun: list[float | None] = [None] * schedule.ranks
     done: dict[tuple[str, int, int], float] = {}
     todo = [list(schedule.ops(rank)) for rank in range(schedule.ranks)]
     while any(todo):
@@ -39,49 +39,34 @@ def timed(schedule: Schedule, costs: Costs, latency: float) -> tuple[float, floa
                 if any((kind, s, op.microbatch) not in done for kind, s, _ in needed):
                     break
                 start = max([clock[r]] + [done[kind, s, op.microbatch] + wait for kind, s, wait in needed])
-                begun[r] = start if begun[r] is None else begun[r]
                 clock[r] = start + {Kind.F: f, Kind.I: b, Kind.W: w}[op.kind][r]
                 done[op.kind.name, r, op.microbatch] = clock[r]
                 ops.pop(0)
-    return max(c - b for c, b in zip(clock, begun, strict=True)), max(clock)
+    return max(clock)
 
 
-def most_held(schedule: Schedule, kept: float) -> float:
-    most = 0.0
-    for rank in range(schedule.ranks):
-        holds = 0.0
-        for op in schedule.ops(rank):
-            holds += {Kind.F: 1.0, Kind.I: kept - 1.0, Kind.W: -kept}[op.kind]
-            most = max(most, holds)
-    return most
-
-
-# Table 9 and table 5 of 2401.10241: p, m, (F, B, W), latency, rates of ZB-1p and ZB-2p.
+# Table 9 and table 5 of 2401.10241: p, m, (F, B, W), latency, rate of ZB-1p.
 PUBLISHED = (
-    (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029),
-    (8, 32, (29.802, 29.428, 19.530), 0.577, 0.1045, 0.0022),
-    (8, 64, (29.935, 29.621, 19.388), 0.535, 0.0554, 0.0010),
-    (32, 96, (10.419, 10.207, 7.715), 0.408, 0.1421, 0.0038),
+    (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323),
+    (8, 32, (29.802, 29.428, 19.530), 0.577, 0.1045),
+    (8, 64, (29.935, 29.621, 19.388), 0.535, 0.0554),
+    (32, 96, (10.419, 10.207, 7.715), 0.408, 0.1421),
 )
-# What stays from B to W of an activation with 32 heads of 128 and 1024 tokens: M_W = 32h of M_B = 34h + 5as.
-KEPT = 32 * 4096 / (34 * 4096 + 5 * 32 * 1024)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p", "m", "costs", "latency", "one", "two"), PUBLISHED)
-def test_the_papers_rates_at_both_limits_or_better(
-    p: int, m: int, costs: Costs, latency: float, one: float, two: float
+@pytest.mark.parametrize(("p", "m", "costs", "latency", "one"), PUBLISHED)
+def test_the_papers_rate_in_p_activations_or_better_and_the_optimum_in_2p(
+    p: int, m: int, costs: tuple[float, float, float], latency: float, one: float
 ):
-    for limit, rate in ((p, one), (2 * p, two)):
-        schedule = build_schedule(
-            "zb-auto", p, m, costs=costs, latency=latency, memory_limit=limit, kept=KEPT
-        )
-        assert most_held(schedule, KEPT) <= limit + 1e-9
-        longest, makespan = timed(schedule, costs, latency)
-        assert round((longest - m * sum(costs)) / longest, 4) <= rate
-        if limit == 2 * p:
-            # No schedule with a stage per rank is shorter: the last rank waits for its first forward.
-            assert makespan == pytest.approx((p - 1) * (costs[0] + latency) + m * sum(costs))
+    tight = build_schedule("zb-auto", p, m, costs=costs, latency=latency, memory_limit=p)
+    assert peak(tight).max() <= p
+    span = makespan(tight, costs, latency)
+    assert round((span - m * sum(costs)) / span, 4) <= one
+    loose = build_schedule("zb-auto", p, m, costs=costs, latency=latency)
+    assert peak(loose).max() <= 2 * p
+    # No schedule with a stage per rank is shorter: the last rank waits for its first forward.
+    assert makespan(loose, costs, latency) == pytest.approx((p - 1) * (costs[0] + latency) + m * sum(costs))
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -89,15 +74,13 @@ def test_never_worse_than_the_handcrafted_schedules_in_their_memory(mix: tuple[i
     *costs, latency = mix
     for p, m in ((1, 4), (2, 5), (3, 2), (5, 12), (8, 20), (16, 24)):
         for handcrafted, limit in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
-            theirs = timed(build_schedule(handcrafted, p, m), costs, latency)
+            theirs = makespan(build_schedule(handcrafted, p, m), costs, latency)
             schedule = build_schedule(
-                "zb-auto", p, m, costs=tuple(costs), latency=latency, memory_limit=limit
+                "zb-auto", p, m, costs=tuple(costs), latency=latency, memory_limit=limit, rounds=1
             )
             check(schedule)
             assert peak(schedule).max() <= limit
-            ours = timed(schedule, costs, latency)
-            assert ours[0] <= theirs[0] * (1 + 1e-9), (p, m, handcrafted)
-            assert ours[1] <= theirs[1] * (1 + 1e-9), (p, m, handcrafted)
+            assert makespan(schedule, costs, latency) <= theirs * (1 + 1e-9), (p, m, handcrafted)
 
 
 def lists_of(m: int, limit: int) -> list[str]:
@@ -116,13 +99,13 @@ def lists_of(m: int, limit: int) -> list[str]:
     return found
 
 
-def best(p: int, m: int, limit: int, mix: tuple[int, int, int, int]) -> tuple[float, float]:
-    """The least (longest, makespan) of all orders, found one by one."""
+def best(p: int, m: int, limit: int, mix: tuple[int, int, int, int]) -> float:
+    """The least makespan of all orders, found one by one."""
     f, b, w, latency = mix
     cost = {"F": f, "I": b, "W": w}
-    least = [math.inf, math.inf]
+    least = math.inf
     for orders in product(lists_of(m, limit), repeat=p):
-        clock, begun, at = [0] * p, [0] * p, [0] * p
+        clock, at = [0] * p, [0] * p
         done: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
         moved = True
         while moved:
@@ -137,52 +120,46 @@ def best(p: int, m: int, limit: int, mix: tuple[int, int, int, int]) -> tuple[fl
                         if len(given) <= n:
                             break
                         start = max(start, given[n] + latency)
-                    begun[r] = start if at[r] == 0 else begun[r]
                     clock[r] = start + cost[kind]
                     done[r][kind].append(clock[r])
                     at[r] += 1
                     moved = True
         if min(at) == 3 * m:
-            least[0] = min(least[0], max(c - s for c, s in zip(clock, begun, strict=True)))
-            least[1] = min(least[1], max(clock))
-    return least[0], least[1]
+            least = min(least, max(clock))
+    return least
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_optimum_is_reached_where_every_order_can_be_tried(mix: tuple[int, int, int, int]):
     *costs, latency = mix
     for limit in (1, 2, 3):
-        longest, makespan = best(2, 3, limit, mix)
-        for objective, place, least in (("longest", 0, longest), ("makespan", 1, makespan)):
-            schedule = build_schedule(
-                "zb-auto", 2, 3, costs=tuple(costs), latency=latency, memory_limit=limit, objective=objective
-            )
-            assert timed(schedule, costs, latency)[place] == least, (limit, objective)
+        schedule = build_schedule("zb-auto", 2, 3, costs=tuple(costs), latency=latency, memory_limit=limit)
+        assert makespan(schedule, costs, latency) == best(2, 3, limit, mix), limit
 
 
 def test_more_memory_never_makes_it_longer():
     costs = (10, 12, 6)
     found = []
     for limit in range(1, 10):
-        schedule = build_schedule("zb-auto", 4, 8, costs=costs, latency=1, memory_limit=limit)
+        schedule = build_schedule("zb-auto", 4, 8, costs=costs, latency=1, memory_limit=limit, rounds=4)
         assert peak(schedule).max() <= limit
-        found.append(timed(schedule, costs, 1)[0])
+        found.append(makespan(schedule, costs, 1))
     assert found == sorted(found, reverse=True)
 
 
 def test_stages_may_cost_differently():
     costs = ([7, 15, 9, 6], [9, 12, 10, 8], [12, 8, 7, 8])
-    schedule = build_schedule("zb-auto", 4, 8, costs=costs, memory_limit=4, objective="makespan")
+    schedule = build_schedule("zb-auto", 4, 8, costs=costs, memory_limit=4)
     check(schedule)
     # The slowest stage works all the time but for what comes before it and after.
-    assert timed(schedule, costs, 0)[1] <= 1.05 * (7 + 8 * (15 + 12 + 8) + 9)
+    assert makespan(schedule, costs, 0) <= 1.05 * (7 + 8 * (15 + 12 + 8) + 9)
     assert schedule.options["costs"] == ((7.0, 15.0, 9.0, 6.0), (9.0, 12.0, 10.0, 8.0), (12.0, 8.0, 7.0, 8.0))
 
 
 def test_the_same_call_gives_the_same_schedule():
     one, two = (build_schedule("zb-auto", 5, 9, costs=(1.1, 1.7, 0.9), latency=0.3) for _ in range(2))
     assert one == two
-    assert one.options["memory_limit"] == 10.0
+    assert one.options["memory_limit"] == 10
 
 
 def test_ops_that_cost_nothing_are_scheduled_too():
@@ -199,18 +176,17 @@ def test_one_activation_is_enough_to_run_one_microbatch_after_the_other():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"memory_limit": 0.5}, "no order can meet a memory limit of 0.5 activations; .* 1 is the least"),
-        ({"memory_limit": math.nan}, "no order can meet a memory limit of nan"),
-        ({"memory_limit": "2p"}, "no order can meet a memory limit of '2p'"),
-        ({"costs": (1, -1, 1)}, "the cost of I on stage 0 must be a number of seconds of at least 0, got -1"),
-        ({"costs": (1, math.nan, 1)}, "the cost of I on stage 0 must be"),
-        ({"costs": (1, 1, [1, 1, math.inf])}, "the cost of W on stage 2 must be"),
-        ({"costs": (1, [1, 2], 1)}, "2 costs of I do not cover 3 stages; give one or 3"),
+        ({"memory_limit": 0}, "no order can meet a memory limit of 0: .* 1 is the least"),
+        ({"memory_limit": math.nan}, "memory_limit must be a whole number of at least 1, got nan"),
+        ({"memory_limit": "2p"}, "memory_limit must be a whole number of at least 1, got '2p'"),
+        ({"costs": (1, -1, 1)}, "the cost of I must be a number of seconds of at least 0, got -1"),
+        ({"costs": (1, math.nan, 1)}, "the cost of I must be"),
+        ({"costs": (1, 1, [1, 1, math.inf])}, "the cost of W must be"),
+        ({"costs": (1, [1, 2], 1)}, r"the cost of I is one number or one per stage \(3\), got 2"),
         ({"costs": (1, 1)}, "costs are three, of F, I and W, got"),
         ({"costs": 3}, "costs are three, of F, I and W, got 3"),
         ({"latency": -1}, "latency must be a number of seconds of at least 0, got -1"),
-        ({"kept": 1.5}, "kept is the part of an activation that stays until W, 0 to 1, got 1.5"),
-        ({"objective": "speed"}, "the objective is longest or makespan, got 'speed'"),
+        ({"objective": "longest"}, "zb-auto has no option 'objective'"),
     ],
 )
 def test_costs_and_limits_that_make_no_sense_are_refused(options: dict[str, object], says: str):

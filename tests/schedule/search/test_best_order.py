@@ -5,7 +5,7 @@ import pytest
 
 from penstock.schedule import jit
 from penstock.schedule.check import check
-from penstock.schedule.families.starts import CatalogueStarts
+from penstock.schedule.families.starts import catalogue_starts
 from penstock.schedule.memory import Budget
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.annealing import Heat, anneal, time_order
@@ -41,7 +41,7 @@ def test_annealing_without_numba_gives_the_same_order(monkeypatch: pytest.Monkey
 def test_annealing_may_begin_beyond_the_memory():
     loose = small_problem(PLACEMENTS["v"], 6, "split", 12)
     tight = small_problem(PLACEMENTS["v"], 6, "split", 4)
-    wide = OrderSearch(loose, CatalogueStarts()).run(0.1).codes
+    wide = OrderSearch(loose, catalogue_starts).run(0.1).codes
     makespan, codes = anneal(tight.tables, wide, 6, Heat(100_000, 2.0, 0.1, 3.0, 8, 0, 0.0))
     assert makespan < np.inf
     check(tight.schedule(codes, "annealed"), budget=Budget(4))
@@ -49,8 +49,8 @@ def test_annealing_may_begin_beyond_the_memory():
 
 def test_a_search_ends_at_the_bound():
     problem = small_problem(Placement.loop(3), 6, "full", 3)
-    first = OrderSearch(problem, CatalogueStarts()).run(0.2)
-    found = OrderSearch(problem, CatalogueStarts(), bound=first.makespan).run(60)
+    first = OrderSearch(problem, catalogue_starts).run(0.2)
+    found = OrderSearch(problem, catalogue_starts, bound=first.makespan).run(60)
     assert (found.ended, found.makespan) == ("proved", first.makespan)
 
 
@@ -61,7 +61,7 @@ def test_control_c_returns_the_best_so_far():
         if rounds == 2:
             raise KeyboardInterrupt
 
-    found = OrderSearch(problem, CatalogueStarts(), progress=interrupt).run(60)
+    found = OrderSearch(problem, catalogue_starts, progress=interrupt).run(60)
     assert (found.ended, found.rounds) == ("interrupted", 2)
     check(problem.schedule(found.codes, "interrupted"), budget=Budget(4))
 

@@ -38,7 +38,7 @@ def test_gradients_that_wait_for_their_weight_halves_keep_the_limit(name: str, f
     for _ in range(12):
         saved, waiting = (random.integers(low, 30, placement.stages) for low in (1, 0))
         budget = Budget(2**40, saved, waiting, freed_at=freed_at)
-        free = order_problem(placement, 6, stage_costs(placement, 3, 4, 2, 1), "split", budget)
+        free = order_problem(placement, 6, stage_costs(placement, 3, 4, 2, latency=1), "split", budget)
         least = budget.least(free.schedule(free.one_by_one(), "one by one"))
         problem = replace(free, budget=replace(budget, limit=least + random.integers(0, 20, placement.ranks)))
         dispatcher, maker = Dispatcher(problem, 1), PatternMaker(problem)

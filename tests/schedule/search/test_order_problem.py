@@ -25,7 +25,7 @@ from tests.support.orders import PLACEMENTS, small_problem, stage_costs
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_an_order_takes_as_long_as_its_schedule_is_simulated_to_take(name: str, blocks: str):
     placement = PLACEMENTS[name]
-    costs = stage_costs(placement, 3, 5, 2, 2, blocks)
+    costs = stage_costs(placement, 3, 5, 2, latency=2, blocks=blocks)
     for backward in ("full", "split"):
         problem = small_problem(placement, 5, backward, costs=costs)
         codes = problem.one_by_one()
@@ -39,7 +39,7 @@ def test_an_order_takes_as_long_as_its_schedule_is_simulated_to_take(name: str, 
 @pytest.mark.parametrize("family", STARTS)
 def test_a_family_keeps_its_order(family: str):
     schedule = FAMILIES[family].build(4, 6)
-    costs = stage_costs(schedule.placement, 3, 5, 2, 1)
+    costs = stage_costs(schedule.placement, 3, 5, 2, latency=1)
     backward = "split" if FAMILIES[family].splits_backward else "full"
     problem = order_problem(schedule.placement, 6, costs, backward)
     again = problem.schedule(problem.codes(schedule), family)
@@ -99,7 +99,12 @@ def test_the_bound_of_two_pipes_is_the_least_of_all_assignments(backward: Backwa
         seconds = random.integers(1, 9, (4, len(Kind))).astype(float)
         travel = random.integers(0, 20, (2, 3)) * random.integers(0, 2, (2, 3)).astype(float)
         problem = OrderProblem(
-            placement, microbatches, backward, seconds, travel, mixed=bool(seed % 2) and backward == "split"
+            placement=placement,
+            microbatches=microbatches,
+            backward=backward,
+            seconds=seconds,
+            travel=travel,
+            mixed=bool(seed % 2) and backward == "split",
         )
         each = [replace(problem, in_first=first).least for first in range(microbatches + 1)]
         assert problem.least_of_all == min(each)

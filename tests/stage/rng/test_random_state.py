@@ -258,6 +258,12 @@ def test_building_within_building_goes_on_as_if_it_had_not_been():
     assert torch.equal(torch.stack([first, second]), both)
 
 
+@pytest.mark.parametrize("width", [10**6, 10**12])
+def test_weights_that_do_not_fit_into_memory_are_refused_with_the_layers_name(width: int):
+    with pytest.raises(ConfigError, match="the weights of layer 'embed' do not fit into memory"):
+        build_seeded(lambda: nn.Embedding(10**9, width), 7, "embed")
+
+
 def test_under_autocast_a_draw_from_a_default_generator_is_refused_by_its_operator():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         test_operators_that_draw_from_the_default_generator_are_refused_by_name()

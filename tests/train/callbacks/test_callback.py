@@ -281,9 +281,9 @@ def test_an_own_loop_calls_them_through_a_list(tmp_path: Path):
     calls = penstock.CallbackList([Failing(KeyError("x")), kept], said.append)
     calls.on_start(penstock.StartEvent(tmp_path))
     for step in (1, 2, 3):
-        calls.on_step(penstock.StepEvent(step, loss=1 / step))
-    calls.on_end(penstock.EndEvent("done", 3))
-    calls.on_end(penstock.EndEvent("done", 3))
+        calls.on_step(penstock.StepEvent(step=step, loss=1 / step))
+    calls.on_end(penstock.EndEvent(outcome="done", step=3))
+    calls.on_end(penstock.EndEvent(outcome="done", step=3))
     assert [event.step for event in kept.of(StepEvent)] == [1, 2, 3]
     assert len(kept.of(EndEvent)) == 1
     assert len(said) == 1

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing import event_accumulator
 
 from penstock.base.errors import ConfigError
 from penstock.show.run import read_run
@@ -19,11 +20,10 @@ from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
 
 
 def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "tensorboard"})
     train(config, lambda steps, leads: Reporter())
     folder = tmp_path / "runs" / "tiny"
-    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     told = numbers_by_name(folder)
     tags = found.Tags()
@@ -38,7 +38,6 @@ def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_
 
 
 def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     told = {"loggers": "tensorboard", "trace_every": 1}
     text = text_folder(tmp_path)
     run(config_of(tmp_path, text, "again", 6, train=told))
@@ -46,13 +45,14 @@ def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
     stopped_at(tmp_path, folder, 2)
     shorter = {**told, "trace_every": 0}
     run(config_of(tmp_path, text, "again", 6, str(folder), train=shorter))
-    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [picture.step for picture in found.Images("timeline")] == [1, 2, 3, 6]
     assert list(read_run(folder).traces) == [1, 2, 3, 6]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -31,6 +30,8 @@ def text(root: Path, name: str, words: str) -> Path:
 
 
 def saved(root: Path, rows: list[Any], name: str = "saved", field: str = "text") -> Path:
+    import datasets  # here: it takes seconds, in each worker that only collects
+
     datasets.Dataset.from_list([{field: row, "id": n} for n, row in enumerate(rows)]).save_to_disk(
         root / name
     )
@@ -93,6 +94,8 @@ def test_the_end_of_a_data_set_is_held_out(tmp_path: Path):
 
 
 def test_a_split_and_a_column_are_chosen_by_name(tmp_path: Path):
+    import datasets
+
     parts = {"train": ["aaaa bbbb"] * 9, "validation": ["cccc dddd"] * 9}
     datasets.DatasetDict(
         {name: datasets.Dataset.from_list([{"body": row} for row in rows]) for name, rows in parts.items()}

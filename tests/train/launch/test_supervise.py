@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from ipaddress import ip_address
@@ -19,6 +18,7 @@ from penstock.train.config.config import Config
 from penstock.train.launch import supervise as launch
 from penstock.train.launch.exit_codes import ExitCode
 from penstock.train.launch.supervise import supervise
+from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, run, same
 from tests.support.victim import NOTES, PLAN, started
@@ -197,18 +197,7 @@ def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: P
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "penstock", "train")
-OPEN_MPI = shutil.which("mpirun.openmpi")
-MPIRUN = (
-    str(OPEN_MPI),
-    "--allow-run-as-root",
-    "--oversubscribe",
-    "-n",
-    "2",
-    sys.executable,
-    "-m",
-    "penstock",
-    "train",
-)
+MPIRUN = "mpirun.openmpi"
 
 
 @pytest.mark.slow
@@ -218,11 +207,23 @@ MPIRUN = (
         (sys.executable, "-m", "penstock", "train"),
         (sys.executable, "-m", "penstock", "train", "--restarts", "1"),
         (sys.executable, *TORCHRUN),
-        pytest.param(MPIRUN, marks=pytest.mark.skipif(OPEN_MPI is None, reason="needs mpirun of Open MPI")),
+        (
+            MPIRUN,
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-n",
+            "2",
+            sys.executable,
+            "-m",
+            "penstock",
+            "train",
+        ),
     ],
     ids=["threads", "restarts", "torchrun", "mpirun"],
 )
 def test_resuming_a_finished_run_ends_well_under_every_launcher(tmp_path: Path, command: tuple[str, ...]):
+    if command[0] == MPIRUN:
+        program(MPIRUN, package="openmpi-bin")
     config = config_of(tmp_path, text_folder(tmp_path), "once", 2, runtime={"threads": 1})
     run(config)
     folder = tmp_path / "runs" / "once"

@@ -51,6 +51,15 @@ def test_a_folder_brings_its_vocabulary_and_tokenizer(tmp_path: Path):
     assert language.tokenizer.decode(language.tokenizer.encode("def return")) == "def return"
 
 
+def test_a_size_above_all_models_is_refused_before_anything_is_built(tmp_path: Path):
+    folder = hf_folders.folder(tmp_path, "llama", tied=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 10**12}))
+    for model in ({"path": str(folder)}, {"config": str(path)}):
+        with pytest.raises(DataError, match=r"has vocab_size 1,000,000,000,000; .* at most 1,000,000,000"):
+            build_model(of(**model))
+
+
 def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
     config = tiny(
         tmp_path, text_folder(tmp_path), model={"path": str(hf_folders.folder(tmp_path, "llama", tied=False))}

@@ -57,7 +57,7 @@ def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypat
     folder = tmp_path / "runs" / "tiny"
     assert outcome.report is None
     assert said.lines[-1] == (
-        "no report without Bokeh: pip install 'penstock[report]'; "
+        "no report without Bokeh: pip install 'penstock-torch[report]'; "
         f"penstock trace {folder} --html {folder / 'report.html'}"
     )
     assert not (folder / "report.html").exists()

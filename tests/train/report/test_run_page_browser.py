@@ -15,10 +15,13 @@ import pytest
 from penstock.show.run import read_run, write_report
 from penstock.trace.folder import save_step
 from penstock.train.config.file import dump
-from tests.support.browser import Browser, browser
 from tests.support.measured import kept_run, measured
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.waiting import until
+
+pytest.importorskip("selenium")
+
+from tests.support.browser import Browser, browser
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Attributes that change between steps: followed as in plain PyTorch, or refused by name."""
+"""Attributes that change between steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Calls in a model's own forward: of modules, of their methods, and of what only looks like a module."""
-
-# ruff: noqa: RET504 - people name a result before they return it
+"""Calls in a forward."""
 
 from __future__ import annotations
 

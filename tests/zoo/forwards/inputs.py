@@ -1,4 +1,4 @@
-"""Inputs by name, and default arguments."""
+"""Keyword inputs and default arguments."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def default_list_written(parts: list[nn.Module]) -> nn.Module:
     """a list as a default argument, which the forward appends to"""
 
     class Writes(Parts):
-        def forward(self, x, seen=[]):  # noqa: B006
+        def forward(self, x, seen=[]):
             x = self.stem(x)
             seen.append(1.0)
             for part in self.parts:
@@ -118,7 +118,7 @@ def default_list_written_in_the_loop(parts: list[nn.Module]) -> nn.Module:
     """a list as a default argument, which every block appends to"""
 
     class Writes(Parts):
-        def forward(self, x, seen=[]):  # noqa: B006
+        def forward(self, x, seen=[]):
             x = self.stem(x)
             for part in self.parts:
                 seen.append(x.detach().mean())
@@ -133,7 +133,7 @@ def default_dictionary_written(parts: list[nn.Module]) -> nn.Module:
     """a dictionary as a default argument, in which the forward counts"""
 
     class Writes(Parts):
-        def forward(self, x, seen={"calls": 0}):  # noqa: B006
+        def forward(self, x, seen={"calls": 0}):
             x = self.stem(x)
             for part in self.parts:
                 x = part(x)
@@ -148,7 +148,7 @@ def default_of_a_method_written(parts: list[nn.Module]) -> nn.Module:
     """a list as a default argument of a method, which it appends to"""
 
     class Writes(Parts):
-        def pre(self, x, seen=[]):  # noqa: B006
+        def pre(self, x, seen=[]):
             seen.append(0.01)
             return self.stem(x) * (1 + sum(seen))
 
@@ -166,7 +166,7 @@ def default_written_through_an_alias(parts: list[nn.Module]) -> nn.Module:
     """a list as a default argument, which is written under another name"""
 
     class Writes(Parts):
-        def forward(self, x, seen=[]):  # noqa: B006
+        def forward(self, x, seen=[]):
             notes = seen
             x = self.stem(x)
             for part in self.parts:
@@ -181,7 +181,7 @@ def default_written_through_an_alias(parts: list[nn.Module]) -> nn.Module:
 class DefaultRead(Parts):
     """a list and a dictionary as default arguments, which nobody writes"""
 
-    def forward(self, x, scales=[0.5, 1.5], shifts={"in": 0.25}):  # noqa: B006
+    def forward(self, x, scales=[0.5, 1.5], shifts={"in": 0.25}):
         x = self.stem(x) * scales[0] + shifts["in"]
         for part in self.parts:
             x = part(x)

@@ -1,6 +1,4 @@
-"""Where the blocks are: in a loop, an nn.Sequential, a method, a backbone, or two towers."""
-
-# ruff: noqa: RET504 - people name a result before they return it
+"""Location of the blocks."""
 
 from __future__ import annotations
 

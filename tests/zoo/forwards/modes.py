@@ -1,4 +1,4 @@
-"""The mode, read in the forward and in the loss."""
+"""Training and evaluation mode."""
 
 from __future__ import annotations
 

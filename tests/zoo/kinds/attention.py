@@ -1,4 +1,4 @@
-"""Attention and the blocks of transformers."""
+"""Attention and transformer blocks."""
 
 from __future__ import annotations
 

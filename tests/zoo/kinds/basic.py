@@ -1,4 +1,4 @@
-"""Layers of torch.nn as they come."""
+"""Basic layers of torch.nn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers: constant, changed in the forward, replaced, counted."""
+"""Buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint in all its forms."""
+"""Activation checkpointing (torch.utils.checkpoint)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions, and what stands around them."""
+"""Convolutions and normalization over channels."""
 
 from __future__ import annotations
 

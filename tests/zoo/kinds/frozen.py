@@ -1,4 +1,4 @@
-"""Weights without gradients: frozen, unused, used now and then, or cut off."""
+"""Frozen and unused weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on modules, tensors and parameters."""
+"""Hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd inside a forward: gradients of gradients, torch.func, functions with a backward of their own."""
+"""Autograd and torch.func inside a forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations in place."""
+"""In-place operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are computed from others."""
+"""Parametrized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One weight, or one module, at several places."""
+"""Shared weights and modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that go past the layers between, and losses that layers add."""
+"""Skip connections and auxiliary losses."""
 
 from __future__ import annotations
 

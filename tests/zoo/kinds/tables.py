@@ -1,4 +1,4 @@
-"""Tables of rows: nn.Embedding in all its forms."""
+"""Embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to use a weight."""
+"""Other uses of a weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers hand to one another besides one tensor."""
+"""Values between layers."""
 
 from __future__ import annotations
 

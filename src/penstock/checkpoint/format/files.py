@@ -16,11 +16,7 @@ def unfinished(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make the folder in which `path` will be written, and delete those that earlier saves left unfinished.
-
-    Raises:
-        OSError: if the folder cannot be made.
-    """
+    """Make the folder in which `path` will be written, and delete those that earlier saves left unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for abandoned in path.parent.glob(f".*{UNFINISHED}"):
         discard(abandoned)
@@ -30,15 +26,13 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path) -> None:
-    """Give an unfinished folder, whose files are all on the disk, its name; replace one that has the name already.
-
-    Raises:
-        OSError: if the disk refuses.
-    """
+    """Give an unfinished folder, whose files are all on the disk, its name; replace one that has the name already."""
     folder = unfinished(path)
+    # In this order: a name that is on the disk before the entries of its folder would be a checkpoint without files.
     sync_folder(folder)
     if os.path.lexists(path):  # also a link to nothing
         before = path.with_name(f".{path.name}.before{UNFINISHED}")
+        # A folder with files cannot be replaced by a rename. Neither name is deleted before the new folder has its own.
         path.rename(before)
         folder.rename(path)
         discard(before)
@@ -48,22 +42,14 @@ def commit(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder; a half-deleted one no longer has its name.
-
-    Raises:
-        OSError: if it cannot be deleted.
-    """
+    """Delete a folder; a half-deleted one no longer has its name."""
     folder = unfinished(path)
     path.rename(folder)
     discard(folder)
 
 
 def discard(path: Path) -> None:
-    """Delete a folder, a file or a link; of a link only the link itself.
-
-    Raises:
-        OSError: if it cannot be deleted.
-    """
+    """Delete a folder, a file or a link; of a link only the link itself."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -19,24 +19,17 @@ _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
-    """Encode a value for JSON.
-
-    Args:
-        value: any nesting of numbers, text, None, lists, tuples, dictionaries, counters and tensors.
-        name: name of the value; tensors within it are named after it.
-        put: function that receives each tensor with its name.
-
-    Raises:
-        ConfigError: if it has a value of another type; names its place.
-    """
+    """Encode a value for JSON; each tensor within it goes to `put`, with a name made of `name` and its place."""
     if isinstance(value, Tensor):
         put(name, value)
         return {"$tensor": name}
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": str(float(value))}
+    # Before the numbers: a bool is an int, and would become one.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
+        # Of subclasses, as NumPy's float64 is, the plain number.
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, tuple | list):
         items = [encode(item, f"{name}/{n}", put) for n, item in enumerate(value)]
@@ -58,11 +51,7 @@ def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Decode a value that `encode` made.
-
-    Raises:
-        DataError: if `encode` cannot have made it.
-    """
+    """Decode a value that `encode` made."""
     if isinstance(value, list):
         return [decode(item, read) for item in value]
     if not isinstance(value, dict):

@@ -29,12 +29,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 @sendable
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which has the same name there.
-
-    Attributes:
-        shape: shape of the full tensor, even if it was sharded in training.
-        dtype: name of the dtype in safetensors.
-    """
+    """A tensor in a file, under the same name there; `shape` is the full tensor's, even if training sharded it."""
 
     file: str
     shape: tuple[int, ...]
@@ -42,17 +37,14 @@ class StoredTensor:
 
 
 @sendable
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything in a checkpoint except the numbers of its tensors.
 
     Attributes:
         step: number of training steps done, which is also the next step and the position in the data.
-        layers: names of the layers in the whole model, by stage.
         layout: ranks, stages and mesh of the run; not needed for loading.
         tensors: tensors by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
-        values: all other values, as `penstock.checkpoint.format.json_values` encodes them.
-        config_sha256: digest of the config as JSON.
     """
 
     step: int
@@ -85,11 +77,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Parse a manifest and check every part of it.
-
-    Raises:
-        DataError: if it is damaged, or no manifest of this version; names the defect.
-    """
+    """Parse a manifest and check every part of it."""
     first = _FIRST_LINE.match(data)
     if first is None:
         raise DataError(f"{where} is not a manifest of a checkpoint: its first line is not its digest")
@@ -125,7 +113,7 @@ def parse(data: bytes, where: object) -> Manifest:
         versions=errors.take(table, "versions", dict),
     )
     if manifest.config_sha256 != digest_of_config(config):
-        raise errors(f"config_sha256 is {manifest.config_sha256!r}, which is not that of its config")
+        raise errors(f"config_sha256 is {manifest.config_sha256!r}, not the digest of its config")
     return manifest
 
 

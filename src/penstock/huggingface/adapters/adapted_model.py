@@ -25,7 +25,7 @@ from penstock.stage.layers import Layer
 _PREFIX = "base_model.model."  # of the names in a PeftModel, before those of the base model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Adapters:
     """The adapters of a model.
 
@@ -169,13 +169,13 @@ def _adapters(model: Any, name: str, base: str) -> Adapters:
     names = {key.removeprefix(_PREFIX): saved_name for saved_name, key in saved.items()}
     config = copy.deepcopy(model.peft_config[name])
     return Adapters(
-        config,
-        name,
-        base,
-        names,
-        {key: tuple(state[_PREFIX + key].shape) for key in names},
-        len(adapted),
-        sum(parameter.numel() for parameter in inner.parameters()),
+        config=config,
+        name=name,
+        base=base,
+        saved_names=names,
+        shapes={key: tuple(state[_PREFIX + key].shape) for key in names},
+        matrices=len(adapted),
+        weights=sum(parameter.numel() for parameter in inner.parameters()),
     )
 
 

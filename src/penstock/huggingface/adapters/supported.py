@@ -37,7 +37,7 @@ def require_peft() -> None:
         ConfigError: if it is not installed; says how to install it.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("LoRA needs the peft package: pip install 'penstock[peft]'")
+        raise ConfigError("LoRA needs the peft package: pip install 'penstock-torch[peft]'")
 
 
 def is_peft_model(model: object) -> bool:

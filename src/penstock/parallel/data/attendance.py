@@ -19,6 +19,8 @@ from torch import distributed as dist
 T = TypeVar("T")
 
 _PATIENCE = 1.0  # seconds of waiting before a process records its presence
+REPORT_SECONDS = 3.0
+"""Seconds in which processes that wait have recorded it, once a connection is broken: more than they wait before."""
 _STORE_TIMEOUT = 2.0  # seconds
 _POLL_INTERVAL = 0.1  # seconds
 _MAX_NAMES = 8  # in a message
@@ -28,7 +30,6 @@ class Attendance:
     """Records of all collectives in a store.
 
     Args:
-        store: store of ``torch.distributed`` that nothing else uses at the same time.
         prefix: prefix of the keys; the same on every process, and never used before.
     """
 
@@ -54,6 +55,7 @@ class Visit:
 
     def waits(self, timeout: float) -> None:
         """Record this process's presence once it has waited for a while; call it repeatedly while waiting."""
+        # With a short timeout earlier: everyone present must be recorded before the first wait ends.
         if not self._announced and monotonic() - self._began >= min(_PATIENCE, timeout / 4):
             self._announce()
 

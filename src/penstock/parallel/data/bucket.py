@@ -1,8 +1,9 @@
-"""One bucket: a flat buffer, the gradients in it, and its reduction."""
+"""One bucket: a flat buffer, the gradients in it, and its reduction, on CUDA in a stream next to the compute stream."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,20 +11,48 @@ from torch import Tensor
 from penstock.base.errors import PenstockError
 from penstock.parallel.data.layout import BucketPlan, Slot
 from penstock.parallel.data.reducer import GroupReducer, Handle
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import dense_strides, from_local_like, gradient_dtype, is_dtensor, local
+
+
+class ReductionStream:
+    """A device's stream for reductions. Events live only from record to wait, so errors leave none behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+
+    def compute_stream(self) -> torch.cuda.Stream | None:
+        """Return the device's current stream; None where there are no streams."""
+        return torch.cuda.current_stream(self.device) if self.stream is not None else None
+
+    def wait_for(self, flat: Tensor, streams: Iterable[torch.cuda.Stream | None]) -> None:
+        """Make later reductions wait for the work so far on these streams, which used `flat`."""
+        for stream in streams:
+            if self.stream is not None and stream is not None:
+                self.stream.wait_stream(stream)
+                # So that its memory, once freed, is not reused before these streams are done with it.
+                flat.record_stream(stream)
+                flat.record_stream(self.stream)
+
+    def use(self) -> AbstractContextManager[object]:
+        """Return a context that puts work on this stream."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def join(self) -> None:
+        """Make the device's current stream wait for all reductions so far; the host does not wait."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 class BucketEntry:
     """A parameter and the place of its gradient.
 
     Attributes:
-        index: number of the parameter among all parameters.
         view: view of the bucket's buffer, with the shape of the parameter's local shard.
         gradient: tensor that ``.grad`` is set to; shares `view`'s memory.
-        seen: number of gradients since the last reduction.
         counted: number of them that count towards `expected`.
-        expected: number of gradients that make the parameter complete in this step.
     """
 
     __slots__ = (
@@ -50,6 +79,7 @@ class BucketEntry:
     def place(self, bucket: int, flat: Tensor, start: int) -> None:
         """Give the gradient a place in a bucket's buffer; a gradient in its old place moves there."""
         shard = local(self.parameter.detach())
+        # As autograd lays out a new gradient: other strides would change the kernels, and so the last bits, of the update.
         strides = dense_strides(shard)
         memory = flat[start : start + shard.numel()]
         view = memory.view(shard.shape) if strides is None else memory.as_strided(shard.shape, strides)
@@ -62,11 +92,7 @@ class BucketEntry:
             self.parameter.grad = self.gradient
 
     def place_grad(self) -> None:
-        """Put the gradient into the buffer, and set ``.grad`` to its place there.
-
-        Raises:
-            PenstockError: if there is no gradient, or it is sparse, or has another dtype or shape.
-        """
+        """Put the gradient into the buffer, and set ``.grad`` to its place there."""
         grad = self.parameter.grad
         if grad is None:
             raise PenstockError(f"{self} is ready, but it has no gradient")
@@ -76,11 +102,7 @@ class BucketEntry:
         self.set_grad()
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """Return this process's shard of a gradient, with the shape of `view`.
-
-        Raises:
-            PenstockError: if the gradient is sparse, or has another dtype or shape.
-        """
+        """Return this process's shard of a gradient, with the shape of `view`."""
         require_dense(str(self), grad)
         if (
             grad.layout != torch.strided
@@ -89,7 +111,7 @@ class BucketEntry:
         ):
             raise self._mismatch(grad)
         shard = grad.detach()
-        if self.distributed:  # which also adds up partial sums
+        if self.distributed:  # redistribution also adds up partial sums
             shard = local(shard.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
         if shard.shape != self.view.shape:
             raise self._mismatch(shard)
@@ -134,11 +156,7 @@ def make_slot(parameter: Tensor, group: Hashable) -> Slot:
 
 
 def require_dense(what: str, grad: Tensor) -> None:
-    """Check that a gradient is dense, so that it fits into a buffer.
-
-    Raises:
-        PenstockError: if it is sparse.
-    """
+    """Check that a gradient is dense, so that it fits into a buffer."""
     if grad.layout == torch.sparse_coo:
         raise PenstockError(
             f"{what} got a sparse gradient, and replicas (dp > 1), copied stages and weights tied over ranks add up dense "
@@ -150,7 +168,6 @@ class Bucket:
     """A buffer of gradients and its reduction.
 
     Attributes:
-        flat: 1-d buffer of all gradients.
         pending: number of gradients that are not ready yet in this step.
         streams: streams that have written to the buffer in this step.
     """

@@ -21,10 +21,16 @@ from torch import Tensor
 
 from penstock.base.errors import PenstockError, ReplicaError, TransportError
 from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot, require_dense
+from penstock.parallel.data.bucket import (
+    Bucket,
+    BucketEntry,
+    ReductionStream,
+    bucket_order,
+    make_slot,
+    require_dense,
+)
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.replica_checks import StepReport, digest
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 
@@ -37,13 +43,8 @@ class GradientBuckets:
     steps. A replica without a gradient contributes zeros; a parameter that has none on any replica keeps its ``.grad``.
 
     Args:
-        parameters: (name, parameter) pairs, each parameter once; frozen ones get no place.
-        bucket_bytes, first_bucket_bytes: maximum bytes in a bucket, and in the first one.
         sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
-
-    Raises:
-        ConfigError: on every replica, if the models differ.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class GradientBuckets:
         self._accumulating = False
         self._prescaled = False
         self._step = 0
+        # Hooks run in autograd's threads, `ready` in the rank's. Reentrant: `_on_grad` calls `_mark_ready` within it.
         self._lock = threading.RLock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -91,7 +93,7 @@ class GradientBuckets:
         """Register hooks on the parameters: each gradient that autograd accumulates is one contribution."""
         for entry in () if self._hooks else self.entries:
             hook = partial(self._on_grad, entry)
-            self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Remove the hooks of `attach`."""
@@ -104,7 +106,6 @@ class GradientBuckets:
 
         Args:
             contributions: number of gradients that make each parameter complete.
-            step: number of the step, which replicas compare at the end.
         """
         assert not self._active, "the last step was finished"
         if self._next_order is not None:
@@ -122,9 +123,6 @@ class GradientBuckets:
         """Mark a parameter's gradient as complete; a full bucket starts as soon as those before it have.
 
         Parameters that are not in any bucket are ignored.
-
-        Raises:
-            PenstockError: if it is already complete, or has no gradient, or one of another dtype or shape.
         """
         entry = self._entry.get(id(parameter))
         if entry is not None:
@@ -132,13 +130,7 @@ class GradientBuckets:
             self._mark_ready(entry)
 
     def finish(self) -> None:
-        """End the step: every gradient is then the replicas' sum. On CUDA the host does not wait for it.
-
-        Raises:
-            PenstockError: on every replica, if replicas are at different steps.
-            PeerError: if another replica failed; includes its message.
-            WaitTimeoutError: if a replica did not come in time.
-        """
+        """End the step: every gradient is then the replicas' sum. On CUDA the host does not wait for it."""
         try:
             absent = self._complete()
             late = _find_late(self._frozen.known, self._entry)
@@ -148,6 +140,7 @@ class GradientBuckets:
         try:
             change = self._frozen.change()
             report = StepReport(self._step, 0, len(absent), len(late), change)
+            # Started before the wait for the buckets, so that the exchange overlaps with their reductions.
             reports = replica_checks.exchange_reports(self.reducer, report)
             for bucket in self.buckets:
                 bucket.wait()
@@ -167,6 +160,7 @@ class GradientBuckets:
         # If the communicator itself failed, or fails now, the others will notice by themselves.
         with suppress(TransportError):
             if not isinstance(error, TransportError):
+                # The replicas that did not fail start these collectives; without this one's part they would wait forever.
                 for bucket in self.buckets[self._started :]:
                     bucket.start(self.reducer)
                     self._started += 1
@@ -252,9 +246,8 @@ class GradientBuckets:
             bucket = self.buckets[entry.bucket]
             entry.place_grad()
             entry.ready = True
-            entry.parameter.grad = (
-                None  # later gradients must not be added to a buffer that may be in reduction
-            )
+            # Later gradients must not be added to a buffer that may be in reduction.
+            entry.parameter.grad = None
             self._seen_order.append(entry.index)
             bucket.streams.add(self._streams[bucket.plan.device].compute_stream())
             bucket.pending -= 1
@@ -303,11 +296,7 @@ class GradientBuckets:
 
 
 class _Frozen:
-    """The ``requires_grad`` of parameters when the buckets were made, compared with now.
-
-    Args:
-        known: (name, parameter) pairs of all parameters, frozen ones included.
-    """
+    """The ``requires_grad`` of parameters when the buckets were made, compared with now."""
 
     def __init__(self, known: Sequence[tuple[str, Tensor]]) -> None:
         self.known = known
@@ -326,7 +315,7 @@ class _Frozen:
     def change(self) -> int:
         """Return 0 if no flag has changed since the buckets were made; else a digest of the flags."""
         flags = self._current_flags()
-        return 0 if flags == self._flags else digest(bytes(flags)) or 1
+        return 0 if flags == self._flags else digest(bytes(flags)) or 1  # 0 means no change
 
     def is_repeated(self, change: int) -> bool:
         """Return whether a change, which all replicas have reported, was reported in the step before as well."""
@@ -334,16 +323,7 @@ class _Frozen:
         return bool(change) and change == before
 
     def require_same(self, reducer: GroupReducer, changes: Sequence[int], sharded: bool) -> None:
-        """Check that all replicas report the same change; every replica calls it if any has reported one.
-
-        Args:
-            changes: digests that the replicas reported, by replica.
-            sharded: whether the update is divided among the replicas.
-
-        Raises:
-            ReplicaError: on every replica, if they differ; names the first parameter.
-            PenstockError: if the update is divided, and a parameter was unfrozen since.
-        """
+        """Check that all replicas report the same change; every replica calls it if any has reported one."""
         if any(change != changes[0] for change in changes):
             table = reducer.exchange([int(flag) for flag in self._current_flags()])()
             n = next(n for n in range(len(self.known)) if len({row[n] for row in table}) > 1)
@@ -367,11 +347,7 @@ class _Frozen:
 def _resolve_absent(
     reducer: GroupReducer, entries: Sequence[BucketEntry], absent: Sequence[BucketEntry]
 ) -> None:
-    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones.
-
-    Args:
-        absent: entries that got no gradient on this replica, and contributed zeros.
-    """
+    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones."""
     absent_here = {entry.index for entry in absent}
     table = reducer.exchange([int(e.index in absent_here) for e in entries])()
     for entry in absent:
@@ -384,9 +360,6 @@ def _find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Bucke
 
     Two kinds are late: a contribution after the bucket's reduction has begun (of a layer that ran in more microbatches than
     in the step before), and the gradient of a parameter that began to require one after the buckets were made.
-
-    Args:
-        known: (name, parameter) pairs, including parameters that required no gradient when the buckets were made.
 
     Returns:
         This process's shard of each late gradient, by the parameter's number in `known`.

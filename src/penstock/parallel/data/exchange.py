@@ -22,21 +22,11 @@ def _wait(work: dist.Work) -> None:
 def gather_values(
     value: object, group: dist.ProcessGroup | None, finish: Callable[[dist.Work], None] = _wait
 ) -> list[Any]:
-    """Return the values of all processes of a group, by rank; all of them call it.
-
-    Args:
-        value: value of this process, of the types that `encode` accepts.
-        group: group of processes; None for all processes.
-        finish: function that waits for a started collective (default ``work.wait()``).
-
-    Raises:
-        TypeError: if `encode` does not accept the value, before anything is sent.
-        TransportError: if `decode` does not accept a received value.
-        RuntimeError: if ``torch.distributed`` or `finish` raises it, as for a process that is gone.
-    """
+    """Return the values of all processes of a group, by rank; all of them call it."""
     size = dist.get_world_size(group)
     # In host memory where the group supports it, so that no process waits for a device.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    # A copy, since torch warns of a tensor over memory that cannot be written.
     data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
     def all_gather(tensor: Tensor) -> list[Tensor]:
@@ -46,6 +36,7 @@ def gather_values(
         finish(work)
         return gathered
 
+    # The lengths first: in an all-gather all tensors have one size.
     lengths = [int(length) for length in all_gather(torch.tensor([len(data)], device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
@@ -54,16 +45,7 @@ def gather_values(
 
 
 def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | None) -> list[T]:
-    """Run a job on every process; return all results, or raise on every process if one failed.
-
-    Args:
-        job: job of this process; returns a value that `encode` accepts.
-        exchange: ``exchange(value)`` returns the values of all processes by rank; None if there is one process.
-
-    Raises:
-        PenstockError: on every process, if a job raised one, or an OSError, on any of them. All raise the text of the first
-            process that failed, as a `ConfigError` if it was one.
-    """
+    """Run a job on every process; return all results, or raise on every process if one failed."""
     value: T | None = None
     failure: PenstockError | None = None
     try:

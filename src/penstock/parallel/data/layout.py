@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+# The sizes of torch's DistributedDataParallel: smaller buckets pay the latency of a collective more often, larger ones
+# start later and leave less of the backward to overlap with.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the first reduction starts early."""
@@ -23,7 +25,6 @@ class Slot:
     """Size and kind of one gradient in a buffer.
 
     Attributes:
-        dtype, device: dtype and device of the gradient.
         group: key of the group; only slots of equal groups share a bucket (default None).
     """
 
@@ -43,10 +44,8 @@ class BucketPlan:
     """Layout of one bucket.
 
     Attributes:
-        members: numbers of its slots, soonest ready first.
         starts: offset of each slot in the buffer, in elements.
         elements: number of elements in the buffer, padding included.
-        dtype, device, group: dtype, device and group of all its slots.
     """
 
     members: tuple[int, ...]
@@ -70,8 +69,6 @@ def plan_buckets(
     ones around it stay together.
 
     Args:
-        order: number of every slot, soonest ready first.
-        bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
         parts: number of equal parts that each buffer must divide into (default 1).
     """
     place = {slot: n for n, slot in enumerate(order)}
@@ -92,6 +89,7 @@ def plan_buckets(
             members = open_[key] = []
         members.append(number)
     full += [members for members in open_.values() if members]
+    # A bucket is ready with its last gradient, and buckets are reduced in this order: one ready early must not wait.
     full.sort(key=lambda members: place[members[-1]])
     return [_plan_bucket(slots, members, parts) for members in full]
 
@@ -103,5 +101,6 @@ def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> B
     for number in members:
         starts.append(end)
         end += -(-slots[number].elements // step) * step
+    # With ZeRO every replica's part has the same size, as reduce-scatter requires, and begins aligned.
     end = -(-end // (parts * step)) * parts * step
     return BucketPlan(tuple(members), tuple(starts), end, first.dtype, first.device, first.group)

@@ -22,7 +22,7 @@ from penstock.base.errors import (
     first_line,
     is_gloo_timeout,
 )
-from penstock.parallel.data.attendance import Visit
+from penstock.parallel.data.attendance import REPORT_SECONDS, Visit
 from penstock.parallel.data.exchange import gather_values
 
 
@@ -30,12 +30,7 @@ class Handle(Protocol):
     """A collective in progress."""
 
     def wait(self) -> None:
-        """Wait until it is done; on CUDA the current stream waits instead, if the communicator supports that.
-
-        Raises:
-            PeerError: if another replica is gone.
-            WaitTimeoutError: if it is not done in time.
-        """
+        """Wait until it is done; on CUDA the current stream waits instead, if the communicator supports that."""
 
 
 def part_of(flat: Tensor, rank: int, size: int) -> Tensor:
@@ -48,12 +43,8 @@ class GroupReducer:
     """One replica's end of a communicator of replicas, the processes of a ``torch.distributed`` group of their own.
 
     Args:
-        timeout: seconds that a wait may last.
         require_all: function called repeatedly during waits; raises if any process is gone (default: no check).
         enter: function called as a reduction begins; returns a record that can name missing processes, or None (default).
-
-    Attributes:
-        rank, size: number of this replica, and number of replicas.
     """
 
     def __init__(
@@ -108,12 +99,7 @@ class GroupReducer:
         return result
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Gather a value of every replica, and return them by replica.
-
-        Raises:
-            PeerError: if another replica is gone.
-            WaitTimeoutError: if a replica did not come in time.
-        """
+        """Gather a value of every replica, and return them by replica."""
         try:
             return gather_values(value, self.group)
         except RuntimeError as error:
@@ -166,6 +152,7 @@ class _Waiting:
             self.require_all()
             if self.visit is not None:
                 self.visit.waits(timeout.total_seconds())
+        # Not 0, which torch takes for no timeout.
         self.work.wait(timedelta(seconds=max(left, 0.001)))
 
 
@@ -179,7 +166,7 @@ def _failure(
             f"waited {waited} for the other replicas to {what}; "
             + (missing or "one of them failed, is slow, or left out a step")
         )
-    missing = visit.missing(patience=3.0) if visit is not None else ""
+    missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
     return PeerError(
         f"the connection to another replica broke: {first_line(error)}" + (f" ({missing})" if missing else "")
     )

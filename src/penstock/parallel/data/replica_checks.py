@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import local
 
+# Fixed: the replicas that receive the message take part in its exchange, and do not know its length. A multiple of 8.
 TEXT_BYTES = 1024
 
 
@@ -20,8 +21,6 @@ class StepReport(NamedTuple):
     """One replica's report at the end of a step, exchanged as whole numbers.
 
     Attributes:
-        failed: 1 if the step failed on the replica.
-        absent, late: number of absent gradients, and of late ones.
         frozen: digest of the changed ``requires_grad``; 0 if there is no change.
     """
 
@@ -39,11 +38,7 @@ def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], 
 
 
 def require_equal_models(reducer: GroupReducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it.
-
-    Raises:
-        ConfigError: on every replica, if they differ; names the first parameter that differs.
-    """
+    """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it."""
     kinds = [digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
     values = [digest(_bytes(local(p.detach()))) for _, p in parameters]
     rows = reducer.exchange([len(parameters), digest(repr(kinds).encode()), digest(repr(values).encode())])()
@@ -68,12 +63,7 @@ def require_equal_models(reducer: GroupReducer, parameters: Sequence[tuple[str, 
 
 
 def require_same_step(reducer: GroupReducer, reports: Sequence[StepReport]) -> None:
-    """Check the replicas' reports at the end of a step.
-
-    Raises:
-        PeerError: if a replica failed.
-        PenstockError: if they are at different steps.
-    """
+    """Check the replicas' reports at the end of a step."""
     failed = [r for r, report in enumerate(reports) if report.failed]
     if failed:
         raise_failure(reducer, failed)
@@ -88,14 +78,7 @@ def first_replicas(reducer: GroupReducer, numbers: list[int]) -> list[int]:
 
 
 def raise_failure(reducer: GroupReducer, failed: Sequence[int], message: str = "") -> None:
-    """Raise on the replicas that have not failed, with the message of the first one that has; every replica calls it.
-
-    Args:
-        failed: numbers of the failed replicas, the same on every replica.
-
-    Raises:
-        PeerError: if this replica is not among the failed ones.
-    """
+    """Raise on the replicas that have not failed, with the message of the first one that has; every replica calls it."""
     data = message.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     numbers = [int.from_bytes(data[n : n + 8], "little", signed=True) for n in range(0, TEXT_BYTES, 8)]
     row = reducer.exchange(numbers)()[failed[0]]

@@ -22,12 +22,7 @@ NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 @sendable
 @dataclass(frozen=True)
 class ShardSlice:
-    """A range of a parameter's elements, in memory order.
-
-    Attributes:
-        shape, stride: shape and stride of the parameter.
-        count: number of elements, possibly 0.
-    """
+    """A range of a parameter's elements, in memory order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,11 +47,7 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class ShardValues:
-    """Values of a `ShardSlice`, in place of a full tensor.
-
-    Attributes:
-        values: 1-d tensor of the slice's elements.
-    """
+    """Values of a `ShardSlice`, 1-d, in place of a full tensor."""
 
     values: Tensor
 

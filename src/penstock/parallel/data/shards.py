@@ -5,7 +5,7 @@ replica gets the sums of its part of every bucket, and updates that part of the 
 in the order in which the next forward needs them, while it may already run.
 
 The optimizer gets the shards of parameters that are in this replica's parts. Each shard is a separate parameter, so that
-options, step counts and absent gradients remain those of the parameter it belongs to.
+options, step counts and absent gradients are the same as without shards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.bucket import BucketEntry
+from penstock.parallel.data.bucket import BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
-from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
 
@@ -41,18 +40,7 @@ class ShardedParameter(NamedTuple):
 
 
 class Shards:
-    """Parameters of a replica in flat buffers; every replica makes one at the same time.
-
-    Args:
-        parameters: (name, parameter) pairs; those that require no gradient are left out.
-        groups, options: options of `GradientBuckets`, except `sharded`.
-
-    Attributes:
-        sharded: sharded parameters, one for each parameter.
-
-    Raises:
-        ConfigError: if `GradientBuckets` raises it.
-    """
+    """Parameters of a replica in flat buffers; every replica makes one at the same time."""
 
     def __init__(
         self,
@@ -96,8 +84,7 @@ class Shards:
         shard = None
         if count:
             shard = nn.Parameter(part[offset : offset + count])
-            if hasattr(shard, "grad_dtype"):
-                shard.grad_dtype = gradient_dtype(entry.parameter)
+            shard.grad_dtype = gradient_dtype(entry.parameter)
         return ShardedParameter(
             entry, ShardSlice(tuple(view.shape), view.stride(), first, count), shard, offset
         )
@@ -107,19 +94,14 @@ class Shards:
         return self._by_id.get(id(parameter))
 
     def owned(self) -> list[nn.Parameter]:
-        """Return all shards of this replica."""
         return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
 
     def require_used(self) -> None:
-        """Check that the next backward would not overwrite unused reduced gradients.
-
-        Raises:
-            PenstockError: if it would.
-        """
+        """Check that the next backward would not overwrite unused reduced gradients."""
         if self._unused_sums:
             raise PenstockError(
-                "the last step's gradients are shared out and wait for the optimizer's step() or zero_grad(); to add up "
-                "those of several steps, reduce them in the last one only"
+                "the last step's gradients are divided among the replicas, and wait for the optimizer's step() or "
+                "zero_grad(); to accumulate over several steps, reduce gradients in the last one only"
             )
 
     def finish(self) -> None:
@@ -137,7 +119,6 @@ class Shards:
         self._unused_sums = True
 
     def drop(self) -> None:
-        """Drop all gradients."""
         for sharded in self.sharded:
             sharded.entry.parameter.grad = None
             if sharded.shard is not None:
@@ -181,7 +162,6 @@ class Shards:
         """Join the optimizer state of all shards, a bucket at a time; every replica calls it.
 
         Args:
-            entries: function that returns the state entries of a shard of this replica, or None.
             keep: whether to yield the joined state (default True); False only sends this replica's state to the others.
 
         Yields:

@@ -8,6 +8,7 @@ sequence; it supports only the built-in model.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,20 +20,16 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from penstock.base.errors import BatchError, ConfigError, nearest
-from penstock.parallel.tensor.conv1d import shard_columns, shard_rows, shard_side_by_side
-from penstock.parallel.tensor.library_plan import library_patterns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorPlan:
     """Sharding of a family's modules, by regular expressions that must match the last components of a module's name.
 
     Attributes:
-        heads: matrices sharded by columns, whole heads together.
-        columns, rows: matrices sharded by columns, and by rows.
         table, head: the token table and the matrix that computes logits, sharded by vocabulary.
         within_heads: modules that are not sharded, but used on each rank's heads, so that ranks have partial gradients.
         norms, gathered: for sequence parallelism, the norms, and the modules that need the full sequence as input.
@@ -48,7 +45,7 @@ class TensorPlan:
     rows: str
     table: str
     head: str
-    within_heads: str = r"(?!)"
+    within_heads: str = r"(?!)"  # matches nothing
     norms: str = r"(?!)"
     gathered: str = r"(?!)"
     inputs_first: bool = False
@@ -148,11 +145,6 @@ def tensor_parallel(
 
 
 def plan_of(family: str, sequence: bool = False) -> TensorPlan:
-    """Return the plan of a family.
-
-    Raises:
-        ConfigError: if there is none, or it has no sequence parallelism.
-    """
     patterns = None if family in PLANS else library_patterns(family)
     if family not in PLANS and patterns is None:
         raise ConfigError(
@@ -223,7 +215,7 @@ def _apply(
 ) -> None:
     if _is(plan.within_heads, name):
         for parameter in module.parameters():
-            parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
+            parameter.register_hook(_AddUp(mesh.get_group()))
     shard = _by_columns_and_rows(plan, name) if plan.inputs_first else None
     shard = shard or _by_style(plan, name, sequence)
     if shard is None:
@@ -323,3 +315,116 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+# torch's styles support nn.Linear and nn.Embedding. The functions below shard layers with a weight of shape (in, out) in the
+# same ways, such as Conv1D of Hugging Face's GPT-2.
+
+
+def shard_columns(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a module by columns: each rank computes its slice of the outputs from the full inputs."""
+    from torch.distributed.tensor import Shard
+
+    _distribute(module, mesh, {"weight": Shard(1), "bias": Shard(0)}, Shard(-1))
+
+
+def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a module by rows: each rank takes its slice of the inputs; outputs are summed over the ranks."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    _distribute(module, mesh, {"weight": Shard(0), "bias": Replicate()}, Replicate())
+
+
+def shard_side_by_side(module: nn.Module, mesh: DeviceMesh, parts: int) -> None:
+    """Shard each of `parts` matrices that lie side by side by columns: of query, key and value each rank has its heads'.
+
+    The parameter has torch's strided placement, so that its full tensor is exactly the matrix of one process.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    weight, bias = (_StridedShard(dim, split_factor=parts) for dim in (1, 0))
+    _distribute(module, mesh, {"weight": weight, "bias": bias}, Shard(-1))
+    module.forward = partial(_forward, module)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], outputs: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+    def shard_parameters(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            tensor = distribute_tensor(parameter, mesh, [placements[key]])
+            owner.register_parameter(key, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+    inputs = Shard(-1) if placements["weight"].is_shard(0) else Replicate()
+
+    def prepare_input(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        return (DTensor.from_local(args[0], mesh, [inputs], run_check=False),)
+
+    def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=[outputs]).to_local()
+
+    distribute_module(module, mesh, shard_parameters, prepare_input, prepare_output)
+
+
+def _forward(module: nn.Module, x: Any) -> Any:
+    """Multiply by this rank's columns of all parts, which for the product are one matrix sharded by columns."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def side_by_side(parameter: Any, dim: int) -> Tensor:
+        return DTensor.from_local(parameter.to_local(), x.device_mesh, [Shard(dim)], run_check=False)
+
+    flat = x.view(-1, x.size(-1))
+    product = torch.addmm(side_by_side(module.bias, 0), flat, side_by_side(module.weight, 1))
+    return product.view(*x.shape[:-1], product.shape[-1])
+
+
+_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+_HEADS = re.compile(r".*\.[qkv]_proj")
+_ATTENTION = re.compile(r".*(attn|attention).*")
+
+
+def library_patterns(family: str) -> dict[str, Any] | None:
+    """Return the arguments of a `TensorPlan` for a family without a plan of ours; None if transformers has none either.
+
+    A config's ``base_model_tp_plan`` names the matrices of a block and how each is sharded. It does not name modules that
+    are computed from a rank's part without being sharded, so all parameters except the named matrices are checked.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    plan = CONFIG_MAPPING[family].base_model_tp_plan if family in CONFIG_MAPPING else None
+    if not plan:
+        return None
+    if unknown := sorted({*plan.values()} - _STYLES):
+        raise ConfigError(
+            f"there is no plan for tensor parallelism of {family!r}: transformers' plan uses {', '.join(unknown)}; "
+            f"supported are {', '.join(sorted(_STYLES))}; leave tp at 1"
+        )
+    names = {style: [n.rpartition("*.")[2] for n, s in plan.items() if s == style] for style in _STYLES}
+    heads = [name for name in names["colwise"] if _HEADS.fullmatch(name)]
+    columns = [name for name in names["colwise"] if name not in heads]
+    if fused := [name for name in columns if _ATTENTION.fullmatch(name)]:
+        raise ConfigError(
+            f"there is no plan for tensor parallelism of {family!r}: in {', '.join(fused)} a head may end anywhere; "
+            "leave tp at 1"
+        )
+    embeddings = (
+        n
+        for n, (inputs, _) in (CONFIG_MAPPING[family].base_model_pp_plan or {}).items()
+        if "input_ids" in inputs
+    )
+    return {
+        "heads": _any_of(heads),
+        "columns": _any_of(columns),
+        "rows": _any_of(names["rowwise"]),
+        "table": _any_of([next(embeddings, "embed_tokens")]),
+        "head": "lm_head",
+        "within_heads": _any_of(names["replicated_with_grad_allreduce"]),
+        "complete": _any_of(sorted({name.rpartition(".")[0] for name in (*heads, *columns, *names["rowwise"])})),
+    }  # fmt: skip
+
+
+def _any_of(names: list[str]) -> str:
+    return "|".join(map(re.escape, names)) or r"(?!)"

@@ -73,7 +73,7 @@ def search(
         sequence: tokens of a sample.
         batch: samples of a step, over all replicas.
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
-        schedules: names of families, or paths of CSV files (default: all families but those that search themselves).
+        schedules: names of families, or paths of CSV files (default: all families that build their order without a search).
         devices: number of devices that a layout uses (default: all).
         memory: bytes of a device that a plan may use, at most all of it (default).
         top: number of plans to return (default 10).
@@ -86,7 +86,15 @@ def search(
     """
     require_inputs(profile, cluster)
     cluster = cluster if memory is None else with_memory(cluster, memory)
-    space = make_space(profile, cluster, sequence, batch, fixed or {}, schedules, devices)
+    space = make_space(
+        profile,
+        cluster,
+        sequence=sequence,
+        batch=batch,
+        fixed=fixed or {},
+        schedules=schedules,
+        devices=devices,
+    )
     run = _Search(space, top)
     began, complete = perf_counter(), True
     try:
@@ -101,29 +109,32 @@ def search(
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
     return SearchResult(
-        plans, run.evaluated, run.simulated, perf_counter() - began, complete, reasons,
-        run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections), run.outcomes(),
-    )  # fmt: skip
+        plans=plans,
+        evaluated=run.evaluated,
+        simulated=run.simulated,
+        seconds=perf_counter() - began,
+        complete=complete,
+        rejections=reasons,
+        smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
+        outcomes=run.outcomes(),
+    )
 
 
-@dataclass(order=True)
+@dataclass(order=True, kw_only=True)
 class _Candidate:
-    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate.
-
-    Attributes:
-        orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
-        rest: seconds that it needs at least after the pipeline, once its placement is chosen.
-        bounded: True if the bound is of the schedule's simulation.
-    """
+    """A layout, as far as it is chosen, with a bound on its seconds; ordered by bound, then by estimate."""
 
     bound: float
     estimate: float
     number: int
     point: Point = field(compare=False)
+    # Schedules that it may have: none until placements are compared, one when its bound is of that
+    # schedule.
     orders: tuple[Order, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
+    # Seconds that it needs at least after the pipeline, once its placement is chosen.
     rest: float = field(default=0.0, compare=False)
-    bounded: bool = field(default=False, compare=False)
+    bounded: bool = field(default=False, compare=False)  # the bound is of the schedule's simulation
 
 
 class _Search:
@@ -270,7 +281,7 @@ class _Search:
         heapq.heappush(self._heap, self._candidate(bound, 0.0, point))
 
     def _candidate(self, bound: float, estimate: float, point: Point, **chosen: Any) -> _Candidate:
-        return _Candidate(bound, estimate, next(self._number), point, **chosen)
+        return _Candidate(bound=bound, estimate=estimate, number=next(self._number), point=point, **chosen)
 
     def _choose_placements(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound a layout with every placement of its stages by the work of its busiest rank."""
@@ -388,7 +399,7 @@ class _Search:
 
 
 def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
-    """Return the layout that needs the least memory of those that do not fit; None if all fit.
+    """Return, of the layouts that do not fit, the one that needs the least memory; None if all fit.
 
     Layouts with the least bounds are predicted in full, since their bounds leave out what the schedule keeps.
     """

@@ -31,7 +31,7 @@ class _Seen:
 
 
 class Smallest(NamedTuple):
-    """Layout that needs the least memory of those that do not fit.
+    """Of the layouts that do not fit, the one that needs the least memory.
 
     Attributes:
         layout: the layout.

@@ -20,7 +20,7 @@ class SimulatedLayout(NamedTuple):
     peak_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Best layouts of a search.
 
@@ -32,7 +32,7 @@ class SearchResult:
         seconds: seconds that the search took.
         complete: True if the whole space was covered, so that no layout of it is quicker than the first.
         rejections: reasons why the other values of each dimension were rejected.
-        smallest: layout with the least memory of those that do not fit.
+        smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
     """
 

@@ -27,11 +27,7 @@ MAX_VIRTUAL_STAGES = 12
 
 @dataclass(frozen=True)
 class Point:
-    """A layout but for its schedule.
-
-    Attributes:
-        microbatches: microbatches of a replica in a step.
-    """
+    """A layout but for its schedule."""
 
     layout: Layout
     microbatches: int
@@ -39,37 +35,28 @@ class Point:
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule family with its number of stages per rank.
+    """A schedule family with its number of stages per rank."""
 
-    Attributes:
-        family: the family of the catalogue; None for the user's own and for a CSV file.
-        name: name of the family, or path of the CSV file.
-        v: stages per rank; None for a CSV file, and for the user's own if ranks have different numbers.
-    """
-
-    family: CatalogueFamily | None
-    name: str
+    family: CatalogueFamily | None  # None for the user's own and for a CSV file
+    name: str  # of the family, or path of the CSV file
+    # Stages per rank; None for a CSV file, and for the user's own if ranks have different numbers.
     v: int | None
     placement: Placement
     splits_backward: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Space:
-    """Layouts to search.
-
-    Attributes:
-        sequence, batch: tokens of a sample and samples of a step.
-        schedules: names of families, of the catalogue or the user's own, or paths of CSV files.
-    """
+    """Layouts to search."""
 
     profile: Profile
     cluster: Cluster
+    # Tokens of a sample, samples of a step.
     sequence: int
     batch: int
     devices: int
     fixed: Mapping[str, Any]
-    schedules: Sequence[str]
+    schedules: Sequence[str]  # families of the catalogue or the user's own, or paths of CSV files
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
@@ -85,7 +72,7 @@ class Space:
                 for recompute, sequence_parallel in choices:
                     # `zero` and `split` are chosen last; see `variants` and `splits`.
                     layout = Layout(
-                        pp, dp, tp, None, microbatch, recompute=recompute,
+                        pp=pp, dp=dp, tp=tp, v=None, microbatch=microbatch, recompute=recompute,
                         zero=self.fixed.get("zero", dp > 1),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
@@ -244,17 +231,14 @@ def order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
 def make_space(
     profile: Profile,
     cluster: Cluster,
+    *,
     sequence: int,
     batch: int,
     fixed: Mapping[str, Any],
     schedules: Sequence[str] | None,
     devices: int | None,
 ) -> Space:
-    """Check the inputs of a search and return its space.
-
-    Raises:
-        ConfigError: if a fixed key or a schedule is unknown, or the devices cannot be used together.
-    """
+    """Check the inputs of a search and return its space."""
     known = [f.name for f in fields(Layout)]
     for key in fixed:
         if key not in known:
@@ -281,7 +265,15 @@ def make_space(
         )
     for what, value in (("batch", batch), ("sequence", sequence)):
         require_count(what, value)
-    space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
+    space = Space(
+        profile=profile,
+        cluster=cluster,
+        sequence=sequence,
+        batch=batch,
+        devices=count,
+        fixed=dict(fixed),
+        schedules=names,
+    )
     if next(space.points(), None) is None:
         raise ConfigError(_why_empty(space))
     if not any(is_csv(name) or name in FAMILIES for name in names):

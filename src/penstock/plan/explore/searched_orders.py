@@ -34,12 +34,7 @@ def with_searched_order(
 ) -> SearchResult:
     """Search an order for the best layouts; return the result with the quickest of them first if it beats all plans.
 
-    Args:
-        path: CSV file for the order; it is written only if the order is quicker.
-        seconds: seconds for the order of each layout.
-
-    Raises:
-        ScheduleError: if the file cannot be written.
+    Only then the CSV file is written. Each layout's order is searched for `seconds`.
     """
     best: Prediction | None = None
     for plan in result.plans[:TRIED]:

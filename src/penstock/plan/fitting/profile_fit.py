@@ -8,7 +8,7 @@ errors; what the steps then still take longer goes to every op, and to every ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,16 +48,11 @@ _BESIDE = 11
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """Steps of a layout.
-
-    Attributes:
-        sequence: tokens of a sample.
-        seconds: seconds of each step on the slowest rank.
-    """
+    """Steps of a layout."""
 
     layout: Layout
-    sequence: int
-    seconds: Sequence[float]
+    sequence: int  # tokens of a sample
+    seconds: Sequence[float]  # seconds of each step on the slowest rank
     traces: Sequence[Trace]
 
     @property
@@ -67,30 +62,21 @@ class MeasuredLayout:
 
 
 class _Cell(NamedTuple):
-    """Mean op of one stage and kind.
-
-    Attributes:
-        work: seconds of `_TERMS` in it, shape (terms,).
-        added: how often it has each field of `RuntimeCosts` that is an addition, shape (6,).
-        kind: index of `_KINDS`.
-        beside: mean number of other ranks that run an op of each of `_KINDS` meanwhile, shape (kinds,).
-        repeated: share of a backward of each of `_KINDS` on the other ranks that recomputes, shape (kinds,).
-    """
+    """Mean op of one stage and kind."""
 
     seconds: float
-    work: Table
-    added: Table
-    kind: int
-    beside: Table
+    work: Table  # seconds of `_TERMS` in it, shape (terms,)
+    added: Table  # how often it has each field of `RuntimeCosts` that is an addition, shape (6,)
+    kind: int  # index of `_KINDS`
+    beside: Table  # mean number of other ranks that run an op of each of `_KINDS` meanwhile, shape (kinds,)
+    # Share of a backward of each of `_KINDS` on the other ranks that recomputes, shape (kinds,).
     repeated: Table
 
 
 def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayout]) -> Profile:
     """Return the profile with factors and `RuntimeCosts` that fit the measured steps.
 
-    Args:
-        profile: profile whose costs are seconds.
-        runs: measured layouts; kinds of op that none of them has keep their costs.
+    Kinds of op that no run has keep their costs.
     """
     cells = [cell for run in runs for cell in _cells(profile, cluster, run)]
     ranks = max(run.layout.pp for run in runs)
@@ -100,7 +86,8 @@ def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayou
         ProfiledLayer(tuple((size, _scaled(cost, scales)) for size, cost in kind.points))
         for kind in profile.kinds
     )
-    runtime = RuntimeCosts(*parameters[len(_TERMS) :].tolist())
+    names = (f.name for f in fields(RuntimeCosts))
+    runtime = RuntimeCosts(**dict(zip(names, parameters[len(_TERMS) :].tolist(), strict=True)))
     fitted = replace(profile, kinds=kinds, runtime=runtime, op_overhead=0.0, step_overhead=0.0)
     return _with_gaps(fitted, cluster, runs)
 
@@ -138,8 +125,7 @@ def _work(costs: StageCosts, stage: int, kind: Kind) -> Table:
 def ops_of(traces: Sequence[Trace]) -> dict[tuple[int, Kind], tuple[float, Table]]:
     """Return the mean op of every stage and kind, without extremes and merged pairs of I and W.
 
-    Returns:
-        Seconds of the op, and the mean number of other ranks that run an F, B, I and W meanwhile, shape (4,).
+    An op is its seconds, and the mean number of other ranks that run an F, B, I and W meanwhile, shape (4,).
     """
     found: dict[tuple[int, Kind], list[tuple[float, Table]]] = {}
     for trace in traces:
@@ -183,6 +169,7 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         factors, shares = parameters[: len(_TERMS)], parameters[_BESIDE:]
         main = (work[:, :-1] @ factors[:-1]) + added @ parameters[len(_TERMS) : _BESIDE]
         again = work[:, -1] * factors[-1]
+        # What is recomputed competes as a forward does, here and in the other ranks' backwards.
         own = (shares[kind] * main + shares[0] * again) / np.maximum(main + again, 1e-12)
         others = (company * (shares + repeated * (shares[0] - shares))).sum(axis=1)
         predicted = (main + again) * (1.0 + own * others)
@@ -190,6 +177,8 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         return np.concatenate([predicted / seconds - 1.0, prior])
 
     free = np.flatnonzero(used)
+    # With little damping a step is that of Gauss and Newton, with much a short one along the gradient: a step that helps
+    # lowers it, and one that does not is tried again with more.
     parameters, found, damping = start, errors(start), 1e-2
     for _ in range(200):
         slopes = np.empty((len(found), len(free)))
@@ -204,6 +193,7 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         gain = float(found @ found - there @ there)
         if gain <= 0:
             damping *= 5
+            # No step helps any more, however short: a minimum, or a corner of the bounds.
             if damping > 1e9:
                 break
             continue

@@ -21,13 +21,10 @@ _TERMS = {"forward": (Kind.F,), "backward": (Kind.B, Kind.I, Kind.W), "recompute
 
 
 class Residual(NamedTuple):
-    """One term of a step, as predicted and as measured.
-
-    Attributes:
-        predicted, measured: seconds; of ops in the mean over the ranks, of a message in the mean over the boundaries.
-    """
+    """One term of a step, as predicted and as measured."""
 
     term: str
+    # Seconds; of ops in the mean over the ranks, of a message in the mean over the boundaries.
     predicted: float
     measured: float
 
@@ -37,13 +34,7 @@ def residuals(
 ) -> tuple[Residual, ...]:
     """Compare a prediction with a run of the same layout.
 
-    Args:
-        measured: median costs of the run's ops and messages, in seconds.
-        seconds: measured seconds from the first op of a step to its last.
-        step: measured seconds of a whole step; None (default) if unknown.
-
-    Raises:
-        ConfigError: if the run has other stages than the layout.
+    `seconds` are from the first op of a step to its last, `step` is the whole step's (None if unknown).
     """
     program, stage_costs = prediction.program, prediction.costs
     assert program is not None, "the prediction is of a whole step"

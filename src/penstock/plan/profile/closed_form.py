@@ -37,22 +37,14 @@ PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "f
 
 @dataclass(frozen=True)
 class Workload:
-    """Conditions under which a layer is costed.
+    """Conditions under which a layer is costed."""
 
-    Attributes:
-        microbatch: samples of a microbatch.
-        sequence: tokens of a sample.
-        sequence_parallel: True if what tensor parallelism leaves whole is divided along the sequence.
-        dtype: dtype of the matrix products, a key of `DTYPE_BYTES`.
-        attention: "fused" if scores stay within the kernel, else "unfused".
-    """
-
-    microbatch: int
-    sequence: int
+    microbatch: int  # samples of a microbatch
+    sequence: int  # tokens of a sample
     tp: int = 1
-    sequence_parallel: bool = False
-    dtype: str = "bf16"
-    attention: AttentionKernel = "fused"
+    sequence_parallel: bool = False  # what tensor parallelism leaves whole is divided along the sequence
+    dtype: str = "bf16"  # of the matrix products, a key of `DTYPE_BYTES`
+    attention: AttentionKernel = "fused"  # "fused" if scores stay within the kernel, else "unfused"
 
     @property
     def tokens(self) -> int:
@@ -102,9 +94,11 @@ def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
     return LayerCost(
         forward=(lookups, *collect),
         weight_grad=(
+            # Reads the gradient and the rows of the table's gradient, and writes the rows.
             DeviceWork("memory", 3 * value),
             *(_collectives("gather", value, load) if t > 1 else ()),
         ),
+        # The backward needs the tokens, int64, and the dropout's mask of one byte an element.
         saved_bytes=load.tokens * 8 + (shard / e if shape.dropout else 0),
         selective_bytes=load.tokens * 8 + (shard / e if shape.dropout else 0),
         input_bytes=load.tokens * 8,
@@ -115,7 +109,6 @@ def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
 
 
 def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
-    """Return the cost of one block."""
     t, e, tokens = load.tp, load.element, load.tokens
     hidden, (query, key, values) = shape.hidden, shape.attention_sizes
     *to_heads, (attended, _) = shape.head_matrices
@@ -135,6 +128,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
 
     # Elementwise kernels: those over the whole hidden state, and those over what tensor parallelism divides.
     shard = tokens * hidden * e / (t if load.sequence_parallel else 1)
+    # A norm reads a tensor and writes one; each of the two residual additions reads two and writes one.
     whole_kernels = 2 * shape.norms + 3 * 2
     divided = (2 * (query + key + values) + latents + (ups + 1) * shape.ffn) * tokens * e / t
     elementwise = DeviceWork("memory", whole_kernels * shard + divided, calls=shape.norms + 4)
@@ -198,7 +192,8 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
     logits = tokens * shape.vocabulary / t
     product = _matmul(tokens, shape.hidden, shape.vocabulary / t)
     norm = DeviceWork("memory", 2 * shard)
-    # Cast to 32 bits, maximum, difference, exponential, sum, quotient; the backward overwrites what they leave.
+    # Cast to 32 bits (e + 4 bytes), maximum (4), difference (8), exponential (8), sum (4), quotient (8); the backward
+    # overwrites what they leave.
     loss, loss_grad = (
         DeviceWork("memory", (e + 36) * logits, calls=6),
         DeviceWork("memory", (8 + e) * logits, calls=2),

@@ -12,9 +12,6 @@ def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int,
     """Return the number of blocks of every stage, such that the most expensive stage costs least.
 
     The first stage also gets the embeddings, the last one the heads and the loss.
-
-    Raises:
-        SplitError: if there are fewer blocks than stages, or the profile has no layers.
     """
     roles = [role for _, role, _ in profile.layers]
     if "block" not in roles:

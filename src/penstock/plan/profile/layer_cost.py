@@ -32,7 +32,7 @@ class DeviceWork(NamedTuple):
     calls: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Cost of one layer for one microbatch on one device.
 

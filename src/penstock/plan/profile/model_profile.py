@@ -79,7 +79,7 @@ class LayerTable:
     tied: float = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuntimeCosts:
     """Seconds that the runtime adds to ops, and how much ops slow each other down, as fitted to steps of pipelines.
 
@@ -104,7 +104,7 @@ class RuntimeCosts:
     beside_weight_grad: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Costs of a model's layers.
 
@@ -198,7 +198,7 @@ class Profile:
 
 def of_shape(shape: ModelShape) -> Profile:
     """Return the profile of a model with a shape, in closed form."""
-    return Profile(shape.name, "sizes", shape)
+    return Profile(name=shape.name, source="sizes", shape=shape)
 
 
 def read_model(path: str | Path) -> Profile:
@@ -226,11 +226,7 @@ def is_profile(path: str | Path) -> bool:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile that `Profile.save` wrote.
-
-    Raises:
-        ConfigError: if the file cannot be read, or is not a profile of this format.
-    """
+    """Read a profile that `Profile.save` wrote."""
     try:
         table = parse_json(read_bytes(Path(path), _MAX_BYTES))
     except (OSError, ValueError) as error:
@@ -303,8 +299,8 @@ def _require(key: str, sound: bool, value: object) -> None:
 
 
 def _require_number(key: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(key, number and 0 <= float(value) < math.inf, value)  # type: ignore[arg-type]  # a number
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+    _require(key, sound, value)
 
 
 def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:

@@ -1,6 +1,6 @@
 """Sizes of a decoder-only language model, read from a ``config.json`` or from a ``[model]`` section; needs no torch.
 
-The families are those that `penstock.from_transformers` splits. `model_type` chooses the traits that a config leaves to the
+It covers the families that `penstock.from_transformers` splits. `model_type` chooses the traits that a config leaves to the
 library's code, such as biases, extra norms and defaults.
 """
 
@@ -16,14 +16,13 @@ from typing import Any
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, nearest
-from penstock.base.model_variants import refused_architecture, refused_variant, windows
+from penstock.base.model_variants import LARGEST_SIZE, refused_architecture, refused_variant, windows
 
 _MAX_BYTES = 16 * MEGABYTE
-_LARGEST = 10**9
 _MOST_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of the layers: an embedding, equal blocks, a final norm and a head.
 
@@ -88,7 +87,7 @@ class ModelShape:
             if f.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
             if f.type == "int":
-                least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else _LARGEST
+                least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else LARGEST_SIZE
                 require_count(f"{f.name} of the model", value, least, most)
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -220,14 +219,9 @@ _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read the sizes of a model.
+    """Read the sizes of a model from a ``config.json``, a folder that has one, or a TOML file.
 
-    Args:
-        path: a ``config.json``, a folder that has one, or a TOML file with a ``[model]`` section, whose ``config`` or
-            ``path`` may name one of these.
-
-    Raises:
-        ConfigError: if there is no such file, it cannot be read, a size is missing or wrong, or the family is not known.
+    The file's section ``[model]`` has the sizes, or names one of these as ``config`` or ``path``.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -262,6 +256,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     for key in ("config", "path"):
         if model.get(key):
             return read_shape(_hugging_face(model[key], key, path))
+    # Defaults of `penstock train`, in `train.config.sections.model_section`.
     defaults = {
         "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
     }  # fmt: skip
@@ -275,14 +270,14 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     if sizes["width"] % sizes["heads"]:
         raise ConfigError(f"{path}: width {sizes['width']} does not divide into {sizes['heads']} heads")
     return ModelShape(
-        path.stem,
-        sizes["layers"],
-        sizes["width"],
-        sizes["heads"],
-        sizes["kv_heads"],
-        sizes["width"] // sizes["heads"],
-        sizes["hidden"],
-        sizes["vocabulary"],
+        name=path.stem,
+        layers=sizes["layers"],
+        hidden=sizes["width"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        head_size=sizes["width"] // sizes["heads"],
+        ffn=sizes["hidden"],
+        vocabulary=sizes["vocabulary"],
     )
 
 
@@ -307,6 +302,7 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         **table,
     }
     if kind == "gpt2":
+        # Defaults of transformers' `GPT2Config`, which a config.json may leave out.
         hidden, heads = _count(table, "n_embd", path, 768), _count(table, "n_head", path, 12)
         layers, positions = _count(table, "n_layer", path, 12), _count(table, "n_positions", path, 1024)
         ffn = _count(table, "n_inner", path, 4 * hidden)
@@ -337,13 +333,23 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         traits["output_bias"] = flag
     traits["window"], traits["windowed"] = windows(kind, table, layers)
     return ModelShape(
-        name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
-        positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
-    )  # fmt: skip
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        positions=positions,
+        head_norm_weights=_head_norms(kind, heads, kv_heads, head_size),
+        **traits,
+    )
 
 
 def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
     """Return the sizes of attention whose queries, keys and values are expanded from latents."""
+    # Defaults of transformers' `YoutuConfig`.
     rotary = _count(table, "qk_rope_head_dim", path, 64)
     without_query = "q_lora_rank" in table and table["q_lora_rank"] is None
     return {
@@ -391,7 +397,7 @@ def _count(table: dict[str, Any], key: str, path: Path, default: int | None = No
         if default is None:
             raise ConfigError(f"{path}: {key} is missing; the model's sizes depend on it")
         return default
-    require_count(f"{path}: {key}", value, most=_LARGEST)
+    require_count(f"{path}: {key}", value, most=LARGEST_SIZE)
     return int(value)
 
 

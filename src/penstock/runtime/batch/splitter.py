@@ -53,10 +53,6 @@ def ignore_index_of(loss_fn: object, reduction: object) -> int:
 
     It is the ``ignore_index`` of the function, of a partial's arguments, of a module that it calls, or a number that its
     source passes on by that keyword.
-
-    Raises:
-        ConfigError: if targets that count are to be counted and the code passes on an ``ignore_index`` of its own, or
-            weighs classes.
     """
     found: set[int | None] = set()
     for part in (*parts_of(loss_fn), *(inner for m in modules_called(loss_fn) for inner in m.modules())):
@@ -125,9 +121,6 @@ def arguments_of(
 
     Args:
         names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
-
-    Raises:
-        BatchError: if the mapping has a key that the model does not know, or one that is given twice.
     """
     if names is None:
         return x, y, named
@@ -158,7 +151,7 @@ def arguments_of(
 
 def _second_parameter(function: object) -> str | None:
     try:
-        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]  # raises
     except (TypeError, ValueError):  # a function written in C
         return None
     return (
@@ -174,6 +167,7 @@ class BatchSplitter:
     def __init__(
         self,
         microbatches: int,
+        *,
         replicas: int,
         replica: int,
         device: torch.device | None,
@@ -196,15 +190,7 @@ class BatchSplitter:
         self.compares = compares
 
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
-        """Split a step's batch into microbatches, and keep this pipeline's.
-
-        Args:
-            x: input of the model; None on processes without the first stage.
-            y: target; None on processes without the last stage, or in an evaluation without loss.
-
-        Raises:
-            BatchError: if the input or the target is missing, cannot be split, or they have different numbers of rows.
-        """
+        """Split a step's batch into microbatches, and keep this pipeline's."""
         inputs: list[object] = []
         targets: list[object] = []
         weights = [LossWeight(divisor=self.microbatches)] * self.microbatches
@@ -228,15 +214,15 @@ class BatchSplitter:
                 self._compares_counts = False
         local = self.local
         return LocalBatch(
-            inputs[local],
-            targets[local],
-            weights[local],
-            tuple(rows_in[local]),
-            tuple(rows_out[local]),
-            local.start,
-            _tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
-            self.ignore_index,
-            None if not self.compares or x is None or y is None
+            inputs=inputs[local],
+            targets=targets[local],
+            weights=weights[local],
+            rows_in=tuple(rows_in[local]),
+            rows_out=tuple(rows_out[local]),
+            first=local.start,
+            target_tensors=_tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
+            ignore_index=self.ignore_index,
+            digest=None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip
 
@@ -291,15 +277,7 @@ def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
 def loss_weights(
     targets: Sequence[object], rows: Sequence[int], reduction: Reduction, scale: float = 1.0
 ) -> list[LossWeight]:
-    """Return the weights of the microbatches' losses.
-
-    Args:
-        reduction: "mean" to weight by rows (divide by the number of microbatches if rows are equal), "sum" to add, or a
-            function that returns a target's weight.
-
-    Raises:
-        BatchError: if the function's counts are not finite, are negative, or are all 0.
-    """
+    """Return the weights of the microbatches' losses."""
     count = len(rows)
     if reduction == "sum":
         return [LossWeight(scale=scale)] * count

@@ -15,13 +15,9 @@ from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of one step, the same on every rank.
-
-    Attributes:
-        number: training steps done before this one.
-    """
+    """Options of one step, the same on every rank; `number` counts the training steps done before it."""
 
     trains: bool = True
     outputs: bool = False
@@ -32,14 +28,11 @@ class StepOptions:
     loss_scale: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalBatch:
     """One pipeline's share of a batch, split into microbatches.
 
     Attributes:
-        inputs: inputs of the first stage by microbatch, as `StageState` if the step has named values; empty if this
-            process does not hold the first stage.
-        rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
@@ -73,14 +66,11 @@ def class_targets(target: object) -> list[Tensor]:
     return [leaf for leaf in leaves_of(target) if isinstance(leaf, Tensor) and leaf.dtype in integers]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Work:
     """One rank's share of a step; the executor fills in the results.
 
     Attributes:
-        has_graph: whether a loss that counts had a graph to start a backward from.
-        flags: flags of all ranks after the step; see `penstock.runtime.consensus.require_graph`.
-        losses: losses of this rank, and of all ranks after the step.
         outputs, grads: outputs and input gradients of this rank, by microbatch number in the global batch.
     """
 
@@ -177,6 +167,7 @@ def _held(values: tuple[Any, ...] | str) -> tuple[Any, ...]:
 def _or_reason(
     name: str,
     values: Sequence[Any],
+    *,
     asked: bool,
     trains: bool,
     local: Sequence[int],
@@ -227,15 +218,29 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
         total,
         values,
         parts,
-        _or_reason("outputs", by_id, options.outputs, options.trains, ends.local, "last", ends.last),
         _or_reason(
-            "input_grads", leaves, options.input_grads, options.trains, ends.local, "first", ends.first
+            "outputs",
+            by_id,
+            asked=options.outputs,
+            trains=options.trains,
+            local=ends.local,
+            end="last",
+            ranks=ends.last,
+        ),
+        _or_reason(
+            "input_grads",
+            leaves,
+            asked=options.input_grads,
+            trains=options.trains,
+            local=ends.local,
+            end="first",
+            ranks=ends.first,
         ),
     )
 
 
 def reduced(losses: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the weighted sum of the microbatches' losses, without those of weight 0, which may be NaN."""
+    """Return the weighted sum of the microbatches' losses; losses of weight 0 may be NaN, and are left out."""
     if len(set(weights)) == 1:
         return losses.sum() if weights[0] == 1.0 else losses.mean()
     terms = (losses[n] * weight for n, weight in enumerate(weights) if weight)

@@ -6,7 +6,7 @@ get the values of plain PyTorch, if every copy's microbatches come after those o
 r ← (1 - m) r + m s is linear in r, so k updates that led a copy from b to a lead from any r to a + (1 - m)^k (r - b). For
 other buffers the result cannot be known; if copies differ, the user's rule decides.
 
-Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own. A write to either
+Only persistent buffers (in ``state_dict``) count. All else is scratch, and each copy keeps its own. A write to either
 between two steps reaches all copies in the process.
 """
 
@@ -41,11 +41,7 @@ def require_rule(rule: object) -> Rule:
 
 
 class NamedBuffer(NamedTuple):
-    """A buffer in a stage.
-
-    Attributes:
-        name: name in the whole model.
-    """
+    """A buffer in a stage; `name` is its name in the whole model."""
 
     name: str
     owner: nn.Module
@@ -157,8 +153,6 @@ class BufferCopies:
         stages: copies of each stage in this process by stage number, the first holder's copy first.
         rule: rule for buffers other than statistics of batch normalization, if copies differ. "refuse" ends the step;
             "mean" takes the mean over the copies that changed it (of integers the first); "first" takes the first.
-        gather: exchange between processes; None if all copies are here.
-        agree: gives every process's problem to all; None if there can be none, or this process is alone.
     """
 
     def __init__(
@@ -203,12 +197,7 @@ class BufferCopies:
             copy.begin()
 
     def finish(self) -> None:
-        """Give all copies the same values after a training step; every process calls it.
-
-        Raises:
-            ReplicaError: if copies of a buffer differ and the rule is to refuse; on every process. The buffers are as
-                before the step then.
-        """
+        """Give all copies the same values after a step, or refuse it on every process, unchanged; every process calls it."""
         changes: dict[int, list[Values]] = {
             s: [copy.changed() for copy in copies] for s, copies in self._copies.items()
         }

@@ -123,11 +123,7 @@ class Copies:
         self._module_copies.record()
 
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
-        """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it.
-
-        Raises:
-            ReplicaError: if copies differ, or cannot get a change of a module.
-        """
+        """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it."""
         self.sync_modules()
         self._buffers.sync()
         if not trains:
@@ -144,11 +140,7 @@ class Copies:
         self._buffers.begin()
 
     def after_step(self, trains: bool) -> None:
-        """Give the buffers of all copies the same values, after a training step.
-
-        Raises:
-            ReplicaError: if they differ, and the rule is to refuse.
-        """
+        """Give the buffers of all copies the same values, after a training step."""
         self._buffers.record_scratch()
         if trains:
             self._buffers.finish()
@@ -208,9 +200,6 @@ class ModuleCopies:
     Attributes with plain values are copied (``training``, the ``p`` of a dropout, an activation function), and so are
     containers and objects of such values (a config). A change that would reach one copy only, such as a new layer or a hook,
     is refused by name.
-
-    Args:
-        pairs: (module, its copies): the module that the user changes, and those that get its changes.
     """
 
     def __init__(
@@ -227,11 +216,7 @@ class ModuleCopies:
         ]
 
     def sync(self) -> None:
-        """Copy changed attributes, before a step.
-
-        Raises:
-            ReplicaError: if the copies cannot get a change; names the module. No attribute was copied then.
-        """
+        """Copy changed attributes before a step; none of them if the copies cannot get one."""
         for module in self._modules:
             module.require_same_structure()
         known: dict[int, Any] = {}
@@ -282,11 +267,7 @@ class _CopiedModule:
 
 
 def _plain(values: Mapping[str, Any], known: dict[int, Any]) -> dict[str, Any]:
-    """Return the attributes whose values can be given to copies, in a form that a change in place does not change.
-
-    Args:
-        known: forms of objects by id, since modules may share a config; filled in.
-    """
+    """Return the attributes whose values can be given to copies, in a form that a change in place does not change."""
     plain = {}
     for key, value in values.items():
         if type(value) in _PLAIN:
@@ -375,11 +356,7 @@ class _Group:
         for handle in self._handles:
             handle.remove()
         self._hooks = hooks
-        self._handles = [
-            p.register_hook(hook)  # type: ignore[no-untyped-call]  # not annotated in torch
-            for p in self.members[1:]
-            for hook in hooks
-        ]
+        self._handles = [p.register_hook(hook) for p in self.members[1:] for hook in hooks]
 
     def _move(self) -> None:
         before = self._memory
@@ -402,10 +379,6 @@ class Aliases:
 
     Autograd sees separate parameters; they share memory. A change to one applies to all: ``requires_grad``, new memory
     (``p.data = ...``, ``model.double()``), and hooks on the gradient.
-
-    Args:
-        parameters: (name in the whole model, parameter) of all modules of the process, the user's own first; a tied
-            weight has the first of its names.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tied: Iterable[str] = ()) -> None:
@@ -421,12 +394,7 @@ class Aliases:
         ]
 
     def sync(self) -> None:
-        """Apply changes made since the last step to all parameters of a group.
-
-        Raises:
-            ReplicaError: if parameters of one group were given different values.
-            ConfigError: if one has a hook that runs after its gradient was accumulated.
-        """
+        """Apply changes made since the last step to all parameters of a group."""
         for group in self._groups:
             group.sync()
 

@@ -47,11 +47,7 @@ class FixedModules:
         ]
 
     def check(self, trains: bool) -> None:
-        """Check the modules before a step, and before a training step the hooks, too.
-
-        Raises:
-            ReplicaError: if a change could not reach the copies.
-        """
+        """Check the modules before a step, and before a training step the hooks, too."""
         self._require_same()
         if trains:
             self._require_no_hooks()

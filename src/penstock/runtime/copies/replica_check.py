@@ -25,8 +25,6 @@ class CopiedTensor(NamedTuple):
 
     Attributes:
         group: name of the tensors compared at once: a stage, or a weight that several stages share.
-        kind: "parameter" or "buffer".
-        tensor: this process's copy, or its shard.
     """
 
     group: str
@@ -68,11 +66,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 class ReplicaCheck:
-    """Comparison of copies between processes.
-
-    Args:
-        tensors: returns this process's tensors that other processes may have copies of; called at every check.
-    """
+    """Comparison of copies between processes."""
 
     def __init__(
         self, tensors: Callable[[], Iterable[CopiedTensor]], where: str, exchange: Callable[[Any], list[Any]]
@@ -82,11 +76,7 @@ class ReplicaCheck:
         self._exchange = exchange
 
     def run(self) -> None:
-        """Compare; every process calls it.
-
-        Raises:
-            ReplicaError: if copies differ; on every process, with the first tensor that differs, and where.
-        """
+        """Compare; every process calls it."""
         tensors = list(self._tensors())
         groups: dict[str, dict[str, int]] = {}
         kinds = {tensor.name: tensor.kind for tensor in tensors}
@@ -121,11 +111,7 @@ def _error_of(rows: Sequence[Sequence[Any]]) -> ReplicaError:
 def difference_error(
     kinds: Mapping[str, str], differing: Mapping[str, Mapping[int, Sequence[str]]]
 ) -> ReplicaError:
-    """Return the error for tensors whose copies differ.
-
-    Args:
-        differing: places that have the same value, by name and value's number.
-    """
+    """Return the error for tensors whose copies differ."""
     name, places = next(iter(differing.items()))
     alike = sorted(places.values(), key=len, reverse=True)
     each = "; another on ".join(", ".join(where) for where in alike)

@@ -2,7 +2,7 @@
 
 A model may use a module at several places. If these are on two ranks, which are threads, both would accumulate into the
 same gradient at the same time. So the first rank keeps the user's module, and every other rank gets a copy whose parameters
-share the memory. The gradients are summed like those of any tied weight; see `penstock.runtime.weights.shared`.
+share the memory. Their gradients are summed as for any tied weight; see `penstock.runtime.weights.shared`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def alias(module: M, memo: dict[int, Any] | None = None) -> M:
-    """Copy a module; the copy shares its parameters' memory, but has separate gradients and buffers.
-
-    Args:
-        memo: objects copied before by id, as for ``copy.deepcopy``, for modules that share parameters; updated.
-    """
+    """Copy a module; the copy shares its parameters' memory, but has separate gradients and buffers."""
     memo = {} if memo is None else memo
     for name, p in module.named_parameters():
         if id(p) not in memo:
@@ -51,14 +47,7 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 class SeparateModules:
-    """Copies of modules that several ranks of one process use.
-
-    Args:
-        modules: stage modules by (rank, stage); layers that an earlier rank has are replaced by copies.
-
-    Attributes:
-        copied: (module, copy) pairs.
-    """
+    """Copies of modules that several ranks of one process use."""
 
     def __init__(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
         self._owner: dict[int, int] = {}

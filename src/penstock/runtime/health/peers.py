@@ -40,7 +40,6 @@ class PeerEntry(NamedTuple):
     """One process of the run.
 
     Attributes:
-        pipeline: number that the processes of one pipeline share.
         machine: text that processes share if they can see each other's memory; empty if not supported.
     """
 
@@ -70,12 +69,7 @@ class _Page:
 
 
 class PeerRegistry:
-    """The pages of all processes of the run on this machine.
-
-    Attributes:
-        calls: number of collective calls of this process that are under way, one within the other.
-        failed: description of the first other process seen to end without closing its pipeline; None if there is none.
-    """
+    """The pages of all processes of the run on this machine."""
 
     def __init__(self) -> None:
         self.progress: RankProgress = new_progress()
@@ -140,26 +134,14 @@ class PeerRegistry:
         return self.failed
 
     def require_all(self) -> None:
-        """Raise if a rank of this pipeline makes another call, or another process has ended without closing its pipeline.
-
-        Raises:
-            CallOrderError: if a rank makes another call than this one.
-            PeerError: if a process has ended.
-        """
+        """Raise if a rank of this pipeline makes another call, or another process has ended without closing its pipeline."""
         self.require_same_call()
         if self.failed is not None:
             raise PeerError(self.failed)
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Return a context for a call that all ranks of the pipeline make; calls within it count as part of it.
-
-        Args:
-            name: one of `CALL_NAMES`.
-
-        Raises:
-            CallOrderError: if another rank is seen to make another call.
-        """
+        """Return a context for a call that all ranks of the pipeline make; calls within it count as part of it."""
         if not self.calls:
             record_call(self.progress, name)
             # Of two ranks the later one sees the other here, and begins no collective. One that all never join would keep

@@ -112,11 +112,7 @@ def awaited_output(program: Program, row: int, peer: int) -> str:
 
 
 def blocking_rank(rank: int, progress: Sequence[RankProgress | None]) -> int:
-    """Follow the waits from an awaited rank to the rank that does not wait itself.
-
-    Args:
-        progress: numbers by rank; None where they cannot be read.
-    """
+    """Follow the waits from an awaited rank to the rank that does not wait itself."""
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)

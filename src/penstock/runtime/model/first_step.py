@@ -41,6 +41,7 @@ class FirstStepCheck:
         self,
         layers: ModelLayers,
         loss_fn: LossFunction,
+        *,
         stages: Sequence[int],
         parameters: LocalParameters,
         world: World | None,
@@ -55,11 +56,7 @@ class FirstStepCheck:
         self._loss_reads = names_in(loss_fn) if reaches else set()
 
     def run(self, batch: LocalBatch) -> None:
-        """Check the layers, after a step whose gradients no optimizer has used yet; every process of the run calls it.
-
-        Raises:
-            SplitError: on every process, if loss or gradients differ; nothing was updated.
-        """
+        """Check the layers, after a step whose gradients no optimizer has used yet; every process of the run calls it."""
         world = self._world
         if world is None:
             refusal, skipped = self._alone(batch)
@@ -158,11 +155,7 @@ class FirstStepCheck:
         return None, None
 
     def _too_large(self, missing: int) -> str | None:
-        """Return why the check does not fit into the host's memory; None if it does.
-
-        Args:
-            missing: bytes of weights that are not in this process.
-        """
+        """Return why the check does not fit into the host's memory; None if it does."""
         gradients = sum(p.nbytes for p in self._layers.model.parameters() if p.requires_grad)
         # 2: the gradients of the model itself, and of its layers.
         needed, free = missing + 2 * gradients, memory()

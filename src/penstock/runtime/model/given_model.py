@@ -16,12 +16,7 @@ from penstock.stage.layers import Container, Layer, as_layers
 
 
 class GivenModel(NamedTuple):
-    """A model as a Pipeline takes it.
-
-    Attributes:
-        module: the module that the layers are of; None if the model was given as a list.
-        reduction: default reduction of the loss: with `causal_lm_loss` by valid tokens, as in transformers.
-    """
+    """A model as a Pipeline takes it."""
 
     layers: list[Layer]
     loss_fn: LossFunction
@@ -31,15 +26,7 @@ class GivenModel(NamedTuple):
 
 
 def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
-    """Return the layers of a model.
-
-    Args:
-        loss_fn: loss function; None for the loss that the model itself computes.
-
-    Raises:
-        ConfigError: if the loss function cannot be called, or there is none.
-        SplitError: if the model cannot be split, or is on the meta device.
-    """
+    """Return the layers of a model."""
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
     layers, own_loss, module = layers_of(model, loss_fn is None)
@@ -55,11 +42,7 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
 
 
 def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
-    """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of.
-
-    Args:
-        own_loss: whether the loss is what a model with a forward of its own returns for an input and a target.
-    """
+    """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of."""
     if isinstance(model, ModelLayers):
         return model, model.loss_fn, model.model
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):

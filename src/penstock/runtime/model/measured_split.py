@@ -27,6 +27,7 @@ def resolve_split(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
     schedule: Schedule,
+    *,
     world: World | None,
     seed: int,
     autocast: torch.dtype | None = None,
@@ -38,12 +39,6 @@ def resolve_split(
     Args:
         split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs;
             ``{"measured": profile}`` has a traced or measured profile of these layers, or the path of one.
-
-    Raises:
-        SplitError: if "measured" comes without a microbatch or a profile, the profile is of other layers, or blocks are too
-            few.
-        ConfigError: if the profile cannot be read.
-        ProfileError: if a layer cannot be profiled.
     """
     warns = schedule.stages > 1 and (world is None or (world.rank == 0 and world.is_first))
     measured = isinstance(split, Mapping) and list(split) == ["measured"]

@@ -188,11 +188,7 @@ class PipelineModel:
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
-    """Return a context in which modules and all within them are in evaluation mode.
-
-    Args:
-        loss_fn: a loss function; the modules that it is or calls are among them.
-    """
+    """Return a context in which modules and all within them are in evaluation mode."""
     modes = [
         (inner, inner.training)
         for module in dict.fromkeys((*modules, *modules_called(loss_fn)))
@@ -214,12 +210,7 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
 
 
 def gather_state(own: Mapping[str, Any], world: World, keeps: bool) -> dict[str, Any]:
-    """Return the states of all ranks; every rank calls it.
-
-    Args:
-        own: this rank's part, on the CPU.
-        keeps: whether this process needs the result; otherwise it is empty.
-    """
+    """Return the states of all ranks; every rank calls it."""
     rounds: list[dict[str, Any]] = [{}]
     size = 0
     for name, value in own.items():
@@ -246,9 +237,6 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
     to them sees it. Attributes that were computed from
     them, as ``torch.nn.utils.prune`` and spectral_norm leave them, are on meta, too.
 
-    Args:
-        own: modules of this process: its stages, and the loss function.
-
     Returns:
         Tensors that had to be replaced by new ones, now without values. While they exist, no other object has their id.
     """
@@ -266,7 +254,7 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
     for key, tensor in unowned.items():
         empty = _empty(tensor)
         try:
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]  # not annotated
+            torch.utils.swap_tensors(tensor, empty)
         except RuntimeError:  # weak references, which nn.LSTM has, and views refer to the object itself
             fixed[key] = empty
     everywhere = [*of_layers, *(() if given is None or not fixed else given.modules())]
@@ -283,7 +271,7 @@ def give_values(layers: Iterable[Layer], values: Mapping[str, Tensor]) -> None:
         for inner, buffer in () if layer.module is None else list(layer.module.named_buffers()):
             value = values.get(whole_name(layer.name, inner, parameter=False))
             if buffer.is_meta and value is not None:
-                torch.utils.swap_tensors(buffer, value.clone())  # type: ignore[no-untyped-call]  # likewise
+                torch.utils.swap_tensors(buffer, value.clone())
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:

@@ -28,14 +28,7 @@ def build(
     options: list[dict[str, Any]],
     defaults: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """Return one rank's optimizer.
-
-    Args:
-        main: main weights, which it updates in place of their parameters.
-
-    Raises:
-        ConfigError: if the options do not fit, or the optimizer needs a closure in its step.
-    """
+    """Return one rank's optimizer."""
     param_groups = [
         {"params": [main.of(name, p) for name, p in group], **chosen}
         for group, chosen in zip(groups, options, strict=True)
@@ -66,11 +59,7 @@ def build(
 
 
 def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the learning-rate scheduler of one rank's optimizer.
-
-    Raises:
-        ConfigError: if `make` returns anything but a scheduler of the optimizer that depends on the step alone.
-    """
+    """Return the learning-rate scheduler of one rank's optimizer."""
     made = make(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(
@@ -88,11 +77,7 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
 
 
 def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: bool) -> None:
-    """Raise if an optimizer needs whole matrices but gets shards of them.
-
-    Raises:
-        ConfigError: if the optimizer is not elementwise, and ZeRO or tensor parallelism is on.
-    """
+    """Raise if an optimizer needs whole matrices but gets shards of them."""
     kind = type(optimizer).__name__
     if kind in NOT_ELEMENTWISE and (zero or pipe.tensor_ranks > 1):
         cause, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
@@ -113,7 +98,7 @@ def require_no_fp16(pipe: Pipeline) -> None:
     names = [
         name
         for name, p in pipe.named_parameters()
-        if p.requires_grad and p.dtype == torch.float16 and getattr(p, "grad_dtype", p.dtype) == torch.float16
+        if p.requires_grad and p.dtype == torch.float16 and p.grad_dtype == torch.float16
     ]
     if names:
         raise ConfigError(

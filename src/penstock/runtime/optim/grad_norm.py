@@ -15,13 +15,7 @@ from penstock.runtime.workers.world import World
 
 
 class CountedGradient(NamedTuple):
-    """A parameter that may have a gradient on this process.
-
-    Attributes:
-        parameter: the parameter, or the shard of it that this replica updates.
-        counts: whether this rank's copy counts.
-        tensor_parallel: whether other tensor-parallel ranks hold the parameter's other shards.
-    """
+    """A parameter that may have a gradient on this process."""
 
     position: int
     parameter: nn.Parameter
@@ -57,11 +51,7 @@ class GlobalNorm:
         return gradients
 
     def clip_(self, max_norm: float, shards: Shards | None) -> Tensor:
-        """Clip gradients by their global 2-norm; every process calls it.
-
-        Returns:
-            0-d tensor, the norm before clipping.
-        """
+        """Clip gradients by their global 2-norm, and return the norm before clipping, 0-d; every process calls it."""
         gradients, world = self.gradients(shards), self._world
         count = self._positions[1]
         norms = torch.zeros(count, dtype=torch.float64)  # of parameters whose gradient is all here
@@ -90,7 +80,7 @@ class GlobalNorm:
         norms += (tensor_squares + zero_squares).sqrt()
         total = _total(norms, present)
         clipped = [_Gradient(real_values(local(p.grad))) for _, p, *_ in gradients if p.grad is not None]
-        nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]  # which needs .grad alone
         return total
 
 

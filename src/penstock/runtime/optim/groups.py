@@ -22,11 +22,7 @@ Match = Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Group:
-    """One group as the user gave it.
-
-    Attributes:
-        names: names that the user listed; each must exist.
-    """
+    """One group as the user gave it."""
 
     label: str
     match: Match
@@ -43,10 +39,6 @@ def assign(
 
     Returns:
         (name, parameter) pairs by rank and group, a list that may be empty; and optimizer options by group.
-
-    Raises:
-        ConfigError: if a group is invalid or takes no parameter on any rank, or no parameter has a listed name; lists all
-            such problems.
     """
     groups = list(_read(given or []))
     ranks: dict[int, list[Named]] = {

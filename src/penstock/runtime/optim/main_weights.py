@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_dtensor, local
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -23,13 +22,6 @@ class MainWeights:
 
     For a 16-bit parameter that is its fp32 copy. For a DTensor it is this process's shard (or the shard's copy), which
     shares the parameter's memory. Any other parameter is updated itself.
-
-    Args:
-        copies: whether 16-bit parameters get fp32 copies.
-        written: parameters that the user writes to, by name, if `named` has ZeRO shards of them (default none).
-
-    Attributes:
-        by_name: fp32 copies by name; of a DTensor, copies of this process's shard.
     """
 
     def __init__(
@@ -44,7 +36,7 @@ class MainWeights:
         self.by_name = {
             name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
         }
-        self._shards = {
+        self._shards: dict[str, tuple[nn.Parameter, nn.Parameter]] = {
             name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
             for name, p in named
             if is_dtensor(p) and name not in wide
@@ -104,18 +96,10 @@ class MainWeights:
 
 
 def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    """Keep and accumulate the gradients of 16-bit parameters in fp32; gradients already there are cast.
-
-    Raises:
-        ConfigError: if this PyTorch has no ``Tensor.grad_dtype``.
-    """
+    """Keep and accumulate the gradients of 16-bit parameters in fp32; gradients already there are cast."""
     for parameter in parameters:
         if parameter.dtype not in _NARROW or not parameter.requires_grad:
             continue
-        if not hasattr(parameter, "grad_dtype"):
-            raise ConfigError(
-                f"main weights need Tensor.grad_dtype, which torch {torch.__version__} does not have; update torch"
-            )
         before, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.float32
         parameter.grad = None if before is None else before.to(torch.float32)

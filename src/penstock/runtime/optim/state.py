@@ -73,7 +73,6 @@ class _Member(NamedTuple):
 
     Attributes:
         updated: tensor that the torch optimizer updates in its place; None if other replicas update all of it.
-        shard: slice of the parameter that `updated` is, with ZeRO; otherwise None.
     """
 
     group: int
@@ -229,11 +228,7 @@ def _shard_value(key: str, value: Any, shard: ShardSlice) -> Any:
 
 
 def restore(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> None:
-    """Load a state into an optimizer, after checking all of it.
-
-    Raises:
-        ConfigError: if the state does not fit; lists all problems, and nothing is loaded.
-    """
+    """Load a state into an optimizer, after checking all of it."""
     problems = [
         f"{key!r} is {'missing' if key not in state else f'a {type(state[key]).__name__}'}"
         for key, kind in _KEYS.items()

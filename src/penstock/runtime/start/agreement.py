@@ -31,15 +31,7 @@ _OPS = "ops of rank"
 
 
 def require_same(facts: Facts, collectives: Collectives) -> None:
-    """Check that all processes have the same facts; every process calls it.
-
-    Args:
-        facts: values by name; the first names that differ are shown.
-
-    Raises:
-        ConfigError: on every process, if they differ, with the names, their values, and the ranks and hosts; a
-            `ScheduleError` if they have the same arguments, and different ops.
-    """
+    """Check that all processes have the same facts, or raise on all of them; every process calls it."""
     action = "compare what they were started with"
     told = collectives.all_gather(
         (_digest(repr(sorted(facts.items())).encode()), socket.gethostname()), None, action
@@ -78,7 +70,6 @@ def require_same_pipeline(
     Args:
         schedule: the schedule. Its ops are compared, and the name of a family or function, but not of a file, which may
             have other paths.
-        layers: layers of the model; parameters are compared by name, shape and dtype where a layer is built already.
     """
     facts = dict(version_facts())
     for name, value in given.items():

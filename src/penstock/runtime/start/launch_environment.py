@@ -16,14 +16,7 @@ from penstock.runtime.start.launchers import Environment, Launch, count, is_seve
 
 
 def find_launch(environment: Environment | None = None) -> Launch | None:
-    """Return how a launcher started this process; None if it is not one of several.
-
-    Args:
-        environment: environment variables (default: those of this process).
-
-    Raises:
-        ConfigError: if variables are not a rank below a number of processes, contradict one another, or are partly set.
-    """
+    """Return how a launcher started this process; None if it is not one of several."""
     env = os.environ if environment is None else environment
     rank, size = env.get("RANK"), env.get("WORLD_SIZE")
     if rank is not None and size is not None:
@@ -43,12 +36,7 @@ def find_launch(environment: Environment | None = None) -> Launch | None:
 
 
 def meeting_url(environment: Environment | None = None) -> str:
-    """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
-
-    Raises:
-        ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would
-            try until the timeout. For other names that is right: a service of Kubernetes gets its name later.
-    """
+    """Return the address where the processes of this run meet, as ``init_process_group`` takes it."""
     launch = find_launch(environment)
     if launch is None:
         return "env://"
@@ -154,7 +142,8 @@ def _of_torch(env: Environment) -> Launch:
     """Return the launch that RANK and WORLD_SIZE describe, checked against the launcher that started them."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
     job = env.get("TORCHELASTIC_RUN_ID", "")
-    by_rank = Launch("RANK and WORLD_SIZE", *pair(env, "RANK", "WORLD_SIZE"), from_torch=True, job=job)
+    rank, ranks = pair(env, "RANK", "WORLD_SIZE")
+    by_rank = Launch(launcher="RANK and WORLD_SIZE", rank=rank, size=ranks, from_torch=True, job=job)
     try:
         launch = launcher_of(env)
     except ConfigError:

@@ -32,14 +32,11 @@ Environment = Mapping[str, str]
 _LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """This process among the processes that a launcher started.
 
     Attributes:
-        local_rank, local_size: rank and number of processes on this machine; None if unknown.
-        address: host of rank 0, where the processes meet; empty if unknown.
-        port: port on the host of rank 0; 0 if unknown.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
         listed: whether the address is a node's name from the launcher's list, which need not resolve.
         job: name of the launcher's job, the same for all its processes and no others; empty if unknown.
@@ -61,11 +58,7 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Address where the processes meet, as ``init_process_group`` takes it.
-
-        Raises:
-            ConfigError: if neither the launcher nor the user sets it; says which variables to set.
-        """
+        """Address where the processes meet, as ``init_process_group`` takes it."""
         if not self.address or not self.port:
             variables = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
             missing = [name for name, value in variables.items() if not value]
@@ -81,11 +74,7 @@ class Launch:
 
 
 def launcher_of(env: Environment) -> Launch | None:
-    """Return how a launcher other than torchrun started this process; None if it is not one of several.
-
-    Raises:
-        ConfigError: if the launcher's variables contradict one another, or are only partly set, or cannot be used.
-    """
+    """Return how a launcher other than torchrun started this process; None if it is not one of several."""
     launch = next((launch for read in _LAUNCHERS if (launch := read(env)) is not None), None)
     if launch is None and not any(name in env for name in _SIZES):
         _refuse_unknown_size(env)
@@ -126,11 +115,11 @@ def _open_mpi(env: Environment) -> Launch | None:
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # of Open MPI 5, and of 4
     is_local = local_size == size and bool(job)
     return Launch(
-        "Open MPI",
-        rank,
-        size,
-        _optional(env, f"{prefix}LOCAL_RANK"),
-        local_size,
+        launcher="Open MPI",
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, f"{prefix}LOCAL_RANK"),
+        local_size=local_size,
         address="127.0.0.1" if is_local else "",
         port=_LOWEST_PORT + crc32(str(job).encode()) % _PORTS if is_local else 0,
         advice="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 hands them on",
@@ -149,11 +138,11 @@ def _pmi(env: Environment) -> Launch | None:
     local_size = _optional(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     host = "127.0.0.1" if local_size == size else "HOST"
     return Launch(
-        "PMI",
-        rank,
-        size,
-        _optional(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size,
+        launcher="PMI",
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size=local_size,
         advice=f"mpiexec -genv MASTER_ADDR {host} -genv MASTER_PORT 29500 hands them on",
         size_variable="PMI_SIZE",
     )
@@ -185,14 +174,14 @@ def _slurm(env: Environment) -> Launch | None:
         # The same for all tasks, but different for each step of a job and for jobs that run at the same time.
         port = _LOWEST_PORT + (int(job) * _STEPS + int(step) % _STEPS) % _PORTS
     return Launch(
-        name,
-        rank,
-        size,
-        _optional(env, "SLURM_LOCALID"),
-        _tasks_here(env),
-        address,
-        port,
-        advice,
+        launcher=name,
+        rank=rank,
+        size=size,
+        local_rank=_optional(env, "SLURM_LOCALID"),
+        local_size=_tasks_here(env),
+        address=address,
+        port=port,
+        advice=advice,
         own_devices="SLURM_GPUS_PER_TASK" in env or "SLURM_GPU_BIND" in env,
         size_variable="SLURM_STEP_NUM_TASKS",
         listed=bool(address) and address != "127.0.0.1",
@@ -233,11 +222,7 @@ def _tasks_here(env: Environment) -> int | None:
 
 
 def _several(env: Environment, launcher: str, rank: str, size: str) -> tuple[int, int] | None:
-    """Return the rank and size in two variables; None if there is one process, or the size is not set.
-
-    Raises:
-        ConfigError: if there are several processes, but this one has no rank: each would run by itself.
-    """
+    """Return the rank and size in two variables; None if there is one process, or the size is not set."""
     if size not in env or (rank not in env and not is_several(env[size])):
         return None
     if rank not in env:

@@ -38,15 +38,7 @@ _GET_ADDRESS, _ANY_PORT = 0x8915, 9  # SIOCGIFADDR of Linux; no packet is sent t
 
 
 def meet(rank: int, size: int, timeout: Timeout) -> None:
-    """Initialise ``torch.distributed`` through the file in `STORE`, or at the launcher's address.
-
-    Args:
-        timeout: timeout of the run; the process group gets the longest one.
-
-    Raises:
-        ConfigError: if no address is set; says which variables to set.
-        WaitTimeoutError, RuntimeError: if not all processes come in time.
-    """
+    """Initialise ``torch.distributed`` through the file in `STORE`, or at the launcher's address."""
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     longest = timedelta(seconds=timeout.longest)
     path = os.environ.get(STORE)

@@ -29,16 +29,7 @@ _SOON = timedelta(seconds=10)  # longest wait for another rank 0, which has come
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, job: str = "") -> TCPStore:
-    """Open the store of a run: rank 0 serves it, the others connect to it. Return it once every rank has come.
-
-    Args:
-        timeout: longest wait for all ranks; also the timeout of the store.
-
-    Raises:
-        ConfigError: if a rank comes twice, or the processes do not agree on their number or the job; on each of them.
-        WaitTimeoutError: if not all ranks come in time; names those that are missing.
-        RuntimeError: if torch cannot open the store.
-    """
+    """Open the store of a run: rank 0 serves it, the others connect to it. Return it once every rank has come."""
     deadline = monotonic() + timeout.total_seconds()
     store: TCPStore | None
     try:

@@ -23,11 +23,7 @@ _POLL_INTERVAL = 0.05  # seconds
 
 
 def store_of_this_start(rank: int, size: int, timeout: timedelta) -> PrefixStore | None:
-    """Return the store through which torchrun's processes meet; None if torch makes a new one for each start.
-
-    Raises:
-        RuntimeError: if a store of torch raises it, or not all processes come in time.
-    """
+    """Return the store through which torchrun's processes meet; None if torch makes a new one for each start."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
@@ -35,14 +31,7 @@ def store_of_this_start(rank: int, size: int, timeout: timedelta) -> PrefixStore
 
 
 def name_of_this_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name that only the processes of this start share; each of them calls it.
-
-    Args:
-        store: store of ``torch.distributed``, with the keys of earlier starts.
-
-    Raises:
-        RuntimeError: if not all processes come in time.
-    """
+    """Return a name that only the processes of this start share; each of them calls it."""
     token = uuid4().hex
     if rank == 0:
         name = f"penstock/{token}"

@@ -25,7 +25,7 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
     """
     if device is None:
         return perf_counter
-    events = cycle([torch.cuda.Event(enable_timing=True) for _ in range(moments)])  # type: ignore[no-untyped-call]
+    events = cycle([torch.cuda.Event(enable_timing=True) for _ in range(moments)])
 
     def mark() -> Any:
         event = next(events)
@@ -47,11 +47,7 @@ class Readings:
         self._first: dict[torch.device, tuple[Any, float]] = {}
 
     def seconds(self, device: torch.device | None, moments: Sequence[Any]) -> npt.NDArray[np.float64]:
-        """Convert the moments of one rank to seconds.
-
-        Args:
-            moments: return values of that device's `clock`, at least one.
-        """
+        """Convert the moments of one rank to seconds."""
         if device is None:
             return np.array(moments, np.float64)
         if device not in self._first:
@@ -62,7 +58,7 @@ class Readings:
 
 def _on_host_clock(device: torch.device, moment: Any) -> float:
     torch.cuda.synchronize(device)
-    present = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    present = torch.cuda.Event(enable_timing=True)
     present.record(torch.cuda.current_stream(device))
     present.synchronize()
     return perf_counter() - float(moment.elapsed_time(present)) / 1e3

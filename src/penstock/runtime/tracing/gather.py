@@ -75,15 +75,15 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
         name for e in executors for stage in e.stages.values() for name in stage.split_checks.unsplit_layers
     }
     return Trace(
-        schedule.ranks,
-        program.rank[rows],
-        schedule.stage[rows],
-        schedule.kind[rows],
-        schedule.microbatch[rows],
-        start - origin,
-        end - origin,
-        schedule.paired[rows],
-        held,
+        ranks=schedule.ranks,
+        rank=program.rank[rows],
+        stage=schedule.stage[rows],
+        kind=schedule.kind[rows],
+        microbatch=schedule.microbatch[rows],
+        start=start - origin,
+        end=end - origin,
+        paired=schedule.paired[rows],
+        held=held,
         info={
             "source": "measured",
             "schedule": schedule.name,

@@ -29,9 +29,6 @@ class Channel(Protocol):
 
     Attributes:
         one_process: whether the ranks are threads of one process, so that what one rank learns the others know too.
-        progress: numbers of the rank (see `rank_progress`); the channel writes the rank it waits for.
-        all_progress: numbers by rank; None where they cannot be read.
-        hosts: names of the ranks' hosts; empty if the ranks are threads of one process.
     """
 
     one_process: bool
@@ -40,34 +37,16 @@ class Channel(Protocol):
     hosts: Sequence[str]
 
     def find_failed(self, patience: float = 0.0) -> str | None:
-        """Describe the process that is stopped or has ended, and where it was; None if none is seen to be.
-
-        Args:
-            patience: seconds to keep checking (default 0).
-        """
+        """Describe the process that is stopped or has ended, and where it was; None if none is seen to be."""
 
     def open(self, step: int, trains: bool = True) -> None:
-        """Begin a step, and drop the messages that a failed step left.
-
-        Args:
-            trains: True for a training step (default), False for an evaluation; all ranks must run the same.
-        """
+        """Begin a step, and drop the messages that a failed step left."""
 
     def send(self, peer: int, tag: int, message: Message) -> None:
-        """Send a message to a rank; waits only while as many as the edge's capacity are under way.
-
-        Raises:
-            PeerError, WaitTimeoutError: as `recv`.
-        """
+        """Send a message to a rank; waits only while as many as the edge's capacity are under way."""
 
     def recv(self, peer: int, tag: int) -> Message:
-        """Wait for the message with this tag from a rank.
-
-        Raises:
-            PeerError: if a rank failed.
-            CallOrderError: if this rank trains while the other one evaluates, or the reverse.
-            WaitTimeoutError: if no message arrives within the timeout.
-        """
+        """Wait for the message with this tag from a rank."""
 
     def fail(self, failure: Failure) -> None:
         """Tell every rank that the step failed, in place of the messages it waits for."""

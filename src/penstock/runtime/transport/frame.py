@@ -33,10 +33,6 @@ class Strided(NamedTuple):
     the same strides there. Therefore the memory that a tensor spans is sent unchanged. For one without gaps (transposed,
     channels last, expanded) that is at most its elements, without a copy. If more than half of that memory is gaps, only
     the elements are sent, and the receiver restores the gaps.
-
-    Attributes:
-        strides: strides of the tensor, in elements.
-        conj: whether the tensor's conjugate bit is set, so that memory has the conjugates of its elements.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +82,7 @@ class Strided(NamedTuple):
 
 
 FRAME_BYTES = 1 << 16
-HEADER_BYTES = 64
+HEADER_BYTES = 64  # payloads behind it are aligned as torch's own memory is
 # Bits of `Header.flags`.
 INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
 # More than these come from shapes that always change; both ends then start again, so that memory stays bounded.
@@ -114,11 +110,6 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: memoryview) -> Header:
-        """Read the header of a frame.
-
-        Raises:
-            TransportError: if the bytes are not a frame.
-        """
         magic, *fields = _HEADER.unpack_from(buffer, 0)
         if magic != _MAGIC:
             raise TransportError(f"a message that is not a Penstock frame arrived (it starts with {magic!r})")
@@ -131,11 +122,7 @@ def aligned(size: int) -> int:
 
 
 def write_notice(buffer: memoryview, step: int, failure: Failure) -> int:
-    """Write a frame with a notice, and return its size in bytes.
-
-    Args:
-        failure: the failure, whose text is cut off at the frame's end.
-    """
+    """Write a frame with a notice, and return its size in bytes."""
     text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
     Header(NOTICE, step, failure.rank, 0, len(text), 0).write(buffer, text)
     return HEADER_BYTES + len(text)
@@ -157,12 +144,7 @@ def require_fits(peer: int, layout_bytes: int, available: int) -> None:
 
 
 class Leaf(NamedTuple):
-    """A tensor among the leaves of a value.
-
-    Attributes:
-        needs_grad: whether the receiver sends back a gradient for it.
-        strided: its memory layout; None if contiguous.
-    """
+    """A tensor among the leaves of a value."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -172,12 +154,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The shape of a value.
-
-    Attributes:
-        tensors: for each leaf its tensor's description, or None if the leaf is plain.
-        plain: plain leaves in order.
-    """
+    """The shape of a value."""
 
     tensors: tuple[Leaf | None, ...]
     plain: tuple[Any, ...]
@@ -257,11 +234,7 @@ class MessageLayout:
 
     @staticmethod
     def from_bytes(data: bytes) -> MessageLayout:
-        """Decode a layout from JSON.
-
-        Raises:
-            TransportError: if it names an unknown dtype or class, or a module that this process has not loaded.
-        """
+        """Decode a layout from JSON."""
         fields = json.loads(data)
         return MessageLayout(
             tuple(None if leaf is None else _leaf(*leaf) for leaf in fields["leaves"]),
@@ -285,7 +258,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def layout_of(message: Message) -> MessageLayout:
-    """Return the layout of a message."""
     leaves = message.leaves
     return MessageLayout(
         tuple(

@@ -96,10 +96,6 @@ class Bulk(NamedTuple):
         """Send or receive one byte, since NCCL connects two ranks at their first message, and both have to take part.
 
         Two ranks that both sent first, on two communicators, would wait forever; so all of them connect in the same order.
-
-        Args:
-            sends: whether this end sends the byte.
-            rank: rank of the peer in its pipeline, for the error.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         exchange = self.group.send if sends else self.group.recv
@@ -239,7 +235,7 @@ class GroupIncoming:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._stream: Any = None
         if bulk is not None and bulk.device.type == "cuda":
-            self._stream = torch.cuda.Stream(bulk.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(bulk.device)
         self._layouts = ReceivedLayouts()
         self._posted: deque[_Posted] = deque()
         self._largest = 0

@@ -43,9 +43,7 @@ class ProcessChannel:
     """One process's end of all its edges; every rank makes its own at the same time.
 
     Args:
-        group: communicator for messages between ranks, used for nothing else.
         incoming, outgoing: (slots, capacity) of the edge from and to each peer.
-        bulk: communicators for values on a device by (sender, receiver); None if stages are on the CPU (default).
     """
 
     one_process = False
@@ -54,6 +52,7 @@ class ProcessChannel:
         self,
         group: dist.ProcessGroup,
         exchange: Callable[[Any], list[Any]],
+        *,
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
         timeout: Timeout,

@@ -63,11 +63,7 @@ _SEGMENT = struct.Struct("<qqq")  # number, file descriptor, bytes
 
 @sendable
 class Host(NamedTuple):
-    """Address of a process for edges in shared memory.
-
-    Attributes:
-        machine: text that processes share if they see each other's memory and process ids; empty if not supported.
-    """
+    """Address of a process for edges in shared memory."""
 
     machine: str
     pid: int
@@ -75,11 +71,7 @@ class Host(NamedTuple):
 
 
 class WakePipe:
-    """The pipe by which other processes wake this one, their pipes, and descriptors that tell when they end.
-
-    Args:
-        peer_registry: registry of the machine's processes; any that ends may be the last in a chain of waits.
-    """
+    """The pipe by which other processes wake this one, their pipes, and descriptors that tell when they end."""
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
@@ -92,11 +84,7 @@ class WakePipe:
         self.spins = _SPINS
 
     def connect(self, host: Host) -> None:
-        """Open another process's pipe while that process is known to live.
-
-        Raises:
-            OSError: if the process is hidden from this one, by a container or another user.
-        """
+        """Open another process's pipe while that process is known to live."""
         if host in self._pipes:
             return
         # For reading as well: writing to a pipe without a reader, once its process is gone, would raise a signal.
@@ -116,6 +104,7 @@ class WakePipe:
         self,
         ready: Callable[[], bool],
         counters: memoryview,
+        *,
         sleeps: int,
         host: Host,
         timeout: float,
@@ -128,11 +117,6 @@ class WakePipe:
         Args:
             sleeps: index of the counter that asks the other process to wake this one.
             action: action awaited from rank `peer`, as an infinitive, for the error.
-            check: function that raises if nothing can come any more, called every few milliseconds (default None).
-
-        Raises:
-            PeerError: if the process of `peer` has ended, or another one without closing its pipeline.
-            WaitTimeoutError: if the timeout is exceeded.
         """
         for _ in range(self.spins):
             if ready():
@@ -249,11 +233,7 @@ class _Segment:
 
 
 class SharedOutgoing:
-    """The sending end of an edge to rank `peer`, with at most `capacity` messages under way.
-
-    Attributes:
-        check: function that raises if the receiver has failed, called while this end waits for it.
-    """
+    """The sending end of an edge to rank `peer`, with at most `capacity` messages under way."""
 
     def __init__(self, peer: int, capacity: int, timeout: Timeout, wake_pipe: WakePipe, host: Host) -> None:
         self.peer, self.timeout, self.wake_pipe, self.host = peer, timeout, wake_pipe, host
@@ -313,9 +293,14 @@ class SharedOutgoing:
         if sent - ring.counters[_TAKEN] >= ring.slots - 1:
             self.wake_pipe.wait(
                 lambda: sent - ring.counters[_TAKEN] < ring.slots - 1,
-                ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "receive earlier messages",
-                self.check,
-            )  # fmt: skip
+                ring.counters,
+                sleeps=_SENDER_SLEEPS,
+                host=self.host,
+                timeout=self.timeout.seconds,
+                peer=self.peer,
+                action="receive earlier messages",
+                check=self.check,
+            )
         return sent % ring.slots
 
     def _publish(self, slot: int) -> None:
@@ -384,8 +369,13 @@ class SharedIncoming:
         if number[0] != wanted:
             self.wake_pipe.wait(
                 lambda: number[0] == wanted,
-                ring.counters, _RECEIVER_SLEEPS, self.host, self.timeout.seconds, self.peer, "send",
-            )  # fmt: skip
+                ring.counters,
+                sleeps=_RECEIVER_SLEEPS,
+                host=self.host,
+                timeout=self.timeout.seconds,
+                peer=self.peer,
+                action="send",
+            )
         return slot
 
     def _segment(self, frame: memoryview, start: int) -> _Segment:

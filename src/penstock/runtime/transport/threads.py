@@ -132,9 +132,6 @@ def thread_channels(
 
     Every rank is connected with every other: besides the places of the Program's edges there is one for the step's result,
     and one for the gradients of each group that both ranks are in.
-
-    Args:
-        holders: groups of ranks that have the same parameters and sum their gradients (default none).
     """
     ranks = range(program.schedule.ranks)
     edges: dict[tuple[int, int], tuple[_Messages, _Places]] = {}

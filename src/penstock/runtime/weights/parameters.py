@@ -19,12 +19,7 @@ from penstock.stage.module import layer_state
 
 
 class LocalParameters:
-    """Parameters and buffers of one process.
-
-    Args:
-        ties: tied weights; each has the first of its names.
-        rank: rank of this process; None if all ranks are threads of this process.
-    """
+    """Parameters and buffers of one process."""
 
     def __init__(
         self,
@@ -131,9 +126,6 @@ class LocalParameters:
         """Return the state of the whole model with all names of tied weights, in the model's order.
 
         A weight with several names is an ``nn.Parameter``: ``load_state_dict(assign=True)`` then makes it one again.
-
-        Args:
-            model: the model; None for the order of the layers.
         """
         names = self.tied_names
         tied = {first: nn.Parameter(state[first], requires_grad=False) for first in names.values()}
@@ -152,12 +144,7 @@ class LocalParameters:
                     model.get_submodule(path)._buffers[last] = buffer
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load parameters and buffers; entries of stages held elsewhere are left alone.
-
-        Raises:
-            ConfigError: if an entry of a stage held here is missing or has another shape, or no layer has the name;
-                nothing is loaded then.
-        """
+        """Load parameters and buffers, or none if an entry does not fit; entries of stages held elsewhere are left alone."""
         state = dict(state)
         for names in self.ties.groups:
             saved = [name for name in names if name in state]

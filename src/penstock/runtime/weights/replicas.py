@@ -35,16 +35,11 @@ class ReplicaReduction:
     """One rank's end of the reduction over replicas.
 
     Args:
-        reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
-            sharded.
         exchange: function that takes this process's value and returns the values of the processes with the same rank in
             every replica.
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
-
-    Attributes:
-        shards: shards of the parameters that are updated here with `zero`; otherwise None.
     """
 
     def __init__(
@@ -167,11 +162,7 @@ class ReplicaReduction:
             self.buckets.ready(parameter)
 
     def finish(self) -> None:
-        """Wait until the gradients are sums over the replicas; called once all gradients of the rank are complete.
-
-        Raises:
-            PeerError: if another replica failed.
-        """
+        """Wait until the gradients are sums over the replicas; called once all gradients of the rank are complete."""
         if self.buckets is None:
             for parameter in self._dtensors:
                 redistribute_grad(parameter)

@@ -29,9 +29,7 @@ class SharedGroup(NamedTuple):
     """Parameters that the same ranks hold and whose gradients are complete at the same time.
 
     Attributes:
-        number: number of the group, the same on every rank.
         holders: ranks that hold the parameters, in the order in which gradients are added.
-        stages: stages of this rank that add to the gradients.
     """
 
     number: int
@@ -73,7 +71,6 @@ class SharedGradients:
     """Sums of one rank's shared gradients over their holders.
 
     Args:
-        tags: first tag of the messages.
         one_memory: whether holders are threads, which share the parameters' memory, so that the optimizer sees the first
             holder's gradients only.
     """
@@ -123,11 +120,7 @@ class SharedGradients:
                 )
 
     def finish(self) -> None:
-        """Sum each shared parameter's gradient over the ranks that hold it.
-
-        Raises:
-            ReplicaError: if a parameter is frozen on some of the holders only.
-        """
+        """Sum each shared parameter's gradient over the ranks that hold it."""
         for group, before in zip(self.shared_groups, self._before, strict=True):
             if self.one_memory and self.rank != group.holders[0]:
                 for parameter in group.parameters:

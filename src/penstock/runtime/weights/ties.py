@@ -19,8 +19,6 @@ class Ties:
     """Tied weights of a model split into stages.
 
     Attributes:
-        groups: names of one parameter; the first is the parameter's name.
-        first: first name of a group, by every other name.
         holders: ranks that hold each group; the copy of the first one counts.
     """
 
@@ -40,11 +38,7 @@ class Ties:
         self._replaced: list[tuple[StageModule, str, nn.Parameter]] = []
 
     def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
-        """Make each group one parameter on every rank; the ranks of this process share its memory.
-
-        Raises:
-            SplitError: if weights to tie differ in shape or dtype.
-        """
+        """Make each group one parameter on every rank; the ranks of this process share its memory."""
         for names, holders in zip(self.groups, self.holders, strict=True):
             memory: nn.Parameter | None = None
             for rank in holders:

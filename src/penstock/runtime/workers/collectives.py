@@ -12,23 +12,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError, first_line, is_gloo_timeout
-from penstock.parallel.data.attendance import Attendance, Visit
+from penstock.parallel.data.attendance import REPORT_SECONDS, Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.workers.timeout import Timeout
 
-REPORT_SECONDS = 3.0
-"""Seconds in which processes that wait report it in the attendance, once a connection is broken."""
-
 
 class Collectives:
-    """Collectives of the run's processes, apart from the messages of a step.
-
-    Attributes:
-        everyone: group of all processes of the run; None if it is that of ``torch.distributed``.
-        attendance: attendance of processes whose pages cannot all be read; None if the registry shows all.
-    """
+    """Collectives of the run's processes, apart from the messages of a step."""
 
     def __init__(self, timeout: Timeout, peer_registry: PeerRegistry) -> None:
         self.timeout = timeout
@@ -60,12 +52,7 @@ class Collectives:
         """Return the values of all processes of a group, by rank; every process of the group calls it.
 
         Args:
-            value: value that `penstock.base.encoding.encode` accepts.
-            action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step, since some processes write files first (default False).
-
-        Raises:
-            TypeError: if the value cannot be encoded; nothing has been sent then.
         """
         members = group or self.everyone
         # A group for GPUs alone: its waits cannot be cut into short ones, and NCCL's watchdog has the timeout.
@@ -104,18 +91,7 @@ class Collectives:
         patient: bool = False,
         visit: Visit | None = None,
     ) -> None:
-        """Wait for a collective on the CPU.
-
-        Args:
-            action: purpose of the collective, as an infinitive, for the error.
-            patient: whether to wait as long as for a first step (default False).
-            visit: return value of `enter` for this collective (default None).
-
-        Raises:
-            CallOrderError: if a rank of this pipeline makes another call than this one; names both.
-            PeerError: if a process has ended; names it.
-            WaitTimeoutError: if the timeout is exceeded; names the processes that are stopped or missing, where known.
-        """
+        """Wait for a collective on the CPU."""
         seconds = self.timeout.longest if patient else self.timeout.seconds
         deadline = monotonic() + seconds
         try:

@@ -29,11 +29,7 @@ PROCESS_BYTES = 100_000_000
 
 
 def require_processes(count: int, memory: int | None = None) -> None:
-    """Raise ConfigError if this machine does not have the memory for so many processes.
-
-    Args:
-        memory: memory in bytes (default: the memory of this machine or container).
-    """
+    """Raise ConfigError if this machine does not have the memory for so many processes."""
     if memory is None:
         limits = host.memory()
         if limits is None:
@@ -47,15 +43,7 @@ def require_processes(count: int, memory: int | None = None) -> None:
 
 
 class LocalProcesses:
-    """A pool of worker processes, started together at the first call.
-
-    Args:
-        count: number of processes, and the largest number of ranks of a call.
-        threads: intra-op threads of each worker (default 1).
-
-    Raises:
-        ConfigError: if this machine does not have the memory for so many.
-    """
+    """A pool of worker processes, started together at the first call."""
 
     def __init__(self, count: int, threads: int = 1) -> None:
         require_processes(count)
@@ -68,16 +56,7 @@ class LocalProcesses:
     def run(
         self, ranks: int, function: Callable[..., Any], *args: object, timeout: float = 600.0
     ) -> list[Any]:
-        """Run ``function(rank, *args)`` in `ranks` processes that form one group.
-
-        Args:
-            function: function that can be imported by name, with picklable arguments and result.
-            timeout: seconds after which the workers are ended and the call fails (default 600).
-
-        Raises:
-            Exception: the error of the rank that failed first, with that process's traceback as a note.
-            WaitTimeoutError: if a rank does not end in time.
-        """
+        """Run ``function(rank, *args)``, which is importable by name, in `ranks` processes that form one group."""
         if not 1 <= ranks <= self.count:
             raise PenstockError(
                 f"ranks must be from 1 to {self.count}, the worker processes there are, got {ranks}"

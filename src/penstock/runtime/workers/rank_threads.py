@@ -33,11 +33,7 @@ Job = Callable[[], Any]
 
 
 def with_settings(jobs: Sequence[Job]) -> list[Job]:
-    """Run each job with the caller's context variables, and its autocast, which torch keeps per thread.
-
-    Raises:
-        ConfigError: if the caller has set modes or hooks on saved tensors, which other threads would not see.
-    """
+    """Run each job with the caller's context variables, and its autocast, which torch keeps per thread."""
     _require_no_modes()
     autocasts = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
@@ -54,7 +50,7 @@ def with_settings(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _require_no_modes() -> None:
-    functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # not annotated in torch
+    functions: list[Any] = _get_current_function_mode_stack()
     modes = [*functions, *_get_current_dispatch_mode_stack()]
     # A default device matters only to layers that make tensors; those that need it raise their own error.
     names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
@@ -71,7 +67,6 @@ class _JobEnds:
     """Reports of the ranks as the jobs of one run end.
 
     Attributes:
-        reports: queue of (rank, error), with None for a job that succeeded.
         ranks: ranks whose jobs have ended, kept apart because an interrupt can lose a report taken from the queue.
     """
 
@@ -84,12 +79,7 @@ _Inbox = queue.SimpleQueue[tuple[Job, _JobEnds] | None]
 
 
 class RankThreads:
-    """One thread per rank.
-
-    Args:
-        timeout: timeout after which a rank that keeps the others waiting counts as hung.
-        threads: CPU threads of each rank (default 1); torch keeps this setting per thread.
-    """
+    """One thread per rank."""
 
     def __init__(
         self, ranks: int, timeout: Timeout, streams: Streams | None = None, threads: int = 1
@@ -121,15 +111,12 @@ class RankThreads:
 
         Args:
             stop: function called with the reason if the jobs must end early; it must end every wait of theirs.
-            detector: detector of hanging ranks; without one a job hangs if it takes longer than the first timeout (default
-                None).
 
         Raises:
             BaseException: the error of the rank that failed first; errors that only report another rank's come second. Ranks
                 still at work a few seconds later are named in a note, and waited for before the next jobs. An interrupt of
                 the caller (KeyboardInterrupt) stops the ranks and is raised once they have ended, in the same way; a
                 second interrupt ends that wait.
-            HangError: if a rank hangs, by `detector`, or does not stop after a wait for it has timed out.
         """
         self.wait_stopped()
         torch.clear_autocast_cache()  # see _serve
@@ -143,11 +130,7 @@ class RankThreads:
             torch.clear_autocast_cache()
 
     def wait_stopped(self) -> None:
-        """Wait for ranks that are still at work on jobs that failed.
-
-        Raises:
-            HangError: if they do not end.
-        """
+        """Wait for ranks that are still at work on jobs that failed."""
         deadline = monotonic() + (0.0 if self._hung else self.timeout.seconds)
         self._running = self.at_work
         while self._running:

@@ -32,16 +32,12 @@ class RunGroup:
 
     @staticmethod
     def of(pipe: Pipeline) -> RunGroup:
-        """Return the group of all processes of a pipeline's run, including those of its replicas."""
+        """Return the group of all processes of a pipeline's run, with all replicas."""
         return RunGroup(None if pipe.world is None else pipe.world.collectives)
 
     @staticmethod
     def meet(timeout: Timeout) -> RunGroup:
-        """Return the group of all processes of the run before it has a pipeline; every process calls it.
-
-        Raises:
-            ConfigError, WaitTimeoutError, PeerError: as `penstock.runtime.start.meeting.meet`.
-        """
+        """Return the group of all processes of the run before it has a pipeline; every process calls it."""
         world = current_world()
         if world is None or world.size == 1:
             return RunGroup(None)
@@ -55,15 +51,7 @@ class RunGroup:
         return self.rank == 0
 
     def each(self, job: Callable[[], T]) -> list[T]:
-        """Run a job on every process; every process calls it.
-
-        Returns:
-            The results of the jobs by rank, on every process; `penstock.base.encoding.encode` must accept them.
-
-        Raises:
-            PenstockError: on every process, if any job raises it or an OSError; a `ConfigError` stays one.
-            PeerError, WaitTimeoutError: if a process has ended or does not come.
-        """
+        """Run a job on every process; return the results by rank, or raise on every process. Every process calls it."""
         collectives = self._collectives
         if collectives is None:
             return run_each(job, None)
@@ -77,11 +65,7 @@ class RunGroup:
             require_same(facts, self._collectives)
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Call a function on the leader, and return its result on all processes; every process calls it.
-
-        Raises:
-            PenstockError: as `each`, if `choose` raises on the leader.
-        """
+        """Call a function on the leader; return its result, or raise its error, on all processes. Every process calls it."""
         return cast(T, self.each(lambda: choose() if self.leads else None)[0])
 
     def total(self, value: float) -> float:

@@ -42,17 +42,12 @@ def device_of(modules: Sequence[nn.Module]) -> torch.device | None:
 
 
 class Streams:
-    """The CUDA streams of the ranks.
-
-    Args:
-        used: every CUDA device that has values.
-    """
+    """The CUDA streams of the ranks."""
 
     def __init__(self, devices: Sequence[torch.device | None], used: Sequence[torch.device]) -> None:
         self.devices = devices
         self._by_rank: list[Mapping[torch.device, Any]] = [
-            {device: torch.cuda.Stream(device) for device in used}  # type: ignore[no-untyped-call]
-            for _ in devices
+            {device: torch.cuda.Stream(device) for device in used} for _ in devices
         ]
         self._callers = {device: torch.cuda.current_stream(device) for device in used}
 
@@ -98,7 +93,7 @@ class Streams:
         for device in _message_devices(message):
             event = events.get((source, target, tag, device))
             if event is None:
-                event = events[source, target, tag, device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event = events[source, target, tag, device] = torch.cuda.Event()
             event.record(self._by_rank[source][device])
 
     def wait_event(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:

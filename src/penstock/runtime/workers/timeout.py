@@ -31,9 +31,6 @@ class Timeout:
     Args:
         first: seconds that a wait may last until the first training step ends, and during the first evaluation (default:
             `timeout`).
-
-    Attributes:
-        seconds: seconds that a wait may last now.
     """
 
     def __init__(self, timeout: float, first: float | None = None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
+_joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
 
 
 class World:
@@ -38,7 +42,6 @@ class World:
 
     Attributes:
         rank, size: rank and world size as in ``torch.distributed``; once joined, within this process's pipeline.
-        channel: this rank's end of the edges between ranks, once connected.
         mesh: the processes of the run on their axes, once joined; None for one pipeline.
     """
 
@@ -84,12 +87,7 @@ class World:
         Args:
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
-            first: seconds that a wait may last until the first step ends, this call included (default: `timeout`).
             compare: function that is called once all processes have met, before what depends on their arguments.
-
-        Raises:
-            ConfigError: if the shape does not fit the number of processes.
-            WaitTimeoutError: if not all processes come in time.
         """
         self.timeout = Timeout(timeout, first)
         self._peer_registry = PeerRegistry()
@@ -99,6 +97,7 @@ class World:
         if isinstance(mesh, Mesh):
             self._members = sorted(mesh.ranks)
         self._join_members()
+        self.collectives.attendance = self._attendance_of_join()
         compare(self.collectives)
         if isinstance(mesh, MeshShape):
             is_one = mesh.dp == mesh.tp == 1
@@ -124,13 +123,23 @@ class World:
         return self
 
     def _join_members(self) -> None:
-        """Open the communicator of all processes of the run, unless that of ``torch.distributed`` is one for the CPU."""
+        """Open the communicator of all processes of the run, unless ``torch.distributed`` has one for the CPU."""
         members, processes = self._members, dist.get_world_size()
         if len(members) < processes:
             with named_errors(f"the processes {members} of the mesh did not all meet"):
                 self._local_groups = LocalGroups(members, self._longest)
         if len(members) < processes or _backends() is not None:
             self.collectives.everyone = self._group([members])
+
+    def _attendance_of_join(self) -> Attendance:
+        """Return an attendance by which a wait names the processes that build no such pipeline, before any page is open."""
+        world: Any = dist.group.WORLD
+        members = tuple(self._members)
+        counts = _joins.setdefault(world, Counter())
+        counts[members] += 1
+        prefix = f"penstock/join/{'-'.join(map(str, members))}/{counts[members]}"
+        names = {rank: f"rank {rank}" for rank in members}
+        return Attendance(world.get_group_store().clone(), prefix, names)
 
     @property
     def _longest(self) -> timedelta:
@@ -206,7 +215,6 @@ class World:
         """Open the Program's edges, after `join`; every rank calls it with the same Program.
 
         Args:
-            holders: groups of ranks that have the same parameters and sum their gradients.
             device: device of the stages' values, with a communicator for each directed edge; None on the CPU (default).
         """
         assert self._messages is not None, "joined"
@@ -214,11 +222,11 @@ class World:
         self.channel = ProcessChannel(
             self._messages,
             self.all_gather,
-            {s: size for (s, t), size in sizes.items() if t == self.rank},
-            {t: size for (s, t), size in sizes.items() if s == self.rank},
-            self.timeout,
-            self._open_bulk(sizes, device, backend) if device is not None else {},
-            self.peer_registry,
+            incoming={s: size for (s, t), size in sizes.items() if t == self.rank},
+            outgoing={t: size for (s, t), size in sizes.items() if s == self.rank},
+            timeout=self.timeout,
+            bulk=self._open_bulk(sizes, device, backend) if device is not None else {},
+            peer_registry=self.peer_registry,
         )
         self._register_peers(self.channel)
         return self.channel
@@ -266,7 +274,9 @@ class World:
         replies = collectives.all_gather((entry, uuid4().hex), None, "meet")
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
-        if any(collectives.all_gather(not registry.sees_all(entries), None, "meet")):
+        unseen = any(collectives.all_gather(not registry.sees_all(entries), None, "meet"))
+        collectives.attendance = None
+        if unseen:
             # One process that cannot see all pages is enough: either all of them use the attendance, or none.
             names = {
                 rank: f"{entry.name} on host {entry.host}"
@@ -290,11 +300,7 @@ class World:
         )
 
     def separate_group(self, timeout: float) -> dist.ProcessGroup:
-        """Return one more group of all processes of the run, which the caller destroys; every process calls it.
-
-        Args:
-            timeout: timeout of the group, in seconds.
-        """
+        """Return one more group of all processes of the run, which the caller destroys; every process calls it."""
         delta = timedelta(seconds=timeout)
         if self._local_groups is None:
             group: dist.ProcessGroup = dist.new_group(self._members, timeout=delta, backend="gloo")
@@ -386,9 +392,6 @@ class LocalGroups:
     ``torch.distributed.new_group`` is called by all processes of the run, or else names a group by the number of groups that
     this process has: after one was destroyed, the next would read its addresses from the store. Here the processes of a
     mesh agree on a name that was never used.
-
-    Raises:
-        RuntimeError: if not all of the processes come in time.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -403,9 +406,6 @@ class LocalGroups:
 
         Args:
             lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
-
-        Returns:
-            The group; None if no line has this process.
         """
         self._made += 1
         rank = dist.get_rank()
@@ -419,7 +419,7 @@ class LocalGroups:
             list(line),
             dist.Backend(backend or _world.pg_map[world][0]),
             world.get_group_store(),
-            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]
+            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]  # a new type of str in torch, and private
             timeout=timeout,
         )
         _world.pg_group_ranks[group] = {other: n for n, other in enumerate(line)}

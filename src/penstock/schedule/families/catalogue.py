@@ -17,9 +17,8 @@ from penstock.schedule.families.family import Family
 from penstock.schedule.families.gpipe import gpipe
 from penstock.schedule.families.interleaved import interleaved_1f1b
 from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
-from penstock.schedule.families.searched import searched
+from penstock.schedule.families.searched import searched, zb_auto
 from penstock.schedule.families.slots import chimera, hanayo
-from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.placement import Placement
@@ -28,28 +27,20 @@ from penstock.schedule.schedule import Schedule
 _SPLIT = "split backward"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CatalogueFamily(Family):
-    """One entry of the catalogue.
+    """One entry of the catalogue."""
 
-    Attributes:
-        rule: function that builds the schedule, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third if
-            the user may choose it.
-        virtual_stages: default number of stages per rank, or the only one. If two pipes pass the ranks in opposite
-            directions, each has this many.
-        in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
-            run is bit-equal to plain accumulation.
-        least_virtual_stages: smallest number of stages a rank that the user may choose.
-        place: function of ranks and stages a rank that returns the placement of the family's stages.
-    """
-
+    # Called with ranks and microbatches, with virtual stages if the user may choose them, and with options.
     rule: Callable[..., Schedule]
     source: str
     needs: str
-    virtual_stages: int = 1
+    virtual_stages: int = 1  # per rank: the default, or the only number; for two opposite pipes, of each pipe
+    # A stage's gradients are summed in the order of the microbatches, on one rank: bit-equal to plain
+    # accumulation.
     in_order: bool = True
-    least_virtual_stages: int = 1
-    place: Callable[[int, int], Placement] = Placement.loop
+    least_virtual_stages: int = 1  # smallest number per rank that the user may choose
+    place: Callable[[int, int], Placement] = Placement.loop  # from ranks and stages per rank
     searches: bool = False
 
     @property
@@ -94,73 +85,101 @@ def _two_way(ranks: int, virtual_stages: int) -> Placement:
 FAMILIES: dict[str, CatalogueFamily] = {
     family.name: family
     for family in (
-        CatalogueFamily("gpipe", gpipe, "GPipe, 1811.06965", "any counts"),
-        CatalogueFamily("1f1b", one_f_one_b, "PipeDream-Flush, 2006.09503", "any counts"),
-        CatalogueFamily("eager-1f1b", eager_1f1b, "AlpaComm, 2211.05322", "any counts"),
-        CatalogueFamily("interleaved-1f1b", interleaved_1f1b, "Megatron-LM, 2104.04473", "any counts", 2),
-        CatalogueFamily("breadth-first", breadth_first, "Lamy-Poirier, 2211.05953", "any counts", 2),
-        CatalogueFamily("zb-h1", zb_h1, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
-        CatalogueFamily("zb-h2", zb_h2, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
+        CatalogueFamily("gpipe", rule=gpipe, source="GPipe, 1811.06965", needs="any counts"),
+        CatalogueFamily("1f1b", rule=one_f_one_b, source="PipeDream-Flush, 2006.09503", needs="any counts"),
+        CatalogueFamily("eager-1f1b", rule=eager_1f1b, source="AlpaComm, 2211.05322", needs="any counts"),
+        CatalogueFamily(
+            "interleaved-1f1b",
+            rule=interleaved_1f1b,
+            source="Megatron-LM, 2104.04473",
+            needs="any counts",
+            virtual_stages=2,
+        ),
+        CatalogueFamily(
+            "breadth-first",
+            rule=breadth_first,
+            source="Lamy-Poirier, 2211.05953",
+            needs="any counts",
+            virtual_stages=2,
+        ),
+        CatalogueFamily("zb-h1", rule=zb_h1, source="Zero Bubble, 2401.10241", needs=f"any counts; {_SPLIT}"),
+        CatalogueFamily("zb-h2", rule=zb_h2, source="Zero Bubble, 2401.10241", needs=f"any counts; {_SPLIT}"),
         CatalogueFamily(
             "zb-auto",
-            zb_auto,
-            "Zero Bubble, 2401.10241",
-            f"any counts; {_SPLIT}; costs, memory limit",
+            rule=zb_auto,
+            source="Zero Bubble, 2401.10241",
+            needs=f"any counts; {_SPLIT}; costs, memory limit",
             searches=True,
         ),
         CatalogueFamily(
-            "interleaved-zb", interleaved_zb, "torch InterleavedZeroBubble", f"any counts; {_SPLIT}", 2
+            "interleaved-zb",
+            rule=interleaved_zb,
+            source="torch InterleavedZeroBubble",
+            needs=f"any counts; {_SPLIT}",
+            virtual_stages=2,
         ),
         CatalogueFamily(
-            "zb-v", zb_v, "Zero Bubble, 2401.10241", f"any p, m; V; {_SPLIT}", 2, place=Placement.waves
+            "zb-v",
+            rule=zb_v,
+            source="Zero Bubble, 2401.10241",
+            needs=f"any p, m; V; {_SPLIT}",
+            virtual_stages=2,
+            place=Placement.waves,
         ),
         CatalogueFamily(
             "v-half",
-            v_half,
-            "Controllable Memory, 2405.15362",
-            f"any p, m; V; {_SPLIT}",
-            2,
+            rule=v_half,
+            source="Controllable Memory, 2405.15362",
+            needs=f"any p, m; V; {_SPLIT}",
+            virtual_stages=2,
             place=Placement.waves,
         ),
         CatalogueFamily(
             "v-min",
-            v_min,
-            "Controllable Memory, 2405.15362",
-            f"any p, m; V; {_SPLIT}",
-            2,
+            rule=v_min,
+            source="Controllable Memory, 2405.15362",
+            needs=f"any p, m; V; {_SPLIT}",
+            virtual_stages=2,
             place=Placement.waves,
         ),
         CatalogueFamily(
             "dualpipe",
-            dualpipe,
-            "deepseek-ai/DualPipe",
-            f"{_TWICE}; pairs; {_SPLIT}",
+            rule=dualpipe,
+            source="deepseek-ai/DualPipe",
+            needs=f"{_TWICE}; pairs; {_SPLIT}",
             in_order=False,
             place=_two_way,
         ),
         CatalogueFamily(
             "dualpipe-v",
-            dualpipe_v,
-            "deepseek-ai/DualPipe",
-            f"any p, m; V; pairs; {_SPLIT}",
-            2,
+            rule=dualpipe_v,
+            source="deepseek-ai/DualPipe",
+            needs=f"any p, m; V; pairs; {_SPLIT}",
+            virtual_stages=2,
             place=Placement.waves,
         ),
-        CatalogueFamily("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False, place=_two_way),
+        CatalogueFamily(
+            "chimera",
+            rule=chimera,
+            source="Chimera, 2107.06925",
+            needs=_TWICE,
+            in_order=False,
+            place=_two_way,
+        ),
         CatalogueFamily(
             "hanayo",
-            hanayo,
-            "Hanayo, 2308.15762",
-            "even v (v/2 waves)",
-            2,
+            rule=hanayo,
+            source="Hanayo, 2308.15762",
+            needs="even v (v/2 waves)",
+            virtual_stages=2,
             least_virtual_stages=2,
             place=Placement.waves,
         ),
         CatalogueFamily(
             "searched",
-            searched,
-            "search of Penstock",
-            f"loop, V or two pipes; {_SPLIT} unless full; costs, memory limit",
+            rule=searched,
+            source="search of Penstock",
+            needs=f"loop, V or two pipes; {_SPLIT} unless full; costs, memory limit",
             searches=True,
         ),
     )

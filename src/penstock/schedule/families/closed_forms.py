@@ -17,16 +17,13 @@ from penstock.schedule.families.interleaved import smallest_group
 
 @dataclass(frozen=True)
 class Setting:
-    """Counts and times that a closed form depends on.
+    """Counts and times that a closed form depends on."""
 
-    Attributes:
-        p, m, v: ranks, microbatches, virtual stages.
-        f, b, w: seconds of F, I and W of a microbatch on a rank.
-    """
-
+    # Ranks, microbatches, virtual stages.
     p: int
     m: int
     v: int
+    # Seconds of F, I and W of a microbatch on a rank.
     f: Fraction = Fraction(1)
     b: Fraction = Fraction(1)
     w: Fraction = Fraction(1)
@@ -38,25 +35,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Bubble:
-    """Idle seconds of a rank in a step.
-
-    Attributes:
-        value: function that returns the value, or None if the formula does not apply or there is none.
-    """
+    """Idle seconds of a rank in a step."""
 
     text: str
-    value: Callable[[Setting], Fraction | None]
+    value: Callable[[Setting], Fraction | None]  # None if the formula does not apply or there is none
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of the activations that rank r holds, in chunks.
-
-    Attributes:
-        value: function of a setting and r that returns the value, or None if the formula does not apply or there is none.
-    """
+    """Peak of the activations that rank r holds, in chunks."""
 
     text: str
+    # Of the setting and r; None if the formula does not apply or there is none.
     value: Callable[[Setting, int], int | None]
 
 

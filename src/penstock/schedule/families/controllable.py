@@ -38,6 +38,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     # With an even p, 3p is a multiple of the interval, and the second and fourth pass would share a slot.
     shift = 0 if p % 2 else 3
     rank = np.arange(p)
+    # The paper's stable pattern (its table 9): F down 2 slots a rank and up 1, I likewise.
     slots = (2 * rank, 3 * p - 2 - rank, 3 * p + shift - 1 + 2 * rank, 6 * p + shift - 2 - rank)
     return _from_pattern("v-half", p, microbatches, slots, half_limit(p), fill_ahead=True)
 
@@ -59,6 +60,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     # If 3 divides p, 2p is a multiple of the interval, and the first and third pass would share a slot.
     shift = 0 if p % 3 else 2
     rank = np.arange(p)
+    # The paper's stable pattern (its table 8): all passes go down and up 1 slot a rank.
     slots = (rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p + shift - 1 - rank)
     return _from_pattern("v-min", p, microbatches, slots, third_limit(p), fill_ahead=p % 3 == 0)
 
@@ -82,11 +84,7 @@ def _from_pattern(
     *,
     fill_ahead: bool,
 ) -> Schedule:
-    """Build a schedule from the slots of the first microbatch.
-
-    Args:
-        slots: slot of each pass on each rank; the passes are F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0.
-    """
+    """Build a schedule from slots of the first microbatch: F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0."""
     p, m = ranks, microbatches
     each = INTERVAL * np.arange(m)
     passes = np.repeat(np.array(_PASSES), m)
@@ -155,27 +153,17 @@ def _sources(ranks: int) -> npt.NDArray[np.int64]:
 
 
 class _Tables(NamedTuple):
-    """Tables of the kernel: arrays where it is compiled, lists otherwise.
+    """Tables of the kernel: arrays where it is compiled, lists otherwise."""
 
-    Attributes:
-        orders: passes of every rank as numbers 2·kind + chunk, shape (ranks, 4·microbatches).
-        places: place in its rank's order of the n-th pass of each number, shape (ranks, 4, microbatches).
-        sources: the row of `end` with the pass that yields each pass's input, -1 for none, shape (ranks, 4).
-        end: row number·ranks + rank: the slot after the n-th of these passes, -1 until it ran.
-        done: whether each pass of the orders ran.
-        chunks: chunk of every weight half, in the order in which the input gradients ran.
-        count: passes run so far by number, shape (ranks, 6).
-        head: place of the first pass of the order that has not run.
-    """
-
-    orders: Any
-    places: Any
+    orders: Any  # passes of every rank as 2·kind + chunk, shape (ranks, 4·microbatches)
+    places: Any  # place in its rank's order of the n-th pass of each number, shape (ranks, 4, microbatches)
+    # Row of `end` with the pass that yields each pass's input, -1 for none, shape (ranks, 4).
     sources: Any
-    end: Any
-    done: Any
-    chunks: Any
-    count: Any
-    head: Any
+    end: Any  # row number·ranks + rank: the slot after the n-th of these passes, -1 until it ran
+    done: Any  # of the passes in `orders`
+    chunks: Any  # chunk of every weight half, in the order in which the input gradients ran
+    count: Any  # passes run so far by number, shape (ranks, 6)
+    head: Any  # place of the first pass of the order that has not run
     filled: Any
 
 
@@ -215,7 +203,7 @@ def _fill(tables: _Tables, max_held: int, fill_ahead: bool) -> None:
         slot += 1
 
 
-def _next_pass(
+def _next_pass(  # noqa: PLR0917 - numba takes no keyword-only parameters
     rank: int,
     slot: int,
     sources: Any,

@@ -27,12 +27,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     the gradients of the two copies of a stage are summed. From m = 2p on, the bubble is (p/2-1)(F&B + B+W - 3W) with
     F&B the time of a pair; every rank holds at most p+1 activations.
 
-    Args:
-        microbatches: number of microbatches m. The rule is made for an even m of at least 2p; from a shorter step the
-            ops of the missing microbatches are left out.
-
-    Raises:
-        ScheduleError: if the number of ranks is odd.
+    The rule is made for an even number of ranks and an even m of at least 2p; from a shorter step the ops of the
+    missing microbatches are left out.
 
     ::
 
@@ -48,7 +44,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     for r in range(p):
         near = min(r, p - 1 - r)
         stages = (near, p - 1 - near)
-        # The phases need 2·depth microbatches a direction; `phased` drops those that a shorter step lacks.
+        # The phases need 2·depth microbatches a direction; `phased` drops the ones that a shorter step lacks.
         phases = _eight_phases(near, p // 2, max(p, down))
         if r < p // 2:
             columns.append(phased(phases, stages, (down, up), (0, down), weights_in_turn=True))
@@ -63,9 +59,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     Rank r holds stages r and 2p-1-r, and no stage has a copy. From m = 2p on, the bubble is (p-1)(f&b + b+w - 3w) with
     a chunk's f, b, w half a rank's; every rank holds at most 2p+1 activations of half a stage's size.
 
-    Args:
-        microbatches: number of microbatches m. The rule is made for at least 2p; from a shorter step the ops of the
-            missing microbatches are left out.
+    The rule is made for an m of at least 2p; from a shorter step the ops of the missing microbatches are left out.
 
     ::
 

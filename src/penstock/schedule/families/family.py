@@ -1,4 +1,4 @@
-"""A family of schedules: a function of the counts that builds a schedule."""
+"""A family of schedules: a function of the counts that builds a schedule, and the largest counts that it may have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from penstock.base import host
 from penstock.base.errors import ScheduleError, nearest
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.size import require_size
 
 COUNTS = ("ranks", "microbatches", "virtual_stages")
+
+MAX_RANKS = 100_000
+"""Loops over ranks run in Python and would take minutes each for more."""
+
+MAX_OPS = 2**31 - 1
+"""Rows of a schedule are numbered in int32."""
+
+BYTES_PER_OP = 150
+"""Memory to build, prove and simulate one op; measured at 1.6 million ops (125 to 210)."""
+
+BYTES_PER_RANK = 2_000
+"""Memory besides for each rank; measured at 100,000 ranks of two ops each (1,800)."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,7 @@ class Family(ABC):
         ]
 
     def require_counts(self, ranks: int, microbatches: int, virtual_stages: int | None = None) -> int:
-        """Return the number of virtual stages, after checking the counts.
-
-        Raises:
-            ScheduleError: if a count is not a whole number of at least 1, or the schedule would not fit in memory.
-        """
+        """Return the number of virtual stages, after checking the counts."""
         v = self.default_virtual_stages if virtual_stages is None else virtual_stages
         for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -76,3 +84,31 @@ class Family(ABC):
                     f"{self.name} has no option {option!r}{nearest(option, self.options)}; {known}"
                 )
         return self.make(ranks, microbatches, virtual_stages, options)
+
+
+def require_size(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, memory: int | None = None
+) -> None:
+    """Raise `ScheduleError` if a schedule would not fit in so many bytes of memory.
+
+    The default is all memory of the machine or container, free or not, so that equal machines give equal answers.
+    """
+    if memory is None:
+        here = host.memory()
+        memory = here.total if here is not None else None
+    ops = 2 * ranks * virtual_stages * microbatches  # a forward and a backward, if it is not split
+    bytes_ = ops * BYTES_PER_OP + ranks * BYTES_PER_RANK
+    asked = (
+        f"{name} with ranks={ranks:,}, virtual_stages={virtual_stages:,} and microbatches={microbatches:,}"
+    )
+    if ranks > MAX_RANKS:
+        raise ScheduleError(f"{asked} is too large: a schedule has at most {MAX_RANKS:,} ranks")
+    if ops > MAX_OPS:
+        raise ScheduleError(
+            f"{asked} is too large: it has {ops:,} ops, and a schedule has at most {MAX_OPS:,}; take fewer microbatches"
+        )
+    if memory is not None and bytes_ > memory:
+        raise ScheduleError(
+            f"{asked} is too large: its {ops:,} ops take about {bytes_ / 1e9:,.0f} GB of memory, and there are "
+            f"{memory / 1e9:,.0f} GB here; take fewer microbatches"
+        )

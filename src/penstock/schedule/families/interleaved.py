@@ -18,10 +18,8 @@ def interleaved_1f1b(
     Stage s lives on rank s mod p. Forwards go through groups of N microbatches, chunk by chunk; rank r warms up with
     2(p-1-r) + (v-1)N of them. The bubble is (p-1)(F+B)/v.
 
-    Args:
-        group_size: microbatches in a group N (default: the smallest allowed). N must be at least p, and m mod N 0 or at
-            least p, because a shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group
-            is m.
+    N is the smallest allowed unless `group_size` is given. It must be at least p, and m mod N 0 or at least p, because a
+    shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group is m.
 
     ::
 
@@ -41,11 +39,7 @@ def interleaved_1f1b(
 
 
 def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | None) -> int:
-    """Return `group_size` if it is legal, or the smallest legal size if it is None.
-
-    Raises:
-        ScheduleError: if groups of this size are not allowed for the counts; the message says which sizes are.
-    """
+    """Return `group_size` if it is legal, or the smallest legal size if it is None."""
     p, m = ranks, microbatches
     smallest = smallest_group(p, m)
     if group_size is None:

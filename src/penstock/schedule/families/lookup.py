@@ -24,23 +24,12 @@ _registered: dict[str, OwnFamily] = {}
 
 
 def find_family(name: str) -> Family | None:
-    """Return the family that a name means, of the catalogue or of the user; None if there is none.
-
-    Args:
-        name: name of the catalogue, a name that was registered, or MODULE:FUNCTION.
-
-    Raises:
-        ScheduleError: if MODULE:FUNCTION cannot be used.
-    """
+    """Return the family that a name means: of the catalogue, registered, or MODULE:FUNCTION; None if there is none."""
     return _referenced(name) if ":" in name else FAMILIES.get(name) or _registered.get(name)
 
 
 def require_family(name: str) -> Family:
-    """Return the family that a name means.
-
-    Raises:
-        ScheduleError: if there is none; names the nearest ones.
-    """
+    """Return the family that a name means, or raise `ScheduleError` with the nearest names."""
     family = find_family(name)
     if family is None:
         known = [*FAMILIES, *sorted(_registered)]

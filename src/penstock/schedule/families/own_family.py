@@ -162,11 +162,7 @@ def _fits(schedule: Schedule) -> bool:
 
 
 def load_function(module: str, path: str, name: str) -> ScheduleFunction:
-    """Import a module and return a function of it.
-
-    Raises:
-        ScheduleCodeError: if the module cannot be imported, or has no such function.
-    """
+    """Import a module and return a function of it."""
     try:
         with _user_code(f"{name}, when {module} was imported,", None):
             found: object = importlib.import_module(module)

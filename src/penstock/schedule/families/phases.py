@@ -17,16 +17,9 @@ from penstock.schedule.schedule import Columns
 
 
 class PatternOp(NamedTuple):
-    """One op of a pattern.
-
-    Attributes:
-        chunk: chunk of the rank, 0 or 1; ignored for a ``W`` in a list that takes weights in turn.
-        paired: whether the op and the next one are a fused pair.
-    """
-
     kind: Kind
-    chunk: int = 0
-    paired: bool = False
+    chunk: int = 0  # chunk of the rank, 0 or 1; ignored for a W in a list that takes weights in turn
+    paired: bool = False  # the op and the next one are a fused pair
 
 
 Phase = tuple[int, Sequence[PatternOp]]
@@ -54,14 +47,11 @@ def phased(
 ) -> Columns:
     """Return one rank's list from its phases.
 
-    Ops of microbatches beyond the last are dropped. No op depends on an op of another microbatch, so the rest of a valid
-    schedule is valid, and a rule that needs many microbatches also serves few.
+    Ops of microbatches beyond the last are dropped. No op depends on an op of another microbatch, so the rest of a
+    valid schedule is valid, and a rule that needs many microbatches also serves few.
 
-    Args:
-        stages: stages of chunk 0 and chunk 1.
-        microbatches: number of microbatches that each chunk sees.
-        first: number of the first microbatch that each chunk sees (default 0 for both).
-        weights_in_turn: whether the n-th ``W`` finishes the n-th ``I`` of either chunk (default False).
+    `stages`, `microbatches` (how many a chunk sees) and `first` (the first that it sees) have a number for chunk 0 and
+    one for chunk 1. With `weights_in_turn` the n-th ``W`` finishes the n-th ``I`` of either chunk.
     """
     repeated = [
         np.tile(np.array(pattern, np.int64), (times, 1)) for times, pattern in phases if times > 0 and pattern

@@ -1,15 +1,19 @@
-"""Searched: the best order that a search finds for given costs and memory, in a loop, on a V, or with two opposite pipes."""
+"""Searched: the best order that a search finds for given costs and memory, in a loop, on a V, or with two opposite pipes.
+
+ZB-auto is the searched order with one stage per rank, split backwards and the memory of the zero-bubble paper.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from penstock.base.errors import ScheduleError
-from penstock.schedule.families.starts import CatalogueStarts
+from penstock.schedule.families.starts import catalogue_starts
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -48,6 +52,7 @@ def searched(
     ranks: int,
     microbatches: int,
     virtual_stages: int = 1,
+    *,
     placement: Shape = "loop",
     backward: BackwardMode = "split",
     costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
@@ -102,14 +107,57 @@ def searched(
     travel = np.where(pipes[:, 1:] != pipes[:, :-1], float(latency), 0.0)
     budget = None if memory_limit is None else Budget(memory_limit)
     mixed = backward == "split" and bool((whole < b + w).any())
-    problem = OrderProblem(placed, microbatches, backward, seconds, travel, budget, mixed=mixed)
-    search = OrderSearch(problem, CatalogueStarts(), seed=seed)
+    problem = OrderProblem(
+        placement=placed,
+        microbatches=microbatches,
+        backward=backward,
+        seconds=seconds,
+        travel=travel,
+        budget=budget,
+        mixed=mixed,
+    )
+    search = OrderSearch(problem, catalogue_starts, seed=seed)
     options: dict[str, object] = {
         "placement": placement, "backward": backward, "costs": tuple(tuple(map(float, c)) for c in (f, b, w)),
         "latency": float(latency), "memory_limit": memory_limit, "rounds": rounds, "seed": seed,
     }  # fmt: skip
     options |= {} if full is None else {"full": tuple(map(float, whole))}
     return search.problem.schedule(search.run(math.inf, rounds).codes, "searched", options)
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
+    latency: float = 0.0,
+    memory_limit: int | None = None,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+) -> Schedule:
+    """The searched order of a zero-bubble schedule in the memory of the zero-bubble paper (2401.10241, section 3.1).
+
+    It has one stage per rank and split backwards. It minimises the makespan; the paper, the longest rank. The paper's
+    ZB-1p and ZB-2p are the memory limits p and 2p.
+
+    Args:
+        costs, latency, rounds, seed: see `searched`.
+        memory_limit: activations a rank may hold (default 2p).
+
+    Raises:
+        ScheduleError: if an option is wrong, or no order can meet the memory limit.
+
+    ::
+
+        2 ranks, 3 microbatches
+        rank 0  0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        rank 1  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    limit = 2 * ranks if memory_limit is None else memory_limit
+    found = searched(
+        ranks, microbatches, costs=costs, latency=latency, memory_limit=limit, rounds=rounds, seed=seed
+    )
+    return replace(found, name="zb-auto")
 
 
 def _per_stage(name: str, cost: Cost, placement: Placement) -> np.ndarray:

@@ -19,12 +19,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 
     Stage s lives on rank s and a copy on rank p-1-s. Of each block the first half goes down and the second up. With m a
     multiple of p and F = B+W the bubble is (p-2)F; rank r holds at most p/2+1+min(r, p-1-r) activations.
-
-    Args:
-        microbatches: number of microbatches m; the last block may be short.
-
-    Raises:
-        ScheduleError: if the number of ranks is odd.
+    The last block may be short.
 
     ::
 
@@ -53,13 +48,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     The slots are a Chimera pipe's over all p·v stages, each folded back onto the p ranks. With m = p and
     B+W >= F the bubble is (2p-2)(B+W)/v; with F = B+W it is the same for every multiple of p. Blocks hold all v·p
     activations of their microbatches on the rank where the waves turn, and p-1-r fewer on rank r.
-
-    Args:
-        microbatches: number of microbatches m; the last block may be short.
-        virtual_stages: stages per rank v, twice the number of waves (default 2).
-
-    Raises:
-        ScheduleError: if the number of virtual stages is odd.
+    The last block may be short.
 
     ::
 

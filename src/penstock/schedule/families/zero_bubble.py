@@ -59,9 +59,7 @@ def interleaved_zb(
     Stage s lives on rank s mod p. Forwards go through groups of N microbatches, chunk by chunk; rank r warms up with
     (v-1)N + p-1-r of them and holds back r weight halves. With F = B = W the bubble is (p-1)F/v, and every rank holds
     (v-1)N + p activations until their W. With one virtual stage it is ZB-H1.
-
-    Args:
-        group_size: microbatches in a group N, as in `interleaved_1f1b` (default: the smallest allowed).
+    N is chosen as in `interleaved_1f1b`.
 
     ::
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -69,14 +69,8 @@ class _Entry:
     codes: Ints
 
 
-class StartingPoints(Protocol):
-    """Source of schedules to begin with."""
-
-    def schedules(self, problem: OrderProblem) -> Iterable[tuple[str, Schedule]]:
-        """Yield schedules with the placement of a problem, and their names; those that do not fit are left out."""
-
-    def slow_schedule(self, problem: OrderProblem) -> Schedule | None:
-        """Return one that takes seconds to make, if there is one: it is asked for if nothing else reaches the bound."""
+StartingPoints = Callable[[OrderProblem], Iterable[tuple[str, Schedule]]]
+"""Function that yields schedules with the placement of a problem, and their names; those that do not fit are left out."""
 
 
 class OrderSearch:
@@ -118,10 +112,6 @@ class OrderSearch:
         try:
             self._begin(seconds)
             ended = self._search(began, seconds, math.inf if rounds is None else rounds)
-            # zb-auto takes seconds, so a small problem asks it last, unless its order is proved; a large one begins with it.
-            if self.best.codes.size <= LARGE:
-                self._add_slow_start()
-                ended = "proved" if self._is_proved() else ended
         except KeyboardInterrupt:
             if self._best is None:
                 raise
@@ -156,12 +146,11 @@ class OrderSearch:
         # Always possible, so there is a best order from here on, even after Ctrl-C.
         alone = problem.one_by_one()
         self._add_start("one by one", self._makespan(alone), alone)
-        for name, schedule in self._starting.schedules(problem):
+        for name, schedule in self._starting(problem):
             self._add_schedule(name, schedule)
         if self._is_proved():
             return
         if len(alone) > LARGE:
-            self._add_slow_start()
             for makespan, codes in repeating_orders(problem, seconds / 2, self.seed):
                 self._add_start("repeating pattern", makespan, codes)
             return
@@ -176,11 +165,6 @@ class OrderSearch:
         codes = self.problem.codes(schedule)
         if self.problem.allows(self.problem.schedule(codes, name)):
             self._add_start(name, self._makespan(codes), codes)
-
-    def _add_slow_start(self) -> None:
-        schedule = None if self._is_proved() else self._starting.slow_schedule(self.problem)
-        if schedule is not None:
-            self._add_schedule(schedule.name, schedule)
 
     def _makespan(self, codes: Ints) -> float:
         return time_order(self.problem.tables_of(codes), codes, self._most)[0]

@@ -103,7 +103,7 @@ class Dispatcher:
         return float(length), codes
 
 
-def _dispatch(
+def _dispatch(  # noqa: PLR0917 - numba takes no keyword-only parameters
     tables: CodeTables,
     own: _Ranks,
     progress: _Progress,
@@ -155,7 +155,7 @@ def _dispatch(
     return longest
 
 
-def _decide(
+def _decide(  # noqa: PLR0917 - numba takes no keyword-only parameters
     tables: CodeTables, own: _Ranks, progress: _Progress, turn: Floats, rank: int, now: float, patience: float,
     overrun: float,
 ) -> tuple[int, float]:  # fmt: skip

@@ -73,7 +73,7 @@ class CodeTables(NamedTuple):
     limit: Ints
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OrderProblem:
     """Ops to order, with their costs and the memory of the ranks.
 

@@ -35,7 +35,7 @@ PATIENCE = 300
 """Variations without a better pattern after which the search ends."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pattern:
     """Numbers of a pattern.
 
@@ -113,14 +113,16 @@ class PatternMaker:
                     yield Pattern(group=group, spread=spread, weight=weight, patience=patience)
         while True:
             yield Pattern(
-                float(np.exp(random.normal(0, 0.5))), float(np.exp(random.normal(0, 0.7))),
-                float(random.choice([0.0, 0.0, 2 * random.random()])),
-                float(random.choice([0.0, 3 * random.random(), p * random.random() / 2, 1e6])),
-                int(random.choice([1, 1, p, p, int(random.integers(1, 2 * p + 1))])),
-                float(random.choice([0.0, 0.5, random.random(), 1.0])),
-                float(random.choice([1.0, 1.0, 1.0 + 0.3 * random.random()])),
-                float(random.choice([0.0, 0.0, 0.5, 1.0, 2.0])), float(random.choice([0.0, 0.0, 0.5, 0.99])),
-            )  # fmt: skip
+                down=float(np.exp(random.normal(0, 0.5))),
+                up=float(np.exp(random.normal(0, 0.7))),
+                turn=float(random.choice([0.0, 0.0, 2 * random.random()])),
+                weight=float(random.choice([0.0, 3 * random.random(), p * random.random() / 2, 1e6])),
+                group=int(random.choice([1, 1, p, p, int(random.integers(1, 2 * p + 1))])),
+                spread=float(random.choice([0.0, 0.5, random.random(), 1.0])),
+                stretch=float(random.choice([1.0, 1.0, 1.0 + 0.3 * random.random()])),
+                patience=float(random.choice([0.0, 0.0, 0.5, 1.0, 2.0])),
+                overrun=float(random.choice([0.0, 0.0, 0.5, 0.99])),
+            )
 
     def vary(self, pattern: Pattern, random: np.random.Generator) -> Pattern:
         """Return a pattern with a few of its numbers changed a little."""

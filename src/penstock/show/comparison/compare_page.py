@@ -5,31 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.base.atomic import write_bytes
-from penstock.base.errors import ConfigError
 from penstock.show.comparison.run_pair import NAMES, RunPair
-from penstock.show.page import fill_template
-from penstock.show.page_data import MAX_CURVES, step_data, styles
+from penstock.show.page import fill_template, write_page
+from penstock.show.page_data import MAX_CURVES, step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS
 
 
 def write_comparison(path: str | Path, pair: RunPair) -> Path:
-    """Write the page of two runs.
-
-    Raises:
-        ConfigError: if Bokeh is not installed, or the file cannot be written.
-    """
-    path = Path(path)
-    text = _page(pair)
-    try:
-        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except OSError as error:
-        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
-    return path
+    """Write the page of two runs."""
+    return write_page(path, _page(pair))
 
 
 def _page(pair: RunPair) -> str:
-    from penstock.show.figures import LINES, figures, library, rank_colours
+    from penstock.show.figures import LINES, curves, figures, rank_colours
+    from penstock.show.report_page.overview import overview_figure
 
     unit, traces = pair.unit, [step.trace for step in pair.steps]
     ranks = max(trace.ranks for trace in traces)
@@ -39,11 +28,11 @@ def _page(pair: RunPair) -> str:
     labels = tuple(f"rank, {name}" for name in NAMES)
     places = figures(ranks, unit, planned=True, memory=f"held ({counted})" if held else "", labels=labels)
     del places["bars"]
-    places |= _overview(pair) | _curves(pair)
+    places["overview"] = overview_figure(pair.steps, unit, NAMES)
+    places |= curves(*(run.metrics for run in pair.runs))
     data = {
         "unit": unit.name,
         "held": counted,
-        "styles": styles(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory")]
         + [name for name in places if name.startswith("curve-")],
@@ -55,7 +44,6 @@ def _page(pair: RunPair) -> str:
         "compare.html",
         data,
         places,
-        library(),
         title=" and ".join(run.title for run in pair.runs),
         titles=list(zip(NAMES, pair.titles, LINES, strict=True)),
         sentence=pair.sentence,
@@ -93,23 +81,3 @@ def _packed(pair: RunPair) -> dict[str, Any]:
         "planned_gaps": second["gaps"],
         "memory": memory,
     }
-
-
-def _overview(pair: RunPair) -> dict[str, dict[str, Any]]:
-    from penstock.show.report_page.overview import overview_figure
-
-    return {"overview": overview_figure(pair.steps, pair.unit, NAMES)}
-
-
-def _curves(pair: RunPair) -> dict[str, dict[str, Any]]:
-    from bokeh.embed import json_item
-
-    from penstock.show.figures import CURVES, curve, points_of
-
-    places: dict[str, dict[str, Any]] = {}
-    for title, key, kind in CURVES:
-        lines = [points_of(run.metrics, key, kind) for run in pair.runs]
-        if any(lines):
-            name = f"curve-{len(places)}"
-            places[name] = dict(json_item(curve(name, title, lines)))
-    return places

@@ -146,14 +146,7 @@ class RunPair:
 
 
 def pair_of(first: RunView, second: RunView, step: int | None) -> RunPair:
-    """Return two runs with the steps to compare.
-
-    Args:
-        step: step of both runs; None for the last traced one of each.
-
-    Raises:
-        ConfigError: if a run has no trace of the step, or only one of the steps was measured.
-    """
+    """Return two runs with the steps to compare: `step` of both, or the last traced one of each."""
     pair = RunPair((first, second), (first.choose(step), second.choose(step)))
     a, b = pair.steps
     if a.measured != b.measured:

@@ -21,9 +21,6 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
 
     Its source is named ``overview``, with the number of each bar's step; ``chosen`` marks steps. Text from outside is left
     out: steps that are not numbered are counted.
-
-    Args:
-        names: names of the bars, no text from users (default: the steps' numbers).
     """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, CustomJSHover, FixedTicker, HoverTool, Range1d, TapTool

@@ -32,18 +32,13 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run; empty where its folder does not tell.
+    """Facts about a run; empty where its folder does not tell."""
 
-    Attributes:
-        tokens_per_second: speed of all ranks over the run, or over its last logged steps if it has not ended; None if
-            unknown.
-        mfu: share of the devices' rated FLOP/s that the model's FLOPs are; None where one of them is unknown.
-        lines: the rest, in the order to show it.
-    """
-
+    # Speed of all ranks over the run, or over its last logged steps if it has not ended; None if unknown.
     tokens_per_second: float | None = None
+    # Share of the devices' rated FLOP/s that the model's FLOPs are; None where one of them is unknown.
     mfu: float | None = None
-    lines: tuple[Fact, ...] = ()
+    lines: tuple[Fact, ...] = ()  # the rest, in the order to show it
 
     @property
     def tiles(self) -> list[tuple[str, str]]:
@@ -63,11 +58,7 @@ UNKNOWN = RunFacts()
 def read_facts(
     run: Path, settings: str, metrics: Sequence[Mapping[str, Any]], problems: list[str]
 ) -> RunFacts:
-    """Read the facts about a run.
-
-    Args:
-        problems: list that gets a sentence about a file that cannot be read.
-    """
+    """Read the facts about a run; a file that cannot be read adds a sentence to `problems`."""
     starts = _starts(run / "run.json", problems)
     last = starts[-1] if starts else {}
     speed = _speed(metrics)

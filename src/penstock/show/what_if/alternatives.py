@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.show.planned import PlannedStep
-from penstock.show.what_if.change import Change, ChangeLines
 from penstock.show.what_if.machine_conditions import Conditions
 from penstock.show.what_if.stage_parts import StageParts, recut, saved_sizes
 from penstock.simulate.costs import Communication, Costs, Table
@@ -35,6 +34,37 @@ _FINE = 2**20
 _TRIED = tuple(
     name for name, family in FAMILIES.items() if "two copies" not in family.needs and not family.searches
 )
+
+
+@dataclass(frozen=True)
+class ChangeLines:
+    """The lines that make a change."""
+
+    train: str = ""  # options of penstock train; empty if it has none for the change
+    pipeline: str = ""  # keywords of `Pipeline`; empty for the step as it is
+
+    @property
+    def all(self) -> list[str]:
+        """Lines to copy, one for each way there is."""
+        train = [f"penstock train {self.train}"] if self.train else []
+        return [*train, f"Pipeline(..., {self.pipeline})"] if self.pipeline else train
+
+
+@dataclass(frozen=True)
+class Change:
+    """A simulated change of a step."""
+
+    words: str  # the change, as in "with zb-v in the same memory"
+    schedule: str
+    virtual_stages: float
+    # The most that a rank holds for backwards, in the unit of the trace's `held`; in forwards of a present
+    # stage, if the trace does not tell.
+    memory: float
+    makespan: float  # simulated makespan, in the trace's unit of time
+    bubble: float  # idle share of ranks × makespan
+    # Blocks of every stage (layers, if the trace does not tell blocks) where they move.
+    split: tuple[int, ...] | None = None
+    lines: ChangeLines = ChangeLines()
 
 
 class Alternatives:
@@ -166,7 +196,12 @@ class Alternatives:
 def _change(words: str, schedule: Schedule, memory: float, trace: Trace) -> Change:
     virtual_stages = schedule.stages / schedule.ranks
     return Change(
-        words, schedule.name, virtual_stages, memory, float(makespan(trace)), bubble_fraction(trace)
+        words=words,
+        schedule=schedule.name,
+        virtual_stages=virtual_stages,
+        memory=memory,
+        makespan=float(makespan(trace)),
+        bubble=bubble_fraction(trace),
     )
 
 

@@ -30,15 +30,12 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Contention:
-    """Length of ops as a function of the other ranks that compute meanwhile: 1 + slope × (others - usual).
+    """Length of ops as a function of the other ranks that compute meanwhile: 1 + slope × (others - usual)."""
 
-    Attributes:
-        slope: growth of an op's length with each rank that computes meanwhile, relative to its usual length; at least 0.
-        usual: mean number of other ranks that computed during an op in the trace.
-    """
-
+    # Growth of an op's length with each rank that computes meanwhile, relative to its usual length; at
+    # least 0.
     slope: float = 0.0
-    usual: float = 0.0
+    usual: float = 0.0  # mean number of other ranks that computed during an op in the trace
 
     def factor(self, others: float) -> float:
         """Return the length of ops during which `others` ranks compute, over their length in the trace."""
@@ -80,16 +77,11 @@ def others_beside(work: Trace) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of the machine, the same for every simulated change.
-
-    Attributes:
-        overhead: time between two ops of a rank.
-        measured: True if the step ran.
-    """
+    """Conditions of the machine, the same for every simulated change."""
 
     contention: Contention
-    overhead: float
-    measured: bool
+    overhead: float  # time between two ops of a rank
+    measured: bool  # the step ran
 
     @classmethod
     def of(cls, trace: Trace) -> Self:

@@ -17,15 +17,11 @@ from penstock.trace.events import Trace
 
 @dataclass(frozen=True)
 class StageParts:
-    """Parts of the stages that can move to another stage.
+    """Parts of the stages that can move to another stage."""
 
-    Attributes:
-        counts: number of parts of every stage.
-        blocks: True if the parts are the blocks that a split counts, beside which the first stage has the embedding and the
-            last one the head. False if they are all layers, because the trace does not tell which are blocks.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # number of parts of every stage
+    # The parts are the blocks that a split counts, and the first stage also has the embedding, the last one
+    # the head; False: they are all layers, because the trace does not tell which are blocks.
     blocks: bool
 
     @classmethod

@@ -34,8 +34,6 @@ class InPlace:
 
     Attributes:
         passthrough: segments that get their inputs directly, without a call of `input_transform`.
-        watching: whether the running segment is watched, so that `after_forward` must be called.
-        footprint: counter of the bytes that the running forward keeps; None if they are not counted.
         needs_views: whether the layers must get views of leaves; None before the first backward.
     """
 
@@ -75,19 +73,14 @@ class InPlace:
         return _view
 
     def after_forward(self) -> None:
-        """Check whether the segment that has run wrote into its inputs.
-
-        Raises:
-            PenstockError: if it wrote into inputs that its second forward needs, which it had not done before.
-        """
+        """Check whether the segment that has run wrote into its inputs."""
         self.watching = False
         if self._versions is not None:
             if any(_version(leaf) != version for leaf, version in self._versions):
                 self._writes[self._key] = True
                 raise PenstockError(
-                    "a recomputed layer wrote in place into what it was given, which it had not done for the first "
-                    "microbatch, so its second forward would see other numbers; write x = x + 1 instead of x.add_(1), or "
-                    "begin with x = x.clone()"
+                    "a recomputed layer modified its input in place, but did not for the first microbatch, so recompute "
+                    "would start from changed values; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
                 )
             self._versions = None
         elif self._copies is not None:
@@ -126,7 +119,7 @@ class InPlace:
             self._writes.update(dict.fromkeys(self._writes, True))
             self.passthrough.clear()
             error.add_note(
-                "If the tensor is what the layer was given: it was not written to in the first microbatch, so it was not "
+                "If the tensor is the layer's input: the layer did not modify it for the first microbatch, so it was not "
                 "copied; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
             )
 

@@ -21,15 +21,7 @@ from penstock.stage.values import InputGrads
 def follow_hooks(
     roots: Sequence[GradientEdge], hooked: Sequence[bool], input_grads: InputGrads
 ) -> Sequence[bool]:
-    """Return for each input of a segment whether its layers or, if the input is passed on, later layers have a hook on it.
-
-    Args:
-        roots: outputs of the segment that need a gradient.
-        hooked: for each of them, whether a later layer has registered a hook on it.
-
-    Raises:
-        PenstockError: if a tensor with a hook is used by the segment itself, or passed on twice.
-    """
+    """Return for each input of a segment whether its layers, or later ones that it is passed on to, have a hook on it."""
     if True not in hooked:
         return input_grads.hooked
     edges = [(root.node, root.output_nr) for root in roots]

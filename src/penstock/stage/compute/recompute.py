@@ -32,11 +32,7 @@ class Segment:
 
 
 def require_policy(policy: object) -> Policy:
-    """Return a user's recompute policy.
-
-    Raises:
-        ConfigError: if it is not a policy.
-    """
+    """Return a user's recompute policy."""
     if isinstance(policy, int) and not isinstance(policy, bool) and policy >= 1:
         return policy
     if isinstance(policy, str) and policy in ("none", "full", "auto"):
@@ -88,11 +84,7 @@ def nothing_saved() -> Iterator[None]:
 
 @contextmanager
 def transforms_refused(instead: str) -> Iterator[None]:
-    """Explain the error of a ``torch.func`` transform that does not run under hooks on saved tensors.
-
-    Args:
-        instead: option that needs no such hooks, for the message.
-    """
+    """Explain the error of a ``torch.func`` transform that does not run under hooks on saved tensors."""
     try:
         yield
     except RuntimeError as error:

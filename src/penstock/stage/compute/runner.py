@@ -37,11 +37,7 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Settings:
-    """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`.
-
-    Attributes:
-        random: random state of the layers; None leaves them to torch's default generators.
-    """
+    """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`."""
 
     recompute: Policy = "none"
     offload: bool = False
@@ -55,7 +51,6 @@ class StageRoutes:
     """Named values that a stage sends on besides its output.
 
     Attributes:
-        onward: names of the values that travel with the output.
         skips: for each skip that begins here, the names that travel in it.
     """
 
@@ -68,7 +63,6 @@ class LossWeight(NamedTuple):
 
     Attributes:
         factor: multiplier of the loss; 0 leaves the microbatch out.
-        scale: loss scale of half precision.
     """
 
     factor: float = 1.0
@@ -77,6 +71,7 @@ class LossWeight(NamedTuple):
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return the weighted loss, from which the backward starts."""
+        # A division, as in accumulation by hand: a product with 1 / divisor may differ in the last bit.
         if self.divisor != 1:
             loss = loss / self.divisor
         if self.factor != 1.0:
@@ -93,7 +88,6 @@ class LossReport(NamedTuple):
     """Losses of a microbatch, as 0-d tensors without a graph.
 
     Attributes:
-        loss: sum of `parts`.
         parts: losses by name; ``"loss"`` is the one of a `loss_fn` that returns a single tensor.
         has_graph: whether the loss counts and has a graph, so that its backward can start.
     """
@@ -121,14 +115,7 @@ class SegmentOutput(NamedTuple):
 
 
 class Runner:
-    """A stage's layers, ready to run.
-
-    Args:
-        loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
-
-    Attributes:
-        step, first_microbatch: the arguments of the last `begin`.
-    """
+    """A stage's layers, ready to run."""
 
     def __init__(
         self,
@@ -188,11 +175,7 @@ class Runner:
         loss_inputs: LossInputs | None,
         queue: WeightGradQueue | None,
     ) -> SegmentOutput:
-        """Run a segment's layers and, after the last layer of the last stage, the loss.
-
-        Args:
-            loss_inputs: target and weight, on the last stage; None elsewhere, and where there is no target.
-        """
+        """Run a segment's layers and, after the last layer of the last stage, the loss."""
         isolated_call = self._isolated_call(microbatch)
         context = Context(
             dict(state.named), dict(state.losses), self.module.gives, isolated_call, self._rng_free

@@ -26,10 +26,6 @@ class SavedGraph(NamedTuple):
 
         Args:
             grads: gradient of each root, None for a root without one; None instead of the list to start from the loss.
-            stage, microbatch: numbers of both, for the message.
-
-        Raises:
-            PenstockError: if the numbers of gradients and of roots differ.
         """
         if grads is None:
             if self.roots:
@@ -81,11 +77,7 @@ class LayerBytes(NamedTuple):
 
 
 def require_same(first: SegmentOutput, again: SegmentOutput, layers: Sequence[str]) -> None:
-    """Compare the first output of a recomputed segment with its second.
-
-    Raises:
-        PenstockError: if they differ; names the layers.
-    """
+    """Compare the first output of a recomputed segment with its second."""
     one, other = _tensors(first), _tensors(again)
     if len(one) == len(other) and all(same_values(a, b) for a, b in zip(one, other, strict=True)):
         return

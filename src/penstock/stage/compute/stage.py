@@ -38,13 +38,9 @@ from penstock.stage.values import InputGrads, finite_sum, grad_messages
 class Stage:
     """A stage and the state that it keeps for each microbatch between forward and backward.
 
-    Args:
-        loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
-
     Attributes:
         held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
             its kind was measured; 0 for stages that hold compiled modules or call ``torch.func.grad``.
-        split_checks: checks that the split backward gives the same gradients as the full one, layer by layer.
         finite_sums: (microbatch, 0-d tensor) of each returned gradient so far; the sum is finite only if the gradient is.
     """
 
@@ -93,11 +89,7 @@ class Stage:
         return len(self._saved) + len(self._waiting)
 
     def begin(self, step: int, first_microbatch: int = 0) -> None:
-        """Begin a step; random draws depend on its number, and on the microbatch's in the global batch.
-
-        Args:
-            first_microbatch: number in the global batch of this stage's microbatch 0 (default 0).
-        """
+        """Begin a step; random draws depend on its number, and on the microbatch's in the global batch."""
         self.split_checks.begin()
         self.isolation.begin()
         self._runner.begin(step, first_microbatch)
@@ -110,11 +102,7 @@ class Stage:
             self._waiting_bytes = None
 
     def end(self) -> None:
-        """End a step, after all its ops.
-
-        Raises:
-            PenstockError: if a forward changed state that other ranks or replicas have copies of.
-        """
+        """End a step, after all its ops."""
         # With ZeRO, the functions in `before` write gathered parameters during the step, which is no fault.
         if not self.module.before:
             self.isolation.require_constant()
@@ -125,9 +113,6 @@ class Stage:
         Args:
             split: whether the backward comes in two halves, `backward_input` and `backward_weight` (default False).
             drop: whether to keep only the inputs; `recompute` must come before the backward (default False).
-
-        Raises:
-            PenstockError: if the microbatch is already held, as its backward has not come yet.
         """
         return self._forward(microbatch, inputs, None, split, drop).messages
 
@@ -229,11 +214,7 @@ class Stage:
         return SavedInputs(segment, inputs, buffers, loss_inputs, output if first else None), output
 
     def recompute(self, microbatch: int) -> None:
-        """Run a dropped forward again, ahead of its backward (the op R).
-
-        Raises:
-            PenstockError: if the stage holds no activation of that microbatch.
-        """
+        """Run a dropped forward again, ahead of its backward (the op R)."""
         saved = self._require(microbatch)
         (record,) = saved.segments
         assert isinstance(record, SavedInputs), "its forward had drop=True"
@@ -310,9 +291,6 @@ class Stage:
         Args:
             grads: gradients from later stages, a message for each route, with one leaf (a tensor or None) for each
                 output leaf that needs one; None on the last stage, where the backward starts from the loss.
-
-        Raises:
-            PenstockError: if the stage holds no activation of that microbatch.
         """
         inputs = self.backward_input(microbatch, grads)
         self.backward_weight(microbatch)

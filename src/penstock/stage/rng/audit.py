@@ -18,7 +18,7 @@ from penstock.base.errors import ConfigError
 from penstock.stage.rng.default_generators import default_states
 
 
-class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Audit(TorchDispatchMode):
     """Mode that raises for an operator that draws from a default generator.
 
     It sees operators below torch's Python functions, so also those that C++ code calls. For operators that are not

@@ -24,4 +24,4 @@ def cuda_generators() -> tuple[torch.Generator, ...]:
 
 def cuda_in_use() -> bool:
     """Return whether this process has initialized CUDA."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())

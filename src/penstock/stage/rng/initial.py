@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from penstock.base.errors import ConfigError, first_line
 from penstock.stage.rng.default_generators import cuda_generators
 from penstock.stage.rng.seeds import digest_seed, seed_of
 
@@ -49,6 +50,9 @@ def build_seeded(build: Callable[[], T], seed: int, name: str) -> T:
 
     torch's default generators (of the CPU and, where CUDA is in use, of every device) are seeded for the call, and restored
     after it. Only one thread builds at a time; nothing else should draw from the default generators meanwhile.
+
+    Raises:
+        ConfigError: if the weights do not fit into memory.
     """
     layer_seed = seed_of(seed, name)
     generators = cuda_generators()
@@ -56,4 +60,18 @@ def build_seeded(build: Callable[[], T], seed: int, name: str) -> T:
         # torch.manual_seed would also seed devices that are not in use yet, and nothing would restore those.
         for generator in (torch.default_generator, *generators):
             generator.manual_seed(layer_seed)
-        return build()
+        try:
+            return build()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_too_large(error):
+                raise
+            raise ConfigError(
+                f"the weights of layer {name!r} do not fit into memory ({first_line(error)}); make the model's sizes "
+                "smaller, or use a machine with more memory"
+            ) from error
+
+
+def _is_too_large(error: Exception) -> bool:
+    """Return whether a tensor was too large for the memory; on the CPU, torch has no class of its own for it."""
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return out_of_memory or any(text in str(error) for text in ("allocate memory", "calculation overflowed"))

@@ -2,7 +2,7 @@
 
 These are all kinds of dropout, attention with dropout, recurrent layers with dropout between them, and fractional pooling.
 On a CPU the formulas and the order of the draws are torch's own, so the results are bit-identical to torch's with a default
-generator in the same state. On other devices the draws differ from those of torch's fused kernels, but have the same
+generator in the same state. On other devices the draws differ from the ones of torch's fused kernels, but have the same
 distribution. Attention with dropout keeps the full matrix of attention weights for the backward, as torch's own "math" path
 does: several times batch × heads × queries × keys elements.
 """
@@ -113,7 +113,7 @@ def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: di
 def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute attention with dropout on its weights; without dropout, call torch's own kernels."""
 
-    def attention(
+    def attention(  # noqa: PLR0917 - the parameters of torch's function
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -129,14 +129,34 @@ def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
             return func(*args, **kwargs)
         kind = query.device.type
         if not torch.is_autocast_enabled(kind):
-            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attend(
+                source,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         # Autocast treats attention as one function: it casts its inputs, and nothing inside.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attend(
+                source,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
 
     return attention(*args, **kwargs)
 
@@ -146,6 +166,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     attn_mask: Tensor | None,
     p: float,
     is_causal: bool,
@@ -158,7 +179,7 @@ def _attend(
     key give zeros.
     """
     dtype = query.dtype
-    keeps_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    keeps_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     if dtype in (torch.float16, torch.bfloat16) and not keeps_half:
         query, key, value = query.float(), key.float(), value.float()
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

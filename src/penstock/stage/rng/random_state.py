@@ -36,12 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class _AuditResult:
-    """Result of the audit of a layer in training, or in evaluation.
-
-    Attributes:
-        draws: whether it drew then or later.
-        valid: False if the layer must be audited again.
-    """
+    """Result of the audit of a layer in training, or in evaluation."""
 
     settings: tuple[bool | float, ...]
     draws: bool
@@ -71,14 +66,7 @@ class RandomState:
         self._trusts_audits = True
 
     def run(self, name: str, layer: Any, step: int, microbatch: int, call: Callable[[], T]) -> T:
-        """Call a layer so that its draws depend only on (seed, step, microbatch, name).
-
-        Args:
-            microbatch: number of the microbatch in the global batch.
-
-        Raises:
-            ConfigError: if the layer draws in a way that cannot be made independent of the split.
-        """
+        """Call a layer so that its draws depend only on (seed, step, microbatch, name)."""
         module = layer if isinstance(layer, nn.Module) else None
         key = _key(layer)
         audit = self._audits.get(key)

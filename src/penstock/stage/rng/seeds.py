@@ -14,9 +14,6 @@ def seed_of(*parts: object) -> int:
     """Return the seed of a key.
 
     Each part is hashed with its kind and its length before it, so that different keys never give the same bytes.
-
-    Raises:
-        TypeError: if a part is neither a string nor an integer.
     """
     data = b""
     for part in parts:

@@ -29,11 +29,7 @@ def takes_a_value(function: Callable[..., Any]) -> bool:
 
 
 class FunctionLayer(nn.Module):
-    """A layer that calls a function of the value; the function's other parameters take named values.
-
-    Raises:
-        SplitError: in the first forward, if the function uses weights: a pipeline would not know of them.
-    """
+    """A layer that calls a function of the value; the function's other parameters take named values."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__()

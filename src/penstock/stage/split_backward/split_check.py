@@ -81,11 +81,7 @@ class SplitChecks:
         return WeightGradQueue(self._excluded, SplitCheck())
 
     def end(self, queue: WeightGradQueue) -> None:
-        """End a check, after the microbatch's full backward.
-
-        Raises:
-            SplitBackwardError: if a layer failed, and `strict` is set or a weight is a DTensor.
-        """
+        """End a check, after the microbatch's full backward."""
         assert isinstance(queue.check, SplitCheck)
         rejected = queue.check.rejected(queue)
         self._checked.add(self._running)
@@ -106,7 +102,7 @@ class SplitChecks:
         names = ("layer " if len(layers) == 1 else "layers ") + ", ".join(map(repr, layers))
         text = (
             f"stage {self.stage}: the backward of {names} cannot be split: the weight gradients computed apart from the "
-            "input gradients differ from those of the full backward. The layer recomputes, differentiates or changes "
+            "input gradients differ from the full backward's. The layer recomputes, differentiates or changes "
             "gradients inside its forward, or uses a weight in a way that the split does not see"
         )
         if any(_is_dtensor(p) for p in self.module.parameters()):
@@ -150,7 +146,7 @@ class SplitCheck:
             others = dict(hooks or {})
             if others:
                 hooks.clear()
-            handles.append(weight.register_hook(self._recorder(weight)))  # type: ignore[no-untyped-call]
+            handles.append(weight.register_hook(self._recorder(weight)))
             if others:
                 hooks.update(others)
         try:

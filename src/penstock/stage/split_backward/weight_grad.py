@@ -25,12 +25,7 @@ _SumsByDtype = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
 
 
 class WeightUse(NamedTuple):
-    """One call of a function that owns weights.
-
-    Attributes:
-        weight, bias: parameters of the call; the bias may be None.
-        call: the function, as ``call(x, weight, bias)``.
-    """
+    """One call of a function that owns weights, as ``call(x, weight, bias)``; the bias may be None."""
 
     x: Tensor
     weight: Tensor
@@ -54,12 +49,9 @@ class WeightGradQueue:
 
     Args:
         excluded: ids of parameters that must not be deferred (default none).
-        check: check against the full backward, which then runs; None to split the backward (default).
 
     Attributes:
         pending: (formula, input, version of the input at its use, output gradient, its version) of every use.
-        on_input: function called during the forward with every input that is kept for W; None for no call.
-        running: whether the forward is running now.
     """
 
     __slots__ = ("check", "excluded", "on_input", "pending", "running")
@@ -82,11 +74,7 @@ class WeightGradQueue:
             yield grad
 
     def sums(self) -> Sums:
-        """Compute the weight gradients, summed as the autograd engine sums them, and empty the queue.
-
-        Raises:
-            PenstockError: if an input or an output gradient was modified in place, so that a weight's gradient is lost.
-        """
+        """Compute the weight gradients, summed as the autograd engine sums them, and empty the queue."""
         sums: _SumsByDtype = {}
         with torch.no_grad():
             for formula, x, version, grad, grad_version in self.pending:
@@ -142,8 +130,8 @@ def _sum_dtypes(sums: _SumsByDtype) -> Sums:
 
 
 def _to_grad_dtype(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Cast a gradient to the parameter's ``grad_dtype``; older PyTorch has none, and None allows any dtype."""
-    dtype = getattr(parameter, "grad_dtype", None)
+    """Cast a gradient to the parameter's ``grad_dtype``; None allows any dtype."""
+    dtype = parameter.grad_dtype
     return gradient if dtype is None or dtype is gradient.dtype else gradient.to(dtype)
 
 

@@ -64,7 +64,7 @@ def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> lis
     return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
 
 
-def _embedding(
+def _embedding(  # noqa: PLR0917 - the parameters of torch's function
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -97,7 +97,7 @@ def _embedding_weights(
 def _convolution(dimensions: int, function: Any) -> Callable[..., WeightUse | None]:
     """Return the function that makes the use of a convolution in one, two or three dimensions."""
 
-    def make_use(
+    def make_use(  # noqa: PLR0917 - the parameters of torch's function
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,

@@ -33,7 +33,7 @@ class StartEvent:
     steps: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepEvent:
     """A training step is done on all ranks, and the weights are updated, or the step was skipped.
 
@@ -125,7 +125,7 @@ class TraceEvent:
             return path.read_bytes()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EndEvent:
     """The run has ended; the last event.
 

@@ -49,7 +49,7 @@ class CallbackList(Callback):
             try:
                 callback.on_start(event)
             except (Exception, SystemExit) as error:
-                self.on_end(EndEvent("failed", event.step, str(error)))
+                self.on_end(EndEvent(outcome="failed", step=event.step, error=str(error)))
                 if isinstance(error, PenstockError):
                     raise
                 raise ConfigError(

@@ -65,7 +65,7 @@ class MetricsReceiver(Callback, ABC):
 class TensorBoard(MetricsReceiver):
     """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``.
 
-    Needs `penstock[tensorboard]`.
+    Needs `penstock-torch[tensorboard]`.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class TensorBoard(MetricsReceiver):
 class WeightsAndBiases(MetricsReceiver):
     """A run of Weights & Biases in the project ``penstock``; with ``WANDB_MODE=offline`` it stays in the run's folder.
 
-    Needs `penstock[wandb]`.
+    Needs `penstock-torch[wandb]`.
     """
 
     def __init__(self) -> None:
@@ -132,11 +132,7 @@ def require_loggers(config: Config) -> None:
 
 
 def find_callbacks(config: Config) -> list[Callback]:
-    """Return new callbacks, first the services of ``train.loggers``; call `require_loggers` before.
-
-    Raises:
-        ConfigError: if a name in ``train.callbacks`` leads to no callback.
-    """
+    """Return new callbacks, first the services of ``train.loggers``; call `require_loggers` before."""
     services: dict[str, type[Callback]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     callbacks = [services[name]() for name in names_in(config.train.loggers)]
     for name in names_in(config.train.callbacks):

@@ -34,16 +34,7 @@ _SOON = 10.0
 
 
 def agreed_config(read: Callable[[], Config]) -> Config:
-    """Read the config in every process of the run, and compare; every process calls it, before it does anything else.
-
-    Args:
-        read: function that returns the checked config of this process.
-
-    Raises:
-        ConfigError: on every process: if `read` raises it in one of them; or if the configs, the versions of Penstock, torch
-            or Python, or the run's folder differ.
-        WaitTimeoutError, PeerError: if the processes do not all meet.
-    """
+    """Read the config in every process of the run, and compare; every process calls it, before it does anything else."""
     refused: ConfigError | None = None
     timeout = Timeout(_SOON)
     try:

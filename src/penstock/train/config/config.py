@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Table):
     """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
@@ -62,12 +62,7 @@ _SHOWN = 200
 
 
 def from_mapping(tables: dict[str, Any]) -> Config:
-    """Check ``{section: {key: value}}`` and fill in the defaults.
-
-    Raises:
-        ConfigError: if a section or key is unknown (with the nearest names), a value has the wrong type or range, or two
-            values contradict each other.
-    """
+    """Check ``{section: {key: value}}`` and fill in the defaults."""
     try:
         config = _CONFIG.validate_python(tables)
     except ValidationError as error:

@@ -22,11 +22,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """Read a config file, apply the overrides, and check the result.
 
     Args:
-        path: TOML file, or None for the defaults.
         overrides: entries ``section.key=value``, the value as in TOML; the quotes of text may be left out.
-
-    Raises:
-        ConfigError: if the file cannot be read, an override is malformed, or `from_mapping` rejects a value.
     """
     tables = {} if path is None else _read(path)
     for override in overrides:

@@ -23,11 +23,6 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
 
     Args:
         parallel: a checked ``[parallel]``; an unset ``pp`` becomes the processes that ``dp`` and ``tp`` leave, or `THREADS`.
-        processes: number of processes; None for one process with a thread for each rank.
-
-    Raises:
-        ConfigError: if the sizes do not multiply to the number of processes, with sizes that would; or if there is one
-            process, and replicas or shards of matrices need several.
     """
     pp, replicas = parallel.pp, parallel.dp * parallel.tp
     if processes is not None and pp is None and processes % replicas:

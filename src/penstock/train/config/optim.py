@@ -27,9 +27,6 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
     """Return the optimizer of a run, with one group of parameters that decay and one of those that do not.
 
     With ``parallel.zero``, parameters must then be read through `pipe`.
-
-    Args:
-        config: a resolved config, with the number of steps.
     """
     optim, train, precision = config.optim, config.train, config.runtime.precision
     scaler = None
@@ -54,15 +51,13 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     """Return the share of the highest rate: linear warm-up, then half a cosine (1608.03983) or a line down to ``final_lr``,
     or the highest rate.
-
-    Args:
-        step: number of the step, from 0 to steps - 1.
     """
     warmup = round(config.warmup * steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup  # not 0 in the first step, which would train nothing
     if config.lr_schedule == "constant":
         return 1.0
+    # Steps count from 0, so the last one has exactly `final_lr`.
     done = (step - warmup) / max(1, steps - 1 - warmup)
     if config.lr_schedule == "linear":
         return config.final_lr + (1 - config.final_lr) * (1 - done)

@@ -14,7 +14,7 @@ from penstock.train.config.sections.optim_section import OptimConfig
 _REFUSED = {
     "LBFGS": "it runs the model itself, several times a step, through a closure",
     "Muon": "it updates matrices only, and models have vectors (norms, biases), too",
-    "SparseAdam": "it takes sparse gradients only, and those of a pipeline are dense",
+    "SparseAdam": "it takes sparse gradients only, and a pipeline has dense ones",
 }
 _FUSED = ("Adam", "AdamW")
 _ADAM_KEYS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
@@ -22,11 +22,6 @@ _ADAM_KEYS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of ``torch.optim``.
-
-    Raises:
-        ConfigError: if there is no such optimizer, or it cannot train a pipeline.
-    """
     kinds = {
         kind.__name__: kind
         for kind in vars(torch.optim).values()
@@ -74,16 +69,11 @@ def keywords(config: OptimConfig) -> dict[str, Any]:
 
 
 def has_weight_decay(name: str) -> bool:
-    """Return whether an optimizer has weight decay."""
     return "weight_decay" in _parameters(name)
 
 
 def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
-    """Check an optimizer and its arguments, by making one for a single number.
-
-    Raises:
-        ConfigError: if the optimizer is unknown or cannot train this layout, or an argument is unknown or out of range.
-    """
+    """Check an optimizer and its arguments, by making one for a single number."""
     kind = optimizer_class(config.name)
     parameters = _parameters(config.name)
     keys = {"lr": "lr", "weight_decay": "weight_decay"}

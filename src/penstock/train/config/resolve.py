@@ -17,15 +17,7 @@ _BYTES_PER_TOKEN = 24
 
 
 def resolve(config: Config, processes: int | None) -> Config:
-    """Fill in what depends on how the command was started.
-
-    Args:
-        config: a checked config, with ``pp``, ``virtual_stages`` and ``prompt`` possibly unset.
-        processes: number of processes torchrun (or the like) started; None for a single process with threads.
-
-    Raises:
-        ConfigError: if ``[parallel]`` needs another number of processes, or the batches do not fit in memory.
-    """
+    """Fill in what depends on how the command was started."""
     pp = find_mesh(config.parallel, processes).pp
     if config.parallel.pp is None and processes is None and not (config.model.path or config.model.config):
         pp = min(pp, config.model.layers)

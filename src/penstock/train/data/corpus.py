@@ -45,7 +45,6 @@ class Document:
 
     Attributes:
         start, stop: range of the file's tokens, without the end mark.
-        end_mark: 1 if an end token follows the last one, else 0.
     """
 
     path: Path
@@ -60,12 +59,7 @@ class Document:
 class Corpus:
     """Documents one after the other, addressed by the position of a token.
 
-    Args:
-        tokens_of: function from a path to the file's tokens, one dimension of integers (default: a `TokenFile`).
-        files: the files, which say how a document is called (default: by the name alone).
-
     Attributes:
-        documents: the documents, in order.
         offsets: position where each document starts, and the total; int64, shape (documents + 1,).
     """
 
@@ -102,11 +96,7 @@ class Corpus:
         ]
 
     def read(self, start: int, length: int) -> Tokens:
-        """Return tokens start..start+length-1, int64 of shape (length,).
-
-        Raises:
-            DataError: if a file can no longer be read, or is shorter than when the run began.
-        """
+        """Return tokens start..start+length-1, int64 of shape (length,)."""
         out = np.full(length, self._end, np.int64)
         at, filled = int(np.searchsorted(self.offsets, start, side="right")) - 1, 0
         while filled < length:
@@ -174,9 +164,6 @@ def divide(corpus: Corpus, files: DataFiles, held_out: float) -> tuple[Corpus, C
 
     Of several files, those with the smallest hashes of their names (within the folder) are held out, so the division
     depends on nothing else. Of a single file, the end is held out.
-
-    Args:
-        held_out: share of the files that is held out, or of the tokens of a single one.
     """
     documents = corpus.documents
     if len(documents) == 1:

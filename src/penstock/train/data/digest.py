@@ -30,13 +30,7 @@ _HEX = 16  # digits of a piece's digest
 
 @dataclass(frozen=True)
 class CorpusDigest:
-    """A digest of the training files, or of the held-out files.
-
-    Attributes:
-        names: digest of the files' names and sizes in tokens.
-        pieces: concatenated digests of pieces of tokens.
-        listed: name and number of tokens of each file; empty if there are more than 1,024.
-    """
+    """A digest of the training files, or of the held-out files."""
 
     files: int
     tokens: int
@@ -47,8 +41,6 @@ class CorpusDigest:
 
 @dataclass(frozen=True)
 class DataDigest:
-    """A digest of all the data of a run."""
-
     training: CorpusDigest
     held_out: CorpusDigest
 

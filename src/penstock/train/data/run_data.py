@@ -48,15 +48,7 @@ class RunData:
 
 
 def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name, share: None) -> RunData:
-    """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read.
-
-    Args:
-        watch: receiver of the progress of tokenizing (default none).
-
-    Raises:
-        DataError: if the data cannot be read, is not understood, is too short, or has tokens outside the vocabulary.
-        ConfigError: if the data does not suit the model.
-    """
+    """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read."""
     train = config.train
     sources = open_sources(config.data, model.tokenizer, train.seed, watch)
     require_readable(config, model, [] if sources.text is None else [sources.text])
@@ -126,11 +118,7 @@ def mean_loss(pipe: Pipeline, result: StepResult) -> float:
 
 
 def steps_of(epochs: float, samples: int, data: RunData) -> int:
-    """Return the number of steps that see every training sample `epochs` times, the last one maybe once more.
-
-    Raises:
-        ConfigError: if these are more steps than a run can have.
-    """
+    """Return the number of steps that see every training sample `epochs` times, the last one maybe once more."""
     # Rounded first: 1.1 * 50 is a little more than 55, and would be 56 steps of one sample.
     steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
     if steps >= 2**31:

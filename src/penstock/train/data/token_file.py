@@ -27,11 +27,7 @@ _HEADER = 1 << 16  # bytes; numpy refuses headers of more than 10,000 characters
 
 
 class TokenFile:
-    """The tokens of one file: the integers of a ``.npy`` file, or the bytes of any other; `len` counts them.
-
-    Raises:
-        DataError: if it cannot be read, or is not a one-dimensional array of integers.
-    """
+    """The tokens of one file: the integers of a ``.npy`` file, or the bytes of any other; `len` counts them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,11 +69,7 @@ class TokenFile:
         return self._count
 
     def __getitem__(self, tokens: slice) -> npt.NDArray[np.generic]:
-        """Return tokens start..stop-1 of the file, in its dtype, shape (stop - start,).
-
-        Raises:
-            DataError: if the file cannot be read, or has fewer tokens than before.
-        """
+        """Return tokens start..stop-1 of the file, in its dtype, shape (stop - start,)."""
         start, stop, _ = tokens.indices(self._count)
         at, end = (self._first + n * self._dtype.itemsize for n in (start, max(start, stop)))
         pieces: list[bytes] = []

@@ -25,12 +25,7 @@ _MAX_FILE_BYTES = 512 * MEGABYTE
 
 
 class Tokenizer(Protocol):
-    """Conversion between text and a model's tokens.
-
-    Attributes:
-        end: token that ends a generated text; None for none.
-        unit: name of a token in messages: ``byte`` or ``token``.
-    """
+    """Conversion between text and a model's tokens."""
 
     @property
     def end(self) -> int | None: ...
@@ -39,11 +34,7 @@ class Tokenizer(Protocol):
     def unit(self) -> str: ...
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, at least one.
-
-        Raises:
-            ConfigError: if the text is not a valid prompt.
-        """
+        """Return the tokens of a prompt, at least one."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
@@ -129,22 +120,11 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
-    """Read a ``tokenizer.json``.
-
-    Args:
-        vocabulary: number of tokens of the model, larger than every token.
-        end: the model's end-of-text token, or None.
-        start: the model's first token of a text, or None.
-
-    Raises:
-        DataError: if the file cannot be read.
-        ConfigError: if the tokenizer has tokens that the model lacks, or ``tokenizers`` is not installed.
-    """
     try:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the tokenizers package: pip install 'penstock[transformers]'"
+            f"{path} needs the tokenizers package: pip install 'penstock-torch[transformers]'"
         ) from error
     try:
         content = read_bytes(path, _MAX_FILE_BYTES)

@@ -27,9 +27,6 @@ def follow_launcher() -> bool:
     """Make the kernel kill this process when its launcher ends, for whatever reason.
 
     The kernel does so even if the process is stopped or hangs; only Linux can.
-
-    Returns:
-        True if there is a launcher.
     """
     # Taken out, so that processes which this one starts do not follow the launcher themselves.
     launcher = os.environ.pop(LAUNCHER, None)

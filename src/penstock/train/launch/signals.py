@@ -34,9 +34,6 @@ class Interrupts:
 
     A separate thread reads the signals: the main thread may wait for long in code that runs no Python, and the second signal
     must end the process even then.
-
-    Args:
-        announce: whether this process says on stderr what a signal does; one process of a run is enough.
     """
 
     def __init__(self, announce: bool) -> None:

@@ -74,17 +74,10 @@ def supervise(
     save and end. A later one ends everything at once. If this process is killed, its processes are killed too (on Linux).
 
     Args:
-        config: the run's config; ``[parallel]`` gives the number of processes.
         restarts: restarts in a row that may fail without a newer complete checkpoint.
         command: command of each process (default: ``penstock train``), to which arguments of ``penstock train`` are added:
             the config's file, `options`, and ``--resume`` with the checkpoint to resume from. Its environment has torchrun's
             RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT (0 at the first start).
-        options: more options of ``penstock train``.
-        say: function that is called with each message about a failure or restart (default: print to stderr).
-
-    Raises:
-        ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, this
-            machine has too little memory for so many processes, or its Python cannot supervise; nothing has been started.
     """
     if sys.platform == "darwin" and sys.version_info < (3, 13):
         raise ConfigError(
@@ -117,12 +110,7 @@ def supervise(
 
 
 class _RestartPolicy:
-    """Decision after each failure whether to restart, and from which checkpoint.
-
-    Args:
-        resume: the checkpoint, run or ``auto`` of the first start; empty for a new run.
-        restarts: restarts in a row that may fail without a newer complete checkpoint.
-    """
+    """Decision after each failure whether to restart, and from which checkpoint."""
 
     def __init__(self, run: Path, resume: str, restarts: int) -> None:
         self._run = run
@@ -167,23 +155,13 @@ def _newest(run: Path) -> int:
 
 @dataclass(frozen=True)
 class End:
-    """The end of one start.
-
-    Attributes:
-        reason: the rank that failed first, and why; empty if none did.
-    """
+    """The end of one start."""
 
     code: ExitCode
     reason: str = ""
 
 
 class Start:
-    """One start of all processes.
-
-    Args:
-        scratch: folder for the file through which they meet and the files in which they report errors.
-    """
-
     def __init__(self, command: Sequence[str], ranks: int, attempt: int, scratch: Path) -> None:
         self._command = command
         self._ranks = ranks

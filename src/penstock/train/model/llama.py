@@ -24,9 +24,6 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
     """Return the model as layers that build themselves: ``embedding``, ``blocks.0`` ..., ``head``.
 
     The input is tokens, int64 of shape (batch, sequence); the output logits, float32 of shape (batch, sequence, vocabulary).
-
-    Args:
-        seed: seed of the initial weights, which depend on it and on the parameter's name only.
     """
 
     def layer(name: str, build: Callable[[], nn.Module], role: Role) -> Layer:
@@ -71,6 +68,7 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blo
         parameter.fill_(1.0)
         return
     spread = 1.0 / math.sqrt(parameter.shape[1])
+    # 2 * blocks matrices add to the stream; all together they add the variance that one would.
     if name in ("attention.output.weight", "feed_forward.down.weight"):
         spread /= math.sqrt(2 * blocks)
     parameter.normal_(0.0, spread, generator=generator)
@@ -166,9 +164,8 @@ def rotary_table(
     sequence: int, head_size: int, base: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of position times frequency, each float32 of shape (sequence, 1, head_size / 2)."""
-    rounded = (
-        1 << (sequence - 1).bit_length()
-    )  # few cached tables for the many lengths of a text being generated
+    # Few cached tables for the many lengths of a text that is being generated.
+    rounded = 1 << (sequence - 1).bit_length()
     cosine, sine = _rotary_table(rounded, head_size, base, device)
     return cosine[:sequence], sine[:sequence]
 
@@ -178,6 +175,7 @@ def _rotary_table(
     sequence: int, head_size: int, base: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):  # training must be able to use a table made by generating
+        # In float64: with float32 angles the cosines of position 8,000 would be off by 3e-4.
         frequency = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
         angle = torch.arange(sequence, dtype=torch.float64)[:, None, None] * frequency
         return angle.cos().float().to(device), angle.sin().float().to(device)

@@ -19,7 +19,6 @@ def autocast_of(precision: Precision) -> torch.dtype | None:
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of the weights."""
     return torch.bfloat16 if precision == "bf16-weights" else torch.float32
 
 

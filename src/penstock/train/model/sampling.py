@@ -21,16 +21,7 @@ from penstock.train.model.trainable import TrainableModel, build_model
 
 
 def sample_run(folder: Path, sample: SampleConfig | None = None, seed: int | None = None) -> str:
-    """Generate text with the weights of a finished run.
-
-    Args:
-        sample: prompt, length, temperature and top k (default: those of the run's config).
-        seed: seed of the draws (default: ``train.seed`` of the run's config).
-
-    Raises:
-        ConfigError: if there is no such run, or the prompt is invalid.
-        DataError: if the weights cannot be read or do not fit the run's model.
-    """
+    """Generate text with the weights of a finished run."""
     config = read_config(folder)
     trainable = build_model(config, folder)
     # Layers from a folder have their weights already.
@@ -58,11 +49,7 @@ def read_config(folder: Path) -> Config:
 
 
 def unsplit_model(trainable: TrainableModel, state: dict[str, Tensor] | None) -> StageModule:
-    """Return the unsplit model in evaluation mode, with the weights in `state` unless it is None.
-
-    Raises:
-        DataError: if weights are missing, unknown or of another shape; lists all of them.
-    """
+    """Return the unsplit model in evaluation mode, with the weights in `state` unless it is None."""
     model = StageModule(trainable.layers)
     if state is None:
         return model.eval()
@@ -97,12 +84,7 @@ def generate(
 
     Args:
         model: module from tokens (1, n) to logits (1, n, vocabulary).
-        length: largest number of tokens to add.
         context: number of last tokens that the model gets.
-        temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to draw from; 0 draws from all.
-        generator: random number generator of the draws.
-        end: token that ends the text early and is left out; None for none.
     """
     tokens = list(prompt)
     with torch.inference_mode(), _one_thread():

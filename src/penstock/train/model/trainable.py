@@ -28,15 +28,12 @@ from penstock.train.model import llama
 from penstock.train.model.precision import weights_dtype, with_weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainableModel:
     """A language model with its loss and tokenizer.
 
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
-        loss_fn: function of logits and target that returns the mean loss in nats.
-        valid_tokens: function of a target that returns the number of its tokens that `masked_loss_fn` counts.
-        masked_loss_fn: `loss_fn` where targets may be -100, which are not counted.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
         source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
@@ -55,26 +52,17 @@ class TrainableModel:
 
 
 def build_model(config: Config, run: Path | None = None) -> TrainableModel:
-    """Return the model of a config; its layers are built later.
-
-    Args:
-        run: folder of a finished run, whose weights are used if they are in Hugging Face's layout (default None).
-
-    Raises:
-        ConfigError: if there is no such folder or file, the family is unknown, or a sequence has more tokens than the model
-            has positions.
-        DataError: if the files of a folder do not belong together.
-    """
+    """Return the model of a config; its layers are built later."""
     model, dtype = config.model, weights_dtype(config.runtime.precision)
     if not (model.path or model.config):
         layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
         return TrainableModel(
-            with_weights(layers, dtype),
-            llama.next_token_loss,
-            model.vocabulary,
-            tokenizer,
-            llama.valid_targets,
-            llama.masked_next_token_loss,
+            layers=with_weights(layers, dtype),
+            loss_fn=llama.next_token_loss,
+            vocabulary=model.vocabulary,
+            tokenizer=tokenizer,
+            valid_tokens=llama.valid_targets,
+            masked_loss_fn=llama.masked_next_token_loss,
         )
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
@@ -91,12 +79,12 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
     return TrainableModel(
-        with_weights(layers, dtype),
-        causal_lm_loss,
-        hf_config.vocab_size,
-        _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
-        valid_tokens,
-        causal_lm_loss,
+        layers=with_weights(layers, dtype),
+        loss_fn=causal_lm_loss,
+        vocabulary=hf_config.vocab_size,
+        tokenizer=_tokenizer_of(hf_config, source if source.is_dir() else source.parent),
+        valid_tokens=valid_tokens,
+        masked_loss_fn=causal_lm_loss,
         target_is_input=True,
         source=source,
         family=hf_config.model_type,

@@ -15,16 +15,7 @@ from penstock.runtime.start.launch_environment import has_own_device, own_device
 
 
 def choose_device(name: str, *, in_processes: bool) -> torch.device:
-    """Return the device of this process's stages.
-
-    Args:
-        name: value of ``runtime.device``; empty for the CPU, or for the process's own GPU if each process on this machine
-            has one.
-        in_processes: True if each rank is a process; ``cuda`` then is the process's own GPU, chosen by its launcher.
-
-    Raises:
-        ConfigError: if there is no such device.
-    """
+    """Return the device of this process's stages."""
     count = torch.cuda.device_count()
     own_index = own_device(count) if in_processes else 0
     if not name:
@@ -52,7 +43,6 @@ def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = hos
     Args:
         each: threads per rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its
             cgroup's quota (a container's) allow, divided among ranks that are threads.
-        root: root of the file system, for tests; see `penstock.base.host`.
     """
     before = torch.get_num_threads()
     if in_processes:

@@ -18,15 +18,7 @@ METRICS = "metrics.jsonl"
 
 
 def go_back(run: Path, step: int, evaluates: bool = False) -> None:
-    """Create the metrics of a run, or remove later steps, the last line of a finished run, and malformed lines.
-
-    Args:
-        step: last step that stays.
-        evaluates: also remove the evaluation after that step, which will be repeated (default False).
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Create the metrics of a run, or remove later steps, the last line of a finished run, and malformed lines."""
     path = run / METRICS
     if not path.exists():
         path.touch()

@@ -27,11 +27,7 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(threadName)s %(name)s: %(m
 
 
 def level_of(configured: str) -> int:
-    """Return the level of the logs, as `logging` counts.
-
-    Raises:
-        ConfigError: if PENSTOCK_LOG is not a level.
-    """
+    """Return the level of the logs, as `logging` counts."""
     name = os.environ.get(LEVEL, "").strip().lower() or configured
     levels = get_args(LogLevel)
     if name not in levels:
@@ -46,9 +42,6 @@ def run_log(
     """Append the lines of the logger ``penstock``, warnings and the error that ends the block to the process's log.
 
     Warnings are still shown as before. A log that cannot be written is reported once, and training continues.
-
-    Args:
-        first_lines: lines about the run to begin with (default none).
     """
     path = run / "logs" / f"rank-{rank}.log"
     try:

@@ -64,19 +64,13 @@ class RunPage:
         """Write the last version of the page, which does not reload itself.
 
         An error is reported, with the command that draws the page later, and not raised: the run is worth more.
-
-        Args:
-            note: sentence about what ended the run early, for the top of the page (default none).
-
-        Returns:
-            The path of the page; None if it was not written.
         """
         self._stop()
         if self._run is None or (note and not self._stepped):
             return None
         command = f"penstock trace {self._run} --html {self._run / PAGE}"
         if find_spec("bokeh") is None:
-            self._say(f"no report without Bokeh: pip install 'penstock[report]'; {command}")
+            self._say(f"no report without Bokeh: pip install 'penstock-torch[report]'; {command}")
             return None
         try:
             return write_report(read_run(self._run), self._run / PAGE, note=note)
@@ -137,12 +131,7 @@ class RunPage:
 
 
 def draw_live(run: Path, note: str, parent: int) -> None:
-    """Draw the page of a run that is under way, at a low priority.
-
-    Args:
-        note: sentence about its state.
-        parent: process of the run; if it has ended, the page is not its any more.
-    """
+    """Draw the page of a run that is under way, at a low priority."""
     os.nice(_NICENESS)
     view = read_run(run)
     if os.getppid() == parent:

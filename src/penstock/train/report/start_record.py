@@ -32,12 +32,7 @@ def keep_start(
     threads: int,
     dtype: str,
 ) -> None:
-    """Add a start to a run's folder; a failed write is reported, and training continues.
-
-    Args:
-        step: number of steps already done.
-        threads: CPU threads of a rank.
-    """
+    """Add a start to a run's folder; a failed write is reported, and training continues."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),

@@ -20,9 +20,6 @@ class StepProfiler:
     """StepProfiler of the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
 
     The step takes several times as long as others.
-
-    Args:
-        run: folder of the run; None profiles nothing.
     """
 
     def __init__(self, run: Path | None, steps: int, rank: int) -> None:

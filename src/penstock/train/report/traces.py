@@ -12,12 +12,7 @@ from penstock.train.callbacks.callback import Callback, TraceEvent
 
 
 class Traces:
-    """Writer of the traces of a run's first step, its last, and every N-th; other steps cost nothing.
-
-    Args:
-        every: steps between two traces, N; 0 for the first and the last step alone.
-        writes: whether this process saves traces.
-    """
+    """Writer of the traces of a run's first step, its last, and every N-th; other steps cost nothing."""
 
     def __init__(
         self,
@@ -40,9 +35,6 @@ class Traces:
         """Save the trace of a step if it is due; every process calls this after every step, before an evaluation.
 
         With several replicas only the first one's trace is saved; processes of the others return at once.
-
-        Args:
-            step: number of the step, counted from 1.
         """
         first, self._began = not self._began, True
         due = first or step == self.steps or (self.every and step % self.every == 0)

@@ -28,14 +28,6 @@ config of a run with all its defaults. [training.md](training.md) shows how the 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of the config.
-
-    Attributes:
-        default: default as TOML; empty if there is none.
-        allowed: allowed values in words.
-        meaning: meaning in words, in Markdown.
-    """
-
     section: str
     key: str
     default: str
@@ -78,14 +70,6 @@ def keys_page() -> str:
 
 
 def keys_text(names: Sequence[str]) -> str:
-    """Return keys as plain text.
-
-    Args:
-        names: names of sections, or of keys as ``section.key``; all keys if empty.
-
-    Raises:
-        ConfigError: if there is no such section or key, with the nearest names.
-    """
     sections = config_keys()
     everything = [key for _, keys in sections.values() for key in keys]
     chosen: list[ConfigKey] = [] if names else everything

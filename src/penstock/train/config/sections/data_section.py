@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.train.config.fields import Changed, Count, DataFormat, Fraction, Table, Text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Table):
     """``[data]``: the training and the held-out data.
 

@@ -34,7 +34,7 @@ class ScheduleConfig(Table):
     split: Split = "even"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Table):
     """``[parallel]``: the ranks on each axis.
 

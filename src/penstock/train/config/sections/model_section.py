@@ -8,7 +8,7 @@ from penstock.train.config.fields import Count, Positive, Table, Text
 from penstock.train.data.tokenizer import BYTES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Table):
     """``[model]``: the Llama-style decoder of `penstock.train.model.llama`; or a Hugging Face model by `path` or `config`.
 

@@ -17,7 +17,7 @@ from penstock.train.config.fields import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig(Table):
     """``[optim]``: the optimizer and its learning rate.
 

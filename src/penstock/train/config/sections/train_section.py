@@ -25,7 +25,7 @@ from penstock.train.config.fields import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Table):
     """``[train]``: the run.
 
@@ -100,7 +100,7 @@ class SampleConfig(Table):
     top_k: NotNegative = 40
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Table):
     """``[runtime]``: the machine.
 

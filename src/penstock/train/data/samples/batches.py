@@ -61,8 +61,6 @@ def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool) -> 
     """Return the batch of some rows.
 
     Args:
-        rows: rows of equal length.
-        vocabulary: number of the model's tokens.
         target_is_input: whether the loss shifts its target, so that it is the labels of the tokens themselves; else it is
             those of the tokens that follow.
 

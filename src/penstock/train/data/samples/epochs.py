@@ -15,9 +15,6 @@ def window_positions(samples: Numbers, tokens: int, sequence: int, seed: int) ->
 
     Args:
         samples: numbers of the samples, from 0 without a limit; int64, shape (n,).
-        tokens: length of the corpus in tokens.
-        sequence: length of a sample in tokens.
-        seed: seed of the order of samples.
     """
     slack = min(sequence, tokens - sequence)
     per_epoch = windows_per_epoch(tokens, sequence)
@@ -43,6 +40,7 @@ def permute(places: Numbers, count: int, seed: int, epoch: int) -> Numbers:
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
+    # Four rounds: with fewer, the halves of the numbers stay related (Luby and Rackoff, 1988).
     keys = [np.uint64(_hash(seed, "order", epoch, turn)) for turn in range(4)]
 
     def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -22,16 +22,6 @@ class WindowSamples:
     """Samples of training and evaluation: windows of a corpus.
 
     Every epoch visits each window once; order and starting point differ between epochs.
-
-    Args:
-        corpus: the corpus.
-        sequence: length of a window in tokens.
-        seed: seed of the order.
-        role: name of the corpus in messages.
-        size: bytes of its text; None if that is unknown.
-
-    Raises:
-        DataError: if the corpus is shorter than one sample and the token after it.
     """
 
     corpus: Corpus

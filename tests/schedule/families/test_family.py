@@ -6,7 +6,7 @@ import pytest
 
 from penstock.base.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.schedule.size import BYTES_PER_OP, BYTES_PER_RANK, MAX_RANKS, require_size
+from penstock.schedule.families.family import BYTES_PER_OP, BYTES_PER_RANK, MAX_RANKS, require_size
 
 HUGE = 1_000_000_000
 

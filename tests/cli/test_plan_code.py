@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.cli.plan import command
-from penstock.cli.plan_config import pipeline_code
+from penstock.cli.plan_files import pipeline_code
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import of_shape

@@ -1,0 +1,31 @@
+"""CONTRIBUTING's *How a step runs* names the files that a step enters, and its map the rooms that there are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+ENTRY = re.compile(r"^\d+\. `(\S+\.py)`|^\*\*(.+)\*\*$", re.M)
+
+
+def test_the_list_has_the_files_of_a_step():
+    words = [sys.executable, "-m", "tools.walk", "--markdown"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    listed = PAGE.split("<!-- python -m tools.walk --markdown -->")[1].split("<!-- end -->")[0]
+    assert sorted(ENTRY.findall(listed)) == sorted(ENTRY.findall(done.stdout))
+
+
+def test_the_map_has_every_room():
+    source = ROOT / "src" / "penstock"
+    rooms = {path.name for path in source.iterdir() if (path / "__init__.py").exists()}
+    of_the_map = PAGE.split("## Map of the code")[1].split("\n## ")[0]
+    assert set(re.findall(r"^    (\w+)/ ", of_the_map, re.M)) == rooms
+
+
+def test_it_has_at_most_1500_words():
+    assert len(PAGE.split()) <= 1500
