@@ -15,6 +15,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing` is deprecated:FutureWarning"
+)  # TRL still sets it
 def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     folder = hf_folders.of_bytes(tmp_path).rename("my-model")
