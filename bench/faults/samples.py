@@ -79,23 +79,20 @@ def _toml(rng: Random) -> str:
 
 
 def _prepare_data(folder: Path) -> Read:
-    import pyarrow as pa
-    from pyarrow import parquet
+    import datasets
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from penstock.train.config.sections.data_section import DataConfig
     from penstock.train.data.samples.batches import batch_of
     from penstock.train.data.sources import open_sources
-    from penstock.train.data.token_cache import TokenCache
     from penstock.train.data.tokenizer import ByteTokenizer, read_tokenizer
     from penstock.train.data.tokenizer import Tokenizer as AnyTokenizer
 
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one two three " * 20)
     np.save(folder / "text" / "b.npy", np.arange(200, dtype=np.uint16))
-    records = [{"prompt": f"one {n} ", "completion": "two " * (n % 5)} for n in range(30)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    parquet.write_table(pa.Table.from_pylist(records), folder / "pairs.parquet")
+    rows = [{"text": f"one {n} " + "two " * (n % 5)} for n in range(30)]
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
     words = Tokenizer(
         models.WordLevel({"<end>": 0, "<unknown>": 1, "one": 2, "two": 3}, unk_token="<unknown>")
     )
@@ -106,12 +103,10 @@ def _prepare_data(folder: Path) -> Read:
         tokenizer: AnyTokenizer = ByteTokenizer()
         if (place / "tokenizer.json").exists():
             tokenizer = read_tokenizer(place / "tokenizer.json", 64, 0, None)
-        cache = TokenCache(None, tokenizer, None)
-        for name in ("text", "pairs.jsonl", "pairs.parquet"):
-            config = DataConfig(path=str(place / name), sequence=8, packing=True)
-            opened = open_sources(config, tokenizer, cache, 0)
-            rows = opened.training.read(np.arange(12, 16))
-            batch_of(rows, 256, target_is_input=False, packed=True)
+        for name in ("text", "saved"):
+            config = DataConfig(path=str(place / name), sequence=8)
+            opened = open_sources(config, tokenizer, 0, lambda name, share: None)
+            batch_of(opened.training.read(np.arange(12, 16)), 256, target_is_input=False)
 
     return read
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
     from penstock.huggingface.loss import valid_tokens as valid_tokens
     from penstock.huggingface.save import save_transformers as save_transformers
+    from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
+    from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
     from penstock.measure.calibration import profile_layers as profile_layers
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
@@ -104,6 +106,8 @@ _HOME = {
     "PenstockError": "penstock.base.errors",
     "Pipeline": "penstock.runtime.pipeline",
     "PipelineOptimizer": "penstock.runtime.optim.optimizer",
+    "PipelineTrainer": "penstock.huggingface.trainer",
+    "PipelineTrainerMixin": "penstock.huggingface.trainer",
     "Placement": "penstock.schedule.placement",
     "ProfileError": "penstock.base.errors",
     "Program": "penstock.schedule.program",

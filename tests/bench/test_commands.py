@@ -43,7 +43,6 @@ LINES = {
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
     "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],
-    "bench.packing": [rf"{name} +N +N +N +N +N +N +N" for name in ("own", "llama")],
     "bench.recompute": [
         r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",
         r"plain, checkpointed +N +N +\(over plain\)",
@@ -82,11 +81,6 @@ LINES = {
     "bench.hosts": [
         r"1f1b +5 +N +N +N +N +N", r"largest difference N told the link, N told a round trip; quickest of N steps?",
         r"clocks: largest error N ms, at N ms, with a bound of N ms; all within their bounds",
-    ],
-    "bench.lora": [
-        r"LoRA of rank 8 on 42 matrices: 112,128 of 1,232,000 weights are trained \(N\)", r"1 +N +N", r"10 +N +N",
-        r"largest difference of 10 losses +N", r"largest difference of a trained weight +N",
-        r"largest difference of a logit +N", r"bytes: base N, adapters N, checkpoint N",
     ],
     "bench.checkpoint": [r"checkpoint +N MB", r"blocking save +N ms", r"stall +N ms: N of it"],
     "bench.faults": [r" 3 \| a stage raises .* \| passed \| error on every rank after: thread N s"],

@@ -17,7 +17,7 @@ from penstock.cli import group
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.train.config.config import Config
-from tests.support import records, tiny_run
+from tests.support import hf_folders, tiny_run
 from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
 
 FOLLOWED = {
@@ -181,7 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands of the pages name."""
     root = tmp_path_factory.mktemp("pages")
     tiny_run.text_folder(root)
-    records.folder(root, max_position_embeddings=8192, num_hidden_layers=8).rename(root / "my-model")
+    hf_folders.of_bytes(root, max_position_embeddings=8192, num_hidden_layers=8).rename(root / "my-model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.file_formats import find_files
-from penstock.train.data.token_cache import TokenCache
 from penstock.train.data.tokenizer import ByteTokenizer, Tokenizer
 
 
@@ -13,4 +12,4 @@ def open_corpora(config: DataConfig, tokenizer: Tokenizer | None = None) -> tupl
     """The training and the held-out corpus, of bytes unless there is a tokenizer."""
     tokenizer = tokenizer or ByteTokenizer()
     files = find_files(config)
-    return divide(open_corpus(files, tokenizer, TokenCache(None, tokenizer, None)), files, config.held_out)
+    return divide(open_corpus(files, config, tokenizer, lambda name, share: None), files, config.held_out)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from penstock.base.errors import ConfigError
 from penstock.cli.eval import command
@@ -19,49 +20,42 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.evaluate import evaluate
 from penstock.train.model.sampling import read_config, unsplit_model
 from penstock.train.model.trainable import build_model
-from tests.support import records
+from tests.support import hf_folders
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("chatty")
-    records.folder(root, template=records.MARKED)
-    records.write_lines(root / "chats.jsonl", records.chats(20))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("llama")
+    hf_folders.of_bytes(root).rename(root / "model")
+    (root / "text.txt").write_text("the cat sat on a mat. éü saw 3 dogs run. " * 20)
     return root
 
 
 def by_transformers(root: Path) -> tuple[float, int, int]:
-    """Loss of the assistant's tokens with transformers alone, their number, and the bytes of their text."""
-    model = AutoModelForCausalLM.from_pretrained(root / "llama-chat").eval()
-    tokenizer = AutoTokenizer.from_pretrained(root / "llama-chat")
-    nats = tokens = size = 0.0
-    for line in (root / "chats.jsonl").read_text().splitlines():
-        chat = tokenizer.apply_chat_template(
-            json.loads(line)["messages"],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            return_tensors="pt",
-        )
-        ids, mask = chat["input_ids"], chat["assistant_masks"].bool()
-        labels = torch.where(mask, ids, -100)
+    """Loss of the text with transformers alone, in windows of 64 tokens, their number, and the bytes of the text."""
+    model = AutoModelForCausalLM.from_pretrained(root / "model").eval()
+    content = (root / "text.txt").read_text()
+    ids = Tokenizer.from_file(str(root / "model" / "tokenizer.json")).encode(content).ids
+    tokens = torch.tensor([*ids, hf_folders.BYTES_END])
+    # A window is 64 tokens with their labels: the first one is context, so 63 are predicted; the next begins with the last.
+    windows = [tokens[at : at + 64] for at in range(0, len(tokens) - 1, 64)]
+    nats = 0.0
+    for window in windows:
         with torch.no_grad():
-            nats += model(ids, labels=labels).loss.item() * int(mask.sum())
-        tokens += int(mask.sum())
-        size += len(tokenizer.decode(ids[mask]).encode())
-    return nats, int(tokens), int(size)
+            loss = model(window[None], labels=window[None]).loss
+        nats += loss.item() * (len(window) - 1)
+    return nats, sum(len(window) - 1 for window in windows), len(content.encode())
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_chat_file_is_evaluated_on_its_masked_tokens(chatty: Path, packing: bool):
-    nats, tokens, size = by_transformers(chatty)
+def test_a_text_is_evaluated_in_windows(llama: Path):
+    nats, tokens, size = by_transformers(llama)
     (result,) = evaluate(
-        chatty / "llama-chat",
-        [str(chatty / "chats.jsonl")],
-        ["data.sequence=256", f"data.packing={str(packing).lower()}", "parallel.pp=3", "train.batch=6",
-         "schedule.microbatches=3"],
-    ) or [None]  # fmt: skip
+        llama / "model",
+        [str(llama / "text.txt")],
+        ["data.sequence=64", "parallel.pp=3", "train.batch=6", "schedule.microbatches=3"],
+    ) or [None]
     assert result is not None
     assert result.tokens == tokens
     assert result.loss == pytest.approx(nats / tokens, rel=1e-5)
@@ -69,25 +63,15 @@ def test_a_chat_file_is_evaluated_on_its_masked_tokens(chatty: Path, packing: bo
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-def test_cut_records_are_counted_once(chatty: Path):
-    (result,) = evaluate(chatty / "llama-chat", [str(chatty / "chats.jsonl")], ["data.sequence=60"]) or [None]
-    assert result is not None
-    (note,) = (note for note in result.notes if "more than" in note)
-    assert 0 < int(note.split()[0]) <= 20
-    assert note.split()[1:3] == ["of", "20"]
-    assert not any("padding" in note for note in result.notes)
-    assert result.bits_per_byte is None
-
-
 def in_a_process(rank: int, folder: Path, data: Path) -> float | None:
     torch.set_num_threads(1)
-    results = evaluate(folder, [str(data)], ["parallel.dp=2", "parallel.pp=1", "data.sequence=256"])
+    results = evaluate(folder, [str(data)], ["parallel.dp=2", "parallel.pp=1", "data.sequence=64"])
     return None if results is None else results[0].loss
 
 
-def test_processes_give_the_same_loss_on_the_leader(chatty: Path, processes: LocalProcesses):
-    nats, tokens, _ = by_transformers(chatty)
-    leader, other = processes.run(2, in_a_process, chatty / "llama-chat", chatty / "chats.jsonl")
+def test_processes_give_the_same_loss_on_the_leader(llama: Path, processes: LocalProcesses):
+    nats, tokens, _ = by_transformers(llama)
+    leader, other = processes.run(2, in_a_process, llama / "model", llama / "text.txt")
     assert leader == pytest.approx(nats / tokens, rel=1e-5)
     assert other is None
 
@@ -140,9 +124,9 @@ def test_the_command_prints_a_table_or_json_and_takes_the_held_out_data_by_defau
     )  # all of it, not a sample
 
 
-def test_what_cannot_be_evaluated_is_refused(own: Path, chatty: Path, tmp_path: Path):
+def test_what_cannot_be_evaluated_is_refused(own: Path, llama: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="is neither the folder of a run"):
         evaluate(tmp_path, ["x"], [])
     with pytest.raises(ConfigError, match="is not a run, which would have held-out data; give files"):
-        evaluate(chatty / "llama-chat", [], [])
-    assert not (chatty / "runs").exists()
+        evaluate(llama / "model", [], [])
+    assert not (llama / "runs").exists()

@@ -13,7 +13,7 @@ from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.loop import train
 from penstock.train.model.trainable import build_model
 from penstock.train.report.progress import Reporter
-from tests.support import hf_folders, records
+from tests.support import hf_folders
 from tests.support.hf_curve import assert_same_curve
 from tests.support.tiny_run import WORDS, text_folder, tiny
 from tests.support.trainer import lines
@@ -49,21 +49,6 @@ def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, t
     assert again(tokens, labels=tokens).loss.item() < 0.7 * lines(run, "train")[0]["loss"]
     assert (run / "tokenizer.json").is_file()
     assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
-
-
-def test_chats_give_the_curve_of_plain_transformers(tmp_path: Path):
-    """Padded rows of many lengths, with the loss on the assistant's turns: the mean over those of the whole batch."""
-    config = tiny(
-        tmp_path,
-        records.write_lines(tmp_path / "chats.jsonl", records.chats(40)),
-        model={"path": str(records.folder(tmp_path, template=records.MARKED))},
-        data={"sequence": 160},
-        optim={"lr": 4e-3},
-        train={"steps": 20},
-        runtime={"threads": 1},
-    )
-    train(config, lambda steps, leads: Reporter())
-    assert_same_curve(config)
 
 
 def in_processes(rank: int, config: Config) -> None:

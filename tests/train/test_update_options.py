@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -101,28 +100,13 @@ def test_a_sum_is_told_as_the_mean(tmp_path: Path):
     """The loss in nats a token and the held-out bits do not depend on the reduction; the gradients do."""
     text = text_folder(tmp_path)
     seen = {}
-    for reduction in ("mean", "sum", "valid_tokens"):
+    for reduction in ("mean", "sum"):
         one_step = {"name": reduction, "steps": 1, "reduction": reduction}
         run(tiny(tmp_path, text, train=one_step, optim={"clip": 0}))
         folder = tmp_path / "runs" / reduction
         seen[reduction] = lines(folder, "train")[0]
     assert seen["sum"]["loss"] == pytest.approx(seen["mean"]["loss"], rel=1e-6)
-    assert seen["valid_tokens"]["loss"] == pytest.approx(seen["mean"]["loss"], rel=1e-6)
     assert seen["sum"]["grad_norm"] == pytest.approx(4 * seen["mean"]["grad_norm"], rel=1e-5)
-    assert seen["valid_tokens"]["grad_norm"] == pytest.approx(seen["mean"]["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_targets_that_are_not_trained_on_are_weighed_by_tokens_only(tmp_path: Path, reduction: str):
-    records = [{"prompt": f"def {n}", "completion": " return self " * (n % 3 + 1)} for n in range(40)]
-    path = tmp_path / "records.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    sections: Sections = {"data": {"sequence": 48, "held_out": 0.2}, "train": {"reduction": reduction}}
-    with pytest.raises(
-        ConfigError, match=rf"train.reduction must be 'auto' or 'valid_tokens' .*, got '{reduction}'"
-    ):
-        run(tiny(tmp_path, path, **sections))
-    assert not (tmp_path / "runs" / "tiny").exists()
 
 
 def test_a_loss_that_no_scale_makes_finite_stops_the_run(tmp_path: Path):

@@ -10,9 +10,9 @@ import click
 
 
 @click.command(
-    epilog="Example:  penstock eval runs/first chats.jsonl\n\n"
+    epilog="Example:  penstock eval runs/first notes.txt\n\n"
     "          penstock eval my-llama texts --set data.sequence=2048 parallel.pp=4 --json\n\n"
-    "          torchrun --nproc-per-node 4 -m penstock eval runs/first/checkpoints/step-00000100 chats.jsonl"
+    "          torchrun --nproc-per-node 4 -m penstock eval runs/first/checkpoints/step-00000100 notes.txt"
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, metavar="[FILE]... [SECTION.KEY=VALUE]...")
@@ -32,7 +32,7 @@ def command(
 
     MODEL is the folder of a run, a checkpoint in one (RUN/checkpoints/step-NUMBER), or a local Hugging Face folder. Each
     FILE is a file or folder of any format of data.path, and is read from beginning to end. Without a FILE, the held-out
-    data of the run is read. Completions and chats count with their trained tokens alone.
+    data of the run is read.
 
     The loss is in nats per token, and the perplexity is its exponential. Bits per byte can be compared across tokenizers.
     """
@@ -68,5 +68,3 @@ def command(
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         click.echo("  ".join([first.ljust(widths[0]), *cells]))
-    for note in dict.fromkeys(note for result in results for note in result.notes):
-        click.echo(f"note: {note}")

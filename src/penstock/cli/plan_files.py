@@ -106,7 +106,7 @@ def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
 def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
     """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours."""
     source = config["model"].get("path") or config["model"].get("config")
-    if config["data"].get("path") or config["data"].get("sources") or not source:
+    if config["data"].get("path") or not source:
         return None
     path = Path(source)
     folder = path if path.is_dir() else path.parent

@@ -14,7 +14,6 @@ from penstock.base.errors import ConfigError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.huggingface import weights
-from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import CONFIG, INDEX, WEIGHTS, read_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.world import current_world
@@ -23,9 +22,9 @@ from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import shape_of
 from penstock.train.config.resolve import resolve
 from penstock.train.data.run_data import batches_of, total_loss
-from penstock.train.data.samples.batches import Samples
+from penstock.train.data.samples.windows import WindowSamples
 from penstock.train.data.sources import open_sources, open_whole
-from penstock.train.data.token_cache import TokenCache, Watch
+from penstock.train.data.text_tokens import Watch
 from penstock.train.loop import build_pipeline
 from penstock.train.model.trainable import TrainableModel, build_model, require_readable
 from penstock.train.report.device import choose_device, sharing_cores
@@ -34,12 +33,15 @@ from penstock.train.report.device import choose_device, sharing_cores
 _SEQUENCE = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Evaluation:
     """Loss of a model on some data.
 
     Attributes:
-        tokens: number of tokens that were predicted: for completions and chats, the trained ones alone.
+        tokens: number of tokens that were predicted.
+        loss: mean loss in nats per token.
+        perplexity: exponential of the loss; None if it is too large for a number.
+        bits_per_token: the loss in bits.
         bits_per_byte: bits by bytes of the text; None where its bytes are not known, as for ``.npy`` files.
     """
 
@@ -49,7 +51,6 @@ class Evaluation:
     perplexity: float | None
     bits_per_token: float
     bits_per_byte: float | None
-    notes: tuple[str, ...]
 
 
 def evaluate(
@@ -73,13 +74,7 @@ def evaluate(
     trained = run if run is not None and target == run and _has_weights(run) else None
     model = build_model(config, trained)
     device = choose_device(config.runtime.device, in_processes=world is not None)
-    cache = TokenCache(
-        Path(config.data.cache).expanduser() if config.data.cache else None,
-        model.tokenizer,
-        model.source,
-        watch,
-    )
-    opened = [_open(path, config, model, cache) for path in (paths or (None,))]
+    opened = [_open(path, config, model, watch) for path in (paths or (None,))]
     results = []
     with ExitStack() as stack:
         threads = stack.enter_context(
@@ -91,9 +86,9 @@ def evaluate(
         torch.set_num_threads(threads)
         if run is not None:
             _load(pipe, target, run, model)
-        for name, samples, notes in opened:
-            nats, tokens = total_loss(pipe, batches_of(samples.once(), config, model, config.train.batch))
-            results.append(_evaluation(name, nats, tokens, samples, model, notes))
+        for name, samples in opened:
+            nats, tokens = total_loss(pipe, batches_of(samples.once(), model, config.train.batch))
+            results.append(_evaluation(name, nats, tokens, samples, model))
         leads = pipe.world is None or torch.distributed.get_rank() == 0
     return results if leads else None
 
@@ -117,19 +112,16 @@ def _config_of(target: Path, overrides: Sequence[str]) -> tuple[Config, Path | N
 
 
 def _has_weights(run: Path) -> bool:
-    return any((run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS))
+    return any((run / name).is_file() for name in (WEIGHTS, INDEX))
 
 
-def _open(
-    path: str | None, config: Config, model: TrainableModel, cache: TokenCache
-) -> tuple[str, Samples, tuple[str, ...]]:
+def _open(path: str | None, config: Config, model: TrainableModel, watch: Watch) -> tuple[str, WindowSamples]:
     if path is None:
-        opened = open_sources(config.data, model.tokenizer, cache, config.train.seed)
+        opened = open_sources(config.data, model.tokenizer, config.train.seed, watch)
     else:
-        data = replace(config.data, path=path, sources=[], held_out_path="", held_out_split="")
-        opened = open_whole(data, model.tokenizer, cache)
+        opened = open_whole(replace(config.data, path=path, held_out_path=""), model.tokenizer, watch)
     require_readable(config, model, [] if opened.text is None else [opened.text])
-    return path or "held-out data of the run", opened.held_out, opened.notes
+    return path or "held-out data of the run", opened.held_out
 
 
 def _load(pipe: Pipeline, target: Path, run: Path, model: TrainableModel) -> None:
@@ -146,17 +138,16 @@ def _load(pipe: Pipeline, target: Path, run: Path, model: TrainableModel) -> Non
 
 
 def _evaluation(
-    name: str, nats: float, tokens: int, samples: Samples, model: TrainableModel, notes: tuple[str, ...]
+    name: str, nats: float, tokens: int, samples: WindowSamples, model: TrainableModel
 ) -> Evaluation:
     loss = nats / tokens
     bits = nats / math.log(2)
     size = tokens if model.tokenizer.unit == "byte" else samples.size
     return Evaluation(
-        data=name,
-        tokens=tokens,
-        loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else None,
-        bits_per_token=bits / tokens,
-        bits_per_byte=bits / size if size else None,
-        notes=notes,
+        name,
+        tokens,
+        loss,
+        math.exp(loss) if loss < 700 else None,
+        bits / tokens,
+        bits / size if size else None,
     )

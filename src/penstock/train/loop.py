@@ -15,7 +15,6 @@ from penstock.base.counts import plural
 from penstock.base.errors import ConfigError, StoppedError
 from penstock.base.host import to_stderr
 from penstock.base.run_lock import locked, may_be_restart
-from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
@@ -137,12 +136,9 @@ def train(
                 callbacks=calls,
             ) as checkpointer:
                 first_lines = [_opening(config, path, pipe, device, data)]
-                adapters = None if model.adapters is None else str(model.adapters)
                 notes = (
-                    adapters,
                     *_update_notes(config, data),
                     default_text_note(config, model),
-                    *data.notes,
                     host_advice(),
                     unused_nodes(),
                 )
@@ -305,9 +301,6 @@ def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: boo
 
 def _save(config: Config, model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
     """Write the weights into the run's folder; every process calls this and writes its own."""
-    if model.adapters is not None and config.lora.save == "adapters":
-        save_adapters(pipe, path)
-        return
     if model.source is not None:
         save_transformers(pipe, path, model.source)
         return
@@ -329,23 +322,20 @@ def build_pipeline(
     """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
 
     Args:
-        data: data of the run; where targets may be -100, the loss is the mean over all other targets of the batch. The first
-            batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
+        data: data of the run, whose first batch has the microbatch that ``schedule.split = "measured"`` runs. None for an
+            evaluation, where targets may be -100: the loss is then the mean over all other targets of the batch.
+
+    Raises:
+        ConfigError: if the pipeline cannot be built.
     """
-    masked = data is None or data.masked
+    masked = data is None
     parallel, runtime, reduction = config.parallel, config.runtime, config.train.reduction
-    if data is not None and masked and reduction in ("mean", "sum"):
-        raise ConfigError(
-            f"train.reduction must be 'auto' or 'valid_tokens' for data with targets that are not trained on, got "
-            f"{reduction!r}: it would weight each token by the number of trained tokens in its microbatch"
-        )
-    by_tokens = masked or reduction == "valid_tokens"
     assert parallel.virtual_stages is not None, "resolved"
     split: Split = config.schedule.split
     if split == "measured" and data is not None:
         batch = training_batch(data, config, model, 0)
         rows = slice(config.train.batch // config.schedule.microbatches)
-        split = {"measured": (batch.x[rows], batch.y[rows], {k: v[rows] for k, v in batch.named.items()})}
+        split = {"measured": (batch.x[rows], batch.y[rows], {})}
     elif split == "measured":
         split = "even"
     return Pipeline(
@@ -358,7 +348,7 @@ def build_pipeline(
         recompute=runtime.recompute,
         autocast=autocast_of(runtime.precision),
         seed=config.train.seed,
-        reduction=model.valid_tokens if by_tokens else "sum" if reduction == "sum" else "mean",
+        reduction=model.valid_tokens if masked else reduction,
         device=device,
         timeout=runtime.timeout,
         mesh=shape_of(parallel),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,6 @@ from penstock.checkpoint.find import (
     steps_in,
 )
 from penstock.checkpoint.format.manifest import Manifest
-from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -29,8 +28,6 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config.sections.data_section import SourceConfig
-from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import final_values
 from penstock.train.report.progress import Reporter
@@ -86,7 +83,6 @@ class RunCheckpointer:
             optimizer,
             keep_last=config.train.keep_last,
             keep_every=config.train.keep_every,
-            keep_frozen=not config.lora.enabled,
             config=asdict(config),
         )
 
@@ -146,7 +142,7 @@ class RunCheckpointer:
 
     def _has_weights(self) -> bool:
         """Return whether the run's folder has its weights; raise if they belong to another config."""
-        if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS)):
+        if not any((self._run / name).is_file() for name in (WEIGHTS, INDEX)):
             return False
         kept = asdict(config_file.load(self._run / "config.toml"))
         if changed := config_changes(kept, self._config, knows_data=True):
@@ -285,8 +281,7 @@ def _progress_of(loaded: Loaded) -> RunProgress:
 
 
 _NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
-"""Keys that change the numbers; so do all of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]`` but `_OTHER_KEYS`."""
-_OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
+"""Keys that change the numbers; so do all of ``[model]``, ``[optim]`` and ``[data]`` but ``data.changed``."""
 _PATHS = ("path", "held_out_path")
 
 
@@ -298,62 +293,20 @@ def config_changes(before: dict[str, Any], config: Config, *, knows_data: bool) 
             it is the same.
     """
     before, now = dict(before), asdict(config)
-    before.setdefault("lora", asdict(LoraSection()))  # of a run from before there were adapters
     for key in _PATHS if knows_data else ():
         if key == "path" or (now["data"][key] and _shown(before, "data", key) != "''"):
             del now["data"][key]
-    if config.lora.enabled:
-        # So may the base model have: a load compares the digests of its weights.
-        del now["model"]["path"]
     changes: list[str] = []
-    for section in ("model", "lora", "data", "optim", "train", "runtime"):
+    for section in ("model", "data", "optim", "train", "runtime"):
         for key, value in now[section].items():
-            if (section, key) == ("data", "sources") and (sources := _sources(before)) is not None:
-                changes += _source_changes(sources, value, knows_data)
-            elif _changes_numbers(section, key) and (old := _shown(before, section, key)) != repr(value):
+            if _changes_numbers(section, key) and (old := _shown(before, section, key)) != repr(value):
                 changes.append(f"{section}.{key} was {_words(old)} and is {_words(repr(value))}")
     return changes
 
 
 def _changes_numbers(section: str, key: str) -> bool:
     keys = _NUMERIC_KEYS.get(section)
-    return (section, key) not in _OTHER_KEYS if keys is None else key in keys
-
-
-def _sources(config: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the sources of a checkpoint's config; None if they are no list of tables."""
-    data = config.get("data")
-    sources = data.get("sources", []) if isinstance(data, dict) else None
-    known = isinstance(sources, list) and all(isinstance(source, dict) for source in sources)
-    return sources if known else None
-
-
-def _source_changes(
-    before: list[dict[str, Any]], now: list[dict[str, Any]], knows_data: bool
-) -> Iterator[str]:
-    if len(before) != len(now):
-        yield f"data.sources had {_listed(before)} and has {_listed(now)}"
-        return
-    defaults = asdict(SourceConfig(path=""))
-    for number, (old, new) in enumerate(zip(before, now, strict=True), 1):
-        for key, value in new.items():
-            was = old.get(key, defaults[key])
-            if was != value and not (knows_data and key == "path"):
-                yield (
-                    f"{key} of source {number} in data.sources ({_name(new)}) was {_words(repr(was))} and is "
-                    f"{_words(repr(value))}"
-                )
-
-
-def _listed(sources: list[dict[str, Any]]) -> str:
-    if not sources:
-        return "none"
-    return f"{len(sources)} ({', '.join(map(_name, sources))})"
-
-
-def _name(source: dict[str, Any]) -> str:
-    path = str(source.get("path", ""))
-    return Path(path).name or path
+    return (section, key) != ("data", "changed") if keys is None else key in keys
 
 
 def _words(shown: str) -> str:

@@ -132,7 +132,7 @@ class Trainer:
                     pipe.steps = step * train.accumulate + number  # data and dropout depend on it
                     batch = training_batch(run.data, config, run.model, pipe.steps)
                     before = perf_counter()
-                    results.append(pipe.step(batch.x, batch.y, **batch.named))
+                    results.append(pipe.step(batch.x, batch.y))
                     in_pipe = perf_counter() - before
                 pipe.steps = done  # between steps, and so in checkpoints, it is the number of updates
                 # 2. The update, clipped, while the processes count which of them were asked to stop.

@@ -78,9 +78,7 @@ def test_mfu_is_unknown_without_a_rating(tmp_path: Path, start):
     assert facts(tmp_path, start)[0].mfu is None
 
 
-@pytest.mark.parametrize(
-    "config", ["", "[model", "[model]\nwidth = 'wide'\n[data]\nsequence = 8", CONFIG + "[lora]\nrank = 8\n"]
-)
+@pytest.mark.parametrize("config", ["", "[model", "[model]\nwidth = 'wide'\n[data]\nsequence = 8"])
 def test_mfu_is_unknown_without_the_models_flops(tmp_path: Path, config: str):
     assert facts(tmp_path, START, config=config)[0].mfu is None
 

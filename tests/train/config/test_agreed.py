@@ -13,7 +13,6 @@ from penstock.base.errors import ConfigError
 from penstock.runtime.start import agreement
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.agreed import MAY_DIFFER, agreed_config
-from penstock.train.config.config import from_mapping
 from penstock.train.config.file import load
 from tests.support.groups import run_cases
 from tests.support.launchers import free_port
@@ -36,7 +35,6 @@ DIFFERENT = [
     ("runtime.device", "'cuda:0'", "'cpu'"),
 ]
 SGD = ["optim.name=SGD", "optim.lr=0.1"]
-SOURCE = {"path": "a", "weight": 1.0}
 
 
 def refused(rank: int, key: str, first: str, other: str) -> str:
@@ -62,26 +60,11 @@ def accepted(rank: int, key: str, first: str, other: str) -> str:
 
 def test_only_what_belongs_to_a_host_may_differ(processes: LocalProcesses):
     values = {
-        "data.path": ("a", "b"), "data.held_out_path": ("a", "b"), "data.cache": ("a", "b"),
+        "data.path": ("a", "b"), "data.held_out_path": ("a", "b"),
         "runtime.device": ("cuda:0", "cuda:1"), "runtime.threads": ("1", "2"), "train.log_level": ("info", "debug"),
     }  # fmt: skip
     assert set(values) == set(MAY_DIFFER)
     run_cases(processes, 2, accepted, [(key, *pair) for key, pair in values.items()])
-
-
-def with_sources(rank: int, key: str, value: object) -> str:
-    source = {**SOURCE, **({key: value} if rank else {})}
-    try:
-        agreed_config(lambda: from_mapping({"data": {"sources": [source]}}))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_sources_are_compared_but_for_their_paths(processes: LocalProcesses):
-    told = run_cases(processes, 2, with_sources, [("path", "b"), ("weight", 2.0)])
-    assert told[0] == ["", ""]
-    assert "data.sources[1].weight is 1.0 on rank 0" in told[1][0]
 
 
 def in_other_folder(rank: int, folder: str) -> str:

@@ -67,16 +67,9 @@ def test_files_that_are_no_config(tmp_path: Path):
 
 def test_what_is_dumped_reads_back_as_the_same_config(tmp_path: Path):
     theirs = [from_mapping({"model": {key: "some/where"}}) for key in ("path", "config")]
-    sources = [{"path": "a", "weight": 2.5, "text_field": "body"}, {"path": "b", "format": "jsonl"}]
-    mixed = from_mapping({"data": {"sources": sources, "packing": True}})
-    for config in (Config(), resolve(Config(), 4), *theirs, mixed):
+    for config in (Config(), resolve(Config(), 4), *theirs):
         (tmp_path / "c.toml").write_text(dump(config), "utf-8")
         assert load(tmp_path / "c.toml") == config
-
-
-def test_sources_can_be_given_on_the_command_line():
-    (source,) = load(None, ['data.sources=[{path="a", weight=2}]']).data.sources
-    assert (source.path, source.weight, source.format) == ("a", 2.0, None)
 
 
 def test_what_is_not_set_is_left_out():

@@ -18,13 +18,15 @@ def of(path: Path, **config: str) -> str:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("chat.JSON", "one object a line"),
-        ("table.csv", r"as \.jsonl or \.parquet"),
+        ("chat.JSON", "save_to_disk"),
+        ("table.csv", "save_to_disk"),
+        ("chats.jsonl", "save_to_disk"),
+        ("chats.parquet", "save_to_disk"),
         ("texts.jsonl.zst", "unpack it first"),
         ("texts.zip", "unpack it first"),
-        ("weights.safetensors", r"\.txt or \.jsonl"),
-        ("photo.png", r"\.txt or \.jsonl"),
-        ("data-00000-of-00001.arrow", r"dataset_info\.json"),
+        ("weights.safetensors", r"\.txt files, or tokens"),
+        ("photo.png", r"\.txt files, or tokens"),
+        ("data-00000-of-00001.arrow", "save_to_disk"),
     ],
 )
 def test_files_that_are_no_text_are_refused_by_name(tmp_path: Path, name: str, hint: str):
@@ -43,7 +45,10 @@ def test_files_that_are_no_text_are_refused_by_content(tmp_path: Path):
     cases = {
         "one": (gzip.compress(b"text"), "a gzip file"),
         "two.txt": (b"te\0xt", "a binary file"),
-        "three.txt": (b'{"text": "a"}\n{"text": "b"}\n', "JSON objects as lines; set data.format=jsonl"),
+        "three.txt": (
+            b'{"text": "a"}\n{"text": "b"}\n',
+            "JSON objects as lines; read its records with `datasets`",
+        ),
         "four": (b"PAR1 and so on", "a Parquet file"),
         "five.txt": ("text".encode("utf-16"), "a binary file"),
     }
@@ -51,7 +56,7 @@ def test_files_that_are_no_text_are_refused_by_content(tmp_path: Path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name} (is|has) {said}"):
             of(tmp_path / name)
-    assert of(tmp_path / "three.txt", format="jsonl") == "jsonl"
+    assert of(tmp_path / "three.txt", format="text") == "text"
 
 
 @pytest.mark.parametrize(
@@ -62,35 +67,10 @@ def test_text_with_braces_is_text(tmp_path: Path, content: str):
     assert of(tmp_path) == "text"
 
 
-def test_formats_are_found_by_name(tmp_path: Path):
-    for name, expected in {
-        "a.jsonl": "jsonl",
-        "a.ndjson": "jsonl",
-        "a.parquet": "parquet",
-        "a.py": "text",
-    }.items():
-        (tmp_path / name).write_text('{"text": "a"}\n' if expected != "text" else "text")
-        assert of(tmp_path / name) == expected
+def test_token_files_and_text_may_be_in_one_folder(tmp_path: Path):
+    (tmp_path / "a.py").write_text("text")
     np.save(tmp_path / "a.npy", np.arange(5))
-    assert of(tmp_path / "a.npy") == "text"
-
-
-def test_several_formats_in_a_folder_are_refused(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "README.md").write_text("read me")
-    with pytest.raises(
-        DataError, match=r"several formats \(README.md and a.jsonl\); set data.pattern .* '\*.jsonl'"
-    ):
-        of(tmp_path)
-    assert of(tmp_path, pattern="*.jsonl") == "jsonl"
-
-
-def test_several_splits_in_a_folder_are_refused(tmp_path: Path):
-    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"several splits .*; set data.pattern .* 'train\*.jsonl'"):
-        of(tmp_path)
-    assert of(tmp_path, pattern="train*") == "jsonl"
+    assert [path.name for path in find_files(DataConfig(path=str(tmp_path))).paths] == ["a.npy", "a.py"]
 
 
 def test_a_folder_that_datasets_did_not_save_is_refused_as_one(tmp_path: Path):

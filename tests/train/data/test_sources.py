@@ -1,10 +1,8 @@
-"""Held-out data of its own: files or a split that are evaluated on, while all of the training data is trained on."""
+"""Training and held-out data: of text and token files, of files of their own, and of folders that ``datasets`` saved."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,126 +11,110 @@ import pytest
 from penstock.base.errors import ConfigError, DataError
 from penstock.train.config.config import from_mapping
 from penstock.train.config.file import dump, load
-from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.digest import DataDigest
-from penstock.train.data.sources import OpenData, open_sources
-from penstock.train.data.token_cache import TokenCache
-from penstock.train.data.tokenizer import ByteTokenizer
-from tests.support import records
+from penstock.train.data.sources import OpenData, open_sources, open_whole
+from penstock.train.data.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer, read_tokenizer
+from tests.support import hf_folders
+
+ROWS = ["the cat sat", "on a mat", "", "éü saw 3 dogs"]
 
 
-def opened(**keys: Any) -> OpenData:
-    config = from_mapping({"data": {"sequence": 96, **keys}}).data
-    return open_sources(config, ByteTokenizer(), TokenCache(None, ByteTokenizer(), None), 0)
+def opened(tokenizer: Tokenizer | None = None, **keys: Any) -> OpenData:
+    config = from_mapping({"data": {"sequence": 8, **keys}}).data
+    return open_sources(config, tokenizer or ByteTokenizer(), 0, lambda name, share: None)
 
 
-def firsts(samples: Any) -> set[tuple[int, ...]]:
-    return {tuple(row.tokens.tolist()) for row in samples.once()}
+def text(root: Path, name: str, words: str) -> Path:
+    (root / name).write_text(f"{words} " * 9)
+    return root / name
 
 
-def lines(root: Path, name: str, count: int, seed: int) -> Path:
-    return records.write_lines(root / name, records.completions(count, seed))
+def saved(root: Path, rows: list[Any], name: str = "saved", field: str = "text") -> Path:
+    import datasets  # here: it takes seconds, in each worker that only collects
 
-
-def alone(path: Path) -> set[tuple[int, ...]]:
-    """Rows of all records of a file."""
-    both = opened(path=str(path))
-    return firsts(both.training) | firsts(both.held_out)
+    datasets.Dataset.from_list([{field: row, "id": n} for n, row in enumerate(rows)]).save_to_disk(
+        root / name
+    )
+    return root / name
 
 
 def test_a_held_out_file_is_evaluated_on_and_everything_else_trained_on(tmp_path: Path):
-    train, dev = lines(tmp_path, "train.jsonl", 40, 0), lines(tmp_path, "dev.jsonl", 9, 1)
+    text(tmp_path, "train.txt", "a text to train on")
+    dev = text(tmp_path, "dev.txt", "to evaluate on")
     data = opened(path=str(tmp_path), pattern="train*", held_out_path=str(dev))
-    assert firsts(data.training) == alone(train)
-    assert firsts(data.held_out) == alone(dev)
-    digest = DataDigest.of(*data.tokens)
-    assert [name for name, _ in digest.training.listed] == ["train.jsonl"]
-    assert [name for name, _ in digest.held_out.listed] == ["dev.jsonl"]
-    assert data.training.per_epoch == 40
-    text = tmp_path / "text.txt"
-    text.write_text("a text to train on, of some length\n" * 9)
-    data = opened(path=str(text), held_out_path=str(dev))
-    assert data.corpus is not None
-    assert len(data.corpus) == 9 * 35 + 1
-    assert data.held_out.masked
+    digest = DataDigest.of(data.training.corpus, data.held_out.corpus)
+    assert [name for name, _ in digest.training.listed] == ["train.txt"]
+    assert [name for name, _ in digest.held_out.listed] == ["dev.txt"]
+    assert len(data.training.corpus) == 9 * 19 + 1
+    read = data.held_out.corpus.read(0, len(data.held_out.corpus)).astype(np.uint8).tobytes()
+    assert read == dev.read_bytes() + b"\0"
 
 
-def test_several_held_out_files_of_several_formats_are_read_one_after_the_other(tmp_path: Path):
-    one, two = lines(tmp_path, "one.jsonl", 5, 1), lines(tmp_path, "two.jsonl", 2, 2)
-    (tmp_path / "text.txt").write_text("x" * 96 * 9_000)
-    sources = [{"path": str(lines(tmp_path, f"{n}.jsonl", 20, n)), "weight": n} for n in (3, 4)]
-    held_out = f"{one}, {tmp_path / 'text.txt'},{two}"
-    data = opened(sources=sources, held_out_path=held_out)
-    assert firsts(data.held_out) >= alone(one) | alone(two)
-    assert sum(1 for _ in data.held_out.once()) == 5 + 9_000 + 2
-    assert len(data.held_out.spread(64)) == 64
-    assert data.training.per_epoch == 40
-    names = [name for name, _ in DataDigest.of(*data.tokens).held_out.listed]
-    assert names == ["1:one.jsonl", "2:text.txt", "3:two.jsonl"]
-    assert data.summary.startswith("2 sources: 42.9% 20 training completions")
-
-
-def test_a_split_is_held_out(tmp_path: Path, datasets: ModuleType):
-    rows = records.texts(12)
-    parts = {"train": rows[:8], "validation": rows[8:]}
-    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()})
-    splits.save_to_disk(tmp_path / "saved")
-    data = opened(path=str(tmp_path / "saved"), held_out_split="validation")
-    assert len(firsts(data.training)) == 8
-    assert len(firsts(data.held_out)) == 4
-    other = opened(
-        path=str(lines(tmp_path, "a.jsonl", 5, 0)),
-        held_out_path=str(tmp_path / "saved"),
-        held_out_split="train",
-    )
-    assert firsts(other.held_out) == firsts(data.training)
-    with pytest.raises(
-        DataError, match=r"saved, split 'train', is both training and held-out data; .*held_out_split"
-    ):
-        opened(path=str(tmp_path / "saved"), held_out_split="train")
-    with pytest.raises(
-        DataError, match=r"held_out_split is 'dev', and .*a.jsonl is not a folder of several splits"
-    ):
-        opened(path=str(tmp_path / "a.jsonl"), held_out_split="dev")
-
-
-def test_held_out_data_that_is_trained_on_is_refused_or_told(tmp_path: Path):
-    train = lines(tmp_path, "train.jsonl", 20, 0)
-    with pytest.raises(DataError, match=r"train.jsonl is both training and held-out data; .*data.pattern"):
+def test_held_out_data_that_is_trained_on_is_refused(tmp_path: Path):
+    train = text(tmp_path, "train.txt", "words")
+    with pytest.raises(DataError, match=r"train.txt is both training and held-out data; .*data.pattern"):
         opened(path=str(tmp_path), held_out_path=str(train))
-    records.write_lines(tmp_path / "dev.jsonl", records.completions(20, 0)[:3] + records.completions(4, 9))
-    data = opened(path=str(train), held_out_path=str(tmp_path / "dev.jsonl"))
-    assert "3 of 7 held-out records are also training records" in data.notes
-    assert not any("also training" in note for note in opened(path=str(train)).notes)
 
 
 def test_errors_name_the_key(tmp_path: Path):
-    train = str(lines(tmp_path, "train.jsonl", 20, 0))
+    train = str(text(tmp_path, "train.txt", "words"))
     with pytest.raises(DataError, match=r"no file or folder /nowhere; data.held_out_path must name one"):
         opened(path=train, held_out_path="/nowhere")
-    for key in ("held_out_path", "held_out_split"):
-        with pytest.raises(
-            ConfigError, match=rf"data.held_out is 0.1 and data.{key} is 'x'; give one of them"
-        ):
-            opened(path=train, held_out=0.1, **{key: "x"})
-    with pytest.raises(ConfigError, match=r"data.held_out_path must be a file or folder, or several"):
-        opened(path=train, held_out_path=" , ")
+    with pytest.raises(ConfigError, match=r"data.held_out is 0.1 and data.held_out_path is 'x'"):
+        opened(path=train, held_out=0.1, held_out_path="x")
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(DataError, match=r"the held-out files hold 6 tokens"):
         opened(path=train, held_out_path=str(tmp_path / "short.txt"))
 
 
 def test_the_kept_config_can_be_read_again(tmp_path: Path):
-    config = from_mapping({"data": {"held_out_path": "dev.jsonl"}})
+    config = from_mapping({"data": {"held_out_path": "dev.txt"}})
     (tmp_path / "config.toml").write_text(dump(config))
     assert load(tmp_path / "config.toml") == config
 
 
-def test_of_a_share_nothing_has_changed(tmp_path: Path):
-    path = lines(tmp_path, "train.jsonl", 40, 0)
-    data = open_sources(
-        replace(DataConfig(), path=str(path)), ByteTokenizer(), TokenCache(None, ByteTokenizer(), None), 0
-    )
-    training, held_out = data.tokens
-    assert (len(data.notes), data.training.per_epoch) == (1, 38)
-    assert np.intersect1d(training.hashes, held_out.hashes).size == 0
+def test_rows_of_a_data_set_follow_one_another_with_an_end_after_each(tmp_path: Path):
+    config = from_mapping({"data": {"sequence": 4, "path": str(saved(tmp_path, ROWS))}}).data
+    corpus = open_whole(config, ByteTokenizer(), lambda name, share: None).training.corpus
+    expected = b"".join(row.encode() + b"\0" for row in ROWS if row)
+    assert corpus.read(0, len(corpus)).tolist() == list(expected)
+    folder = hf_folders.of_bytes(tmp_path)
+    tokenizer = read_tokenizer(folder / "tokenizer.json", 260, hf_folders.BYTES_END, hf_folders.BYTES_START)
+    corpus = open_whole(config, tokenizer, lambda name, share: None).training.corpus
+    tokens = [token for row in ROWS if row for token in (*tokenizer.encode(row), hf_folders.BYTES_END)]
+    assert corpus.read(0, len(corpus)).tolist() == tokens
+
+
+def test_the_end_of_a_data_set_is_held_out(tmp_path: Path):
+    rows = [f"row {n:03}" for n in range(50)]
+    data = opened(path=str(saved(tmp_path, rows)), held_out=0.2)
+    both = [data.training.corpus, data.held_out.corpus]
+    assert [len(corpus) for corpus in both] == [320, 80]
+    assert both[1].read(0, 7).tolist() == list(b"row 040")
+
+
+def test_a_split_and_a_column_are_chosen_by_name(tmp_path: Path):
+    import datasets
+
+    parts = {"train": ["aaaa bbbb"] * 9, "validation": ["cccc dddd"] * 9}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list([{"body": row} for row in rows]) for name, rows in parts.items()}
+    ).save_to_disk(tmp_path / "splits")
+    data = opened(path=str(tmp_path / "splits"), text_field="body", split="validation", held_out=0.3)
+    assert data.training.corpus.read(0, 4).tolist() == list(b"cccc")
+    with pytest.raises(ConfigError, match=r"no split 'validaton' \(did you mean 'validation'\?\)"):
+        opened(path=str(tmp_path / "splits"), text_field="body", split="validaton")
+    with pytest.raises(DataError, match=r"no column 'text'.*data.text_field to the one with text: body"):
+        opened(path=str(tmp_path / "splits"))
+
+
+def test_rows_that_are_no_text_are_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"saved, row 2: text must be text, got 'None'"):
+        opened(path=str(saved(tmp_path, ["a", None])))
+    chats = saved(tmp_path, [[{"role": "user", "content": "hello"}]], "chats", "messages")
+    with pytest.raises(DataError, match=r"no column 'text'.*penstock.PipelineTrainer"):
+        opened(path=str(chats))
+    with pytest.raises(ConfigError, match=r"the model has no tokenizer; data.path must then name .npy"):
+        opened(NumberTokenizer(64), path=str(saved(tmp_path, ROWS, "again")))
+    with pytest.raises(DataError, match=r"is empty; data.path must name text"):
+        opened(path=str(saved(tmp_path, [""], "nothing")))

@@ -75,12 +75,6 @@ def test_without_the_package_it_is_said_what_to_install(path: Path, monkeypatch:
 
 BROKEN = {
     "cannot read the tokenizer": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "cannot encode this text": {
-        "post_processor": {
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "X", "type_id": 0}}], "pair": [],
-            "special_tokens": {},
-        },
-    },
     "cannot decode these tokens": {"decoder": {"type": "Strip", "content": "x", "start": 99, "stop": 99}},
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def _flops_of_token(run: Path, config: Mapping[str, Any], dtype: str) -> float |
     """Return the model's FLOPs for one token of a step: a forward and a backward of all weights, no recompute."""
     model, data = config.get("model"), config.get("data")
     sequence = data.get("sequence") if isinstance(data, dict) else None
-    if not isinstance(model, dict) or not isinstance(sequence, int) or "lora" in config:
+    if not isinstance(model, dict) or not isinstance(sequence, int):
         return None
     hugging_face = model.get("path") or model.get("config")
     kept = hugging_face and (run / "config.json").is_file()

@@ -23,12 +23,11 @@ from penstock.train.run_folder import AUTO
 MAY_DIFFER = (
     "data.path",  # hosts may have copies of their own: a digest of the tokens is compared
     "data.held_out_path",
-    "data.cache",
     "runtime.device",  # the index of a GPU; its kind is compared
     "runtime.threads",  # hosts may have other numbers of cores
     "train.log_level",
 )
-"""Keys of the config that may differ between the processes of a run, besides the paths of ``[[data.sources]]``."""
+"""Keys of the config that may differ between the processes of a run."""
 
 _SOON = 10.0
 """Seconds that a process whose own config is refused waits for the others, to tell them."""
@@ -87,11 +86,6 @@ def _keys(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _keys(f"{name}.{key}", inner)
-    elif name == "data.sources":
-        yield f"{name}, their number", str(len(value))
-        for number, source in enumerate(value, 1):
-            del source["path"]
-            yield from _keys(f"{name}[{number}]", source)
     elif name not in MAY_DIFFER:
         yield name, repr(value)
 

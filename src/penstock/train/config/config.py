@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.base.errors import ConfigError, nearest
-from penstock.train.config.fields import Table, names_in
+from penstock.train.config.fields import Table
 from penstock.train.config.help.hints import KeyHints, assignments
 from penstock.train.config.optim_defaults import optim_defaults
 from penstock.train.config.optimizers import require_optimizer
-from penstock.train.config.sections.data_section import DataConfig, SourceConfig
+from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
-from penstock.train.config.sections.lora_section import LoraSection, check_lora
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.config.sections.optim_section import OptimConfig
 from penstock.train.config.sections.train_section import RuntimeConfig, SampleConfig, TrainConfig
@@ -33,7 +32,6 @@ class Config(Table):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    lora: LoraSection = field(default_factory=LoraSection)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -70,14 +68,12 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
     _check_model(tables.get("model", {}))
-    check_lora(tables.get("lora", {}), config.lora, config.model.path, config.parallel.tp)
     config = dataclasses.replace(
         config,
         optim=optim_defaults(
             config.optim,
             set(tables.get("optim", {})),
             fine_tunes=bool(config.model.path),
-            adapters=config.lora.enabled,
         ),
         schedule=_schedule_defaults(config, set(tables.get("schedule", {}))),
     )
@@ -111,14 +107,11 @@ def _explain(error: ErrorDetails) -> str:
     )
     name = ".".join((section, *keys))
     if error["type"] == "unexpected_keyword_argument":
-        nested = section == "data" and len(keys) > 1
-        table = SourceConfig if nested else getattr(Config(), section) if keys else Config
+        table = getattr(Config(), section) if keys else Config
         known = [each.name for each in dataclasses.fields(table)]
         if keys:
-            header = "[[data.sources]]" if nested else f"[{section}]"
-            near = "" if nested else _suggest(HINTS.exact(name))
-            as_in = "" if nested else _as_in(name, error["input"])
-            return f"no key {name}{near or nearest(keys[-1], known)}{as_in}; {header} has {', '.join(known)}"
+            near = _suggest(HINTS.exact(name)) or nearest(keys[-1], known)
+            return f"no key {name}{near}{_as_in(name, error['input'])}; [{section}] has {', '.join(known)}"
         if not isinstance(error["input"], dict):
             near = _suggest(HINTS.nearest(section))
             return f"{section} is outside of the sections{near}; write a key below its section: {', '.join(known)}"
@@ -161,15 +154,10 @@ def _check_model(table: dict[str, Any]) -> None:
 
 def _check_data(table: dict[str, Any], data: DataConfig) -> None:
     """Raise if the held-out data is given twice."""
-    key = "held_out_path" if data.held_out_path else "held_out_split"
-    if data.held_out_apart and "held_out" in table:
+    if data.held_out_path and "held_out" in table:
         raise ConfigError(
-            f"data.held_out is {data.held_out:g} and data.{key} is {getattr(data, key)!r}; give one of them: with held-out "
-            "data of its own, a run holds out nothing of its training data"
-        )
-    if data.held_out_path and not names_in(data.held_out_path):
-        raise ConfigError(
-            f"data.held_out_path must be a file or folder, or several with commas between, got {data.held_out_path!r}"
+            f"data.held_out is {data.held_out:g} and data.held_out_path is {data.held_out_path!r}; give one of them: with "
+            "held-out data of its own, a run holds out nothing of its training data"
         )
 
 
@@ -205,15 +193,6 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
             f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
-        )
-    if config.data.sources and config.data.path:
-        raise ConfigError(
-            "data.path and data.sources are both given; put the path into [[data.sources]], too"
-        )
-    if config.data.packing and parallel.sequence_parallel:
-        raise ConfigError(
-            "data.packing needs each sample's positions on every rank, which parallel.sequence_parallel does not give; set "
-            "one of them to false"
         )
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(

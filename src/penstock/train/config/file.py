@@ -14,7 +14,6 @@ from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.errors import ConfigError
 from penstock.train.config.config import HINTS, Config, from_mapping
 from penstock.train.config.help.hints import assignments
-from penstock.train.config.sections.lora_section import written
 
 _MAX_BYTES = 4 * MEGABYTE
 
@@ -69,12 +68,11 @@ def dump(config: Config) -> str:
     tables = _without_unset(asdict(config))
     if config.train.epochs:
         del tables["train"]["steps"]
-    if config.data.held_out_apart:
+    if config.data.held_out_path:
         del tables["data"]["held_out"]
     # The sizes of a Hugging Face model are in its own config.
     sizes = tables["model"]
     tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes
-    tables["lora"] = written(config.lora)
     return tomli_w.dumps({section: table for section, table in tables.items() if table})
 
 

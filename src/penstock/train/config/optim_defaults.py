@@ -13,14 +13,17 @@ OURS = "AdamW"
 """Optimizer that the defaults of `OptimConfig` are for."""
 FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.01, "beta2": 0.999}
 """Defaults with ``model.path``, of AdamW; the rate suits all optimizers of Adam's kind."""
-LORA_LR = 2e-4
-"""Learning rate of adapters, which begin at zero and bear a higher one."""
 
 
-def optim_defaults(
-    config: OptimConfig, given: set[str], *, fine_tunes: bool, adapters: bool = False
-) -> OptimConfig:
-    """Fill in the keys that are not given and whose default depends on the optimizer or the model."""
+def optim_defaults(config: OptimConfig, given: set[str], *, fine_tunes: bool) -> OptimConfig:
+    """Fill in the keys that are not given and whose default depends on the optimizer or the model.
+
+    Args:
+        fine_tunes: whether the run starts from trained weights (``model.path``).
+
+    Raises:
+        ConfigError: if the optimizer is unknown, or fine-tuning with it has no safe default for the learning rate.
+    """
     values = {} if config.name == OURS else torch_defaults(config.name)
     if fine_tunes and config.name == OURS:
         values |= FINE_TUNING
@@ -31,8 +34,6 @@ def optim_defaults(
             f"optim.lr must be given with model.path and optim.name = {config.name}: torch's default of {values['lr']:g} "
             "may destroy the weights that the run starts from"
         )
-    if adapters and (config.name == OURS or is_of_adam(config.name)):
-        values["lr"] = LORA_LR
     unset: dict[str, Any] = {key: value for key, value in values.items() if key not in given}
     return dataclasses.replace(config, **unset)
 

@@ -1,7 +1,7 @@
-"""Files as one long sequence of tokens, read from disk on demand.
+"""Files as one long sequence of tokens.
 
 The tokens of a text file are its bytes and a 0 that marks its end; the tokens of a ``.npy`` file are its integers. With a
-tokenizer, text is encoded once, and its tokens are in a cache on disk.
+tokenizer, text is encoded when it is opened, and its tokens are in memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import DataError
+from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.file_formats import DataFiles
-from penstock.train.data.records.record_store import RecordStore
-from penstock.train.data.token_cache import TokenCache
+from penstock.train.data.text_tokens import Watch, tokens_of_dataset, tokens_of_files
 from penstock.train.data.token_file import token_files
 from penstock.train.data.tokenizer import END, HFTokenizer, Tokenizer
 
@@ -121,19 +121,41 @@ class Corpus:
             yield self.read(start, min(_CHUNK, len(self) - start))
 
 
-def open_corpus(files: DataFiles, tokenizer: Tokenizer, cache: TokenCache) -> Corpus:
-    """Return files as one corpus."""
+def open_corpus(files: DataFiles, config: DataConfig, tokenizer: Tokenizer, watch: Watch) -> Corpus:
+    """Return files as one corpus.
+
+    Args:
+        config: the ``[data]`` section, for the split and the column of a folder that ``datasets`` saved.
+        tokenizer: tokenizer of text; without an `HFTokenizer`, the bytes of files are the tokens.
+        watch: receiver of the progress of tokenizing.
+
+    Raises:
+        DataError: if a file cannot be read, is not a list of tokens, or all are empty.
+        ConfigError: see `tokens_of_dataset`.
+    """
     end: int | None = END
     tokens_of: TokensOf = token_files()
-    if isinstance(tokenizer, HFTokenizer):
-        end, tokens_of = tokenizer.end, _stored_texts(files, tokenizer, cache)
+    marked = files.format != "datasets"
+    if not marked:
+        rows = {path: tokens_of_dataset(path, config, tokenizer, watch) for path in files.paths}
+        tokens_of = rows.__getitem__
+    elif isinstance(tokenizer, HFTokenizer):
+        end = tokenizer.end
+        texts = tokens_of_files([path for path in files.paths if path.suffix != ".npy"], tokenizer, watch)
+        on_disk = token_files()
+
+        def tokens_of(path: Path) -> StoredTokens:
+            return texts[path] if path in texts else on_disk(path)
+
     documents = [
-        Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
+        Document(path, 0, tokens, 0 if path.suffix == ".npy" or not marked or end is None else 1)
         for path in files.paths
         if (tokens := len(tokens_of(path)))
     ]
     if not documents:
-        raise DataError(f"every file in {files.root} is empty; data.path must name text or .npy token files")
+        raise DataError(
+            f"every file in {files.root} is empty; data.path must name text, .npy token files, or a folder of `datasets`"
+        )
     return Corpus(documents, tokens_of, END if end is None else end, files)
 
 
@@ -167,35 +189,3 @@ def _divide_one(document: Document, share: float) -> tuple[Document, Document]:
 
 def _name_hash(name: Path) -> bytes:
     return hashlib.sha256(name.as_posix().encode("utf-8", "surrogateescape")).digest()
-
-
-@dataclass(frozen=True)
-class _StoredText:
-    """Tokens of one text file in a store."""
-
-    store: RecordStore
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, tokens: slice) -> npt.NDArray[np.generic]:
-        start, stop, _ = tokens.indices(self.count)
-        return self.store.read(self.first + start, max(0, stop - start))
-
-
-def _stored_texts(files: DataFiles, tokenizer: HFTokenizer, cache: TokenCache) -> TokensOf:
-    """Return a function from a path to its tokens: of text files in the cache, of ``.npy`` files in the file itself."""
-    texts = DataFiles(files.root, tuple(path for path in files.paths if path.suffix != ".npy"), files.format)
-    on_disk = token_files()
-    if not texts.paths:
-        return on_disk
-    store = cache.texts(texts, tokenizer)
-    stored: dict[Path, _StoredText] = {}
-    record = 0
-    for path, file in zip(texts.paths, store.files, strict=True):
-        first, stop = (int(store.starts[n]) for n in (record, record + file.records))
-        stored[path] = _StoredText(store, first, stop - first)
-        record += file.records
-    return lambda path: stored[path] if path in stored else on_disk(path)

@@ -15,12 +15,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from penstock.base.errors import DataError
+from penstock.train.data.corpus import Corpus
 
 PIECES, PIECE = 512, 16_384
 _LISTED = 1024
@@ -28,45 +26,6 @@ _SHOWN = 5
 # Tokens that are read and hashed at once: 8 MiB as int64.
 _AT_ONCE = 1 << 20
 _HEX = 16  # digits of a piece's digest
-
-
-class Digestible(Protocol):
-    """Tokens of files, one after the other; `len` counts them."""
-
-    def __len__(self) -> int: ...
-
-    def listing(self) -> list[tuple[str, int, str]]:
-        """Return of every file its name, its number of tokens, and details that must not change."""
-
-    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Return tokens start..start+length-1; raise DataError if they cannot be read."""
-
-
-class Joined:
-    """Tokens of several sources, one after the other; see `Digestible`."""
-
-    def __init__(self, parts: Sequence[Digestible]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def listing(self) -> list[tuple[str, int, str]]:
-        return [
-            (f"{n}:{name}", tokens, detail)
-            for n, part in enumerate(self._parts, 1)
-            for name, tokens, detail in part.listing()
-        ]
-
-    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        pieces = []
-        while length:
-            n = bisect_right(self._ends, start)
-            take = min(length, self._ends[n] - start)
-            pieces.append(self._parts[n].read(start - self._ends[n] + len(self._parts[n]), take))
-            start, length = start + take, length - take
-        return np.concatenate(pieces)
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,7 @@ class DataDigest:
     held_out: CorpusDigest
 
     @staticmethod
-    def of(training: Digestible, held_out: Digestible) -> DataDigest:
+    def of(training: Corpus, held_out: Corpus) -> DataDigest:
         """Hash the data of both roles; raise DataError if a file cannot be read."""
         return DataDigest(_digest(training), _digest(held_out))
 
@@ -126,7 +85,7 @@ class DataDigest:
         return {"training": self.training, "held_out": self.held_out}
 
 
-def _digest(corpus: Digestible) -> CorpusDigest:
+def _digest(corpus: Corpus) -> CorpusDigest:
     listing = corpus.listing()
     files = [(name, tokens) for name, tokens, _ in listing]
     names = hashlib.blake2b(digest_size=16)
@@ -137,7 +96,7 @@ def _digest(corpus: Digestible) -> CorpusDigest:
     return CorpusDigest(len(files), len(corpus), names.hexdigest(), "".join(pieces), listed)
 
 
-def _hash(corpus: Digestible, start: int, length: int) -> str:
+def _hash(corpus: Corpus, start: int, length: int) -> str:
     digest = hashlib.blake2b(digest_size=_HEX // 2)
     for at in range(start, start + length, _AT_ONCE):
         digest.update(corpus.read(at, min(_AT_ONCE, start + length - at)).astype("<i8").data)

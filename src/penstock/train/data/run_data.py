@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,33 +17,29 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import DataDigest
-from penstock.train.data.samples.batches import Batch, Row, Samples, batch_of, blank
+from penstock.train.data.samples.batches import Batch, Row, batch_of, blank
+from penstock.train.data.samples.windows import WindowSamples
 from penstock.train.data.sources import open_sources
-from penstock.train.data.token_cache import TokenCache, Watch
+from penstock.train.data.text_tokens import Watch
 from penstock.train.data.tokenizer import BYTES, ByteTokenizer
 from penstock.train.model.trainable import TrainableModel, require_readable
 
-CACHE = ".tokens"
-"""Folder of tokenized files in ``train.folder``, unless ``data.cache`` names another."""
 _MAX_TOKENS = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunData:
     """Training and held-out data of a run.
 
     Attributes:
-        masked: whether labels may be -100, so that losses are weighted by the number of other labels.
-        corpus: the training corpus, of a single source of text or tokens; else None.
+        digest: a digest of the tokens of both.
+        summary: sizes, for the first line of a run.
     """
 
-    training: Samples
+    training: WindowSamples
     held_out: tuple[Batch, ...]
-    masked: bool
     digest: DataDigest
-    corpus: Corpus | None
     summary: str
-    notes: tuple[str, ...]
 
     @property
     def per_epoch(self) -> int:
@@ -55,19 +50,14 @@ class RunData:
 def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name, share: None) -> RunData:
     """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read."""
     train = config.train
-    folder = Path(config.data.cache or Path(train.folder) / CACHE).expanduser()
-    cache = TokenCache(folder, model.tokenizer, model.source, watch)
-    sources = open_sources(config.data, model.tokenizer, cache, train.seed)
+    sources = open_sources(config.data, model.tokenizer, train.seed, watch)
     require_readable(config, model, [] if sources.text is None else [sources.text])
     rows = sources.held_out.spread(train.eval_batches * train.batch)
     data = RunData(
-        training=sources.training,
-        held_out=tuple(batches_of(rows, config, model, train.batch)),
-        masked=sources.training.masked or sources.held_out.masked,
-        digest=DataDigest.of(*sources.tokens),
-        corpus=sources.corpus,
-        summary=sources.summary,
-        notes=sources.notes,
+        sources.training,
+        tuple(batches_of(rows, model, train.batch)),
+        DataDigest.of(sources.training.corpus, sources.held_out.corpus),
+        sources.summary,
     )
     training_batch(data, config, model, 0)
     return data
@@ -77,30 +67,30 @@ def training_batch(data: RunData, config: Config, model: TrainableModel, number:
     """Return a training batch by its number, from 0 without a limit."""
     size = config.train.batch
     rows = data.training.read(np.arange(number * size, (number + 1) * size, dtype=np.int64))
-    return _batch(rows, config, model)
+    return _batch(rows, model)
 
 
-def batches_of(rows: Iterable[Row], config: Config, model: TrainableModel, size: int) -> Iterator[Batch]:
+def batches_of(rows: Iterable[Row], model: TrainableModel, size: int) -> Iterator[Batch]:
     """Yield batches of `size` rows; the last one is filled up with rows that count for nothing."""
     remaining = iter(rows)
     while some := list(islice(remaining, size)):
         some += [blank(len(some[0].tokens))] * (size - len(some))
-        yield _batch(some, config, model)
+        yield _batch(some, model)
 
 
-def _batch(rows: Sequence[Row], config: Config, model: TrainableModel) -> Batch:
-    return batch_of(rows, model.vocabulary, target_is_input=model.target_is_input, packed=config.data.packing)
+def _batch(rows: Sequence[Row], model: TrainableModel) -> Batch:
+    return batch_of(rows, model.vocabulary, target_is_input=model.target_is_input)
 
 
 def bigram_baseline(data: RunData, model: TrainableModel) -> float | None:
     """Return the bits per byte of a bigram table of the training files on the held-out samples; None for other tokens."""
-    if not isinstance(model.tokenizer, ByteTokenizer) or data.corpus is None or data.masked:
+    if not isinstance(model.tokenizer, ByteTokenizer):
         return None
     x = torch.cat([batch.x for batch in data.held_out]).numpy()
     y = torch.cat([batch.y for batch in data.held_out]).numpy()
     if model.target_is_input:
         x, y = x[:, :-1], x[:, 1:]
-    return bigram_bits(bigram_counts(data.corpus, BYTES), x, y)
+    return bigram_bits(bigram_counts(data.training.corpus, BYTES), x, y)
 
 
 def held_out_bits(pipe: Pipeline, data: RunData) -> float:
@@ -116,7 +106,7 @@ def total_loss(pipe: Pipeline, batches: Iterable[Batch]) -> tuple[float, int]:
     """
     nats, tokens = 0.0, 0
     for batch in batches:
-        loss = mean_loss(pipe, pipe.evaluate(batch.x, batch.y, **batch.named))
+        loss = mean_loss(pipe, pipe.evaluate(batch.x, batch.y))
         nats, tokens = nats + loss * batch.valid, tokens + batch.valid
     return nats, tokens
 

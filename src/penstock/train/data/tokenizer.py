@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,21 +78,19 @@ class NumberTokenizer:
         return " ".join(map(str, tokens))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HFTokenizer:
     """A tokenizer of Hugging Face's ``tokenizers``, without the special tokens it would add by itself.
 
     Attributes:
         end: end-of-text token, which also follows every training file; None where the model has none.
-        prefix: tokens that the tokenizer puts before every text by itself, such as a start token.
+        start: the token of an empty prompt.
     """
 
     tokenizer: Any
     vocabulary: int
     end: int | None
     start: int
-    prefix: tuple[int, ...] = ()
-    digest: str = ""
     unit: str = "token"
 
     def encode(self, prompt: str) -> list[int]:
@@ -104,29 +101,11 @@ class HFTokenizer:
         with _library_errors("the tokenizer cannot decode these tokens"):
             return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def decode_all(self, tokens: npt.NDArray[np.uint32]) -> str:
-        """Return the text of some tokens, special ones included."""
-        with _library_errors("the tokenizer cannot decode these tokens"):
-            return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
-
     def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.uint32]]:
         """Return the tokens of several texts."""
         with _library_errors("the tokenizer cannot encode this text"):
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
-    def encode_with_offsets(
-        self, texts: Iterable[str]
-    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
-        """Return the tokens of several texts, and where each begins and ends in its text.
-
-        Returns:
-            For each text its tokens, shape (tokens,), and their first characters and those after their last, shape
-            (tokens, 2). Tokenizers that trim offsets leave blanks out: a blank alone has an empty range at its end.
-        """
-        with _library_errors("the tokenizer cannot encode this text"):
-            encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
 
 @contextlib.contextmanager
@@ -161,21 +140,4 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
             f"{path} has tokens up to {largest}, but the model's vocab_size is {vocabulary}; they do not belong together"
         )
     first = next((t for t in (start, end) if t is not None), END)
-    digest = hashlib.blake2b(content + f"{end}".encode(), digest_size=16).hexdigest()
-    return HFTokenizer(
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        end=end,
-        start=first,
-        prefix=_prefix(tokenizer),
-        digest=digest,
-    )
-
-
-def _prefix(tokenizer: Any) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer puts before every text."""
-    with _library_errors("the tokenizer cannot encode this text"):
-        encoding = tokenizer.encode("a", add_special_tokens=True)
-    special = encoding.special_tokens_mask
-    first = next((n for n, is_special in enumerate(special) if not is_special), 0)
-    return tuple(encoding.ids[:first])
+    return HFTokenizer(tokenizer, vocabulary, end, first)

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.model_variants import require_positions
-from penstock.huggingface.adapters.adapted_model import Adapters, adapters_of
-from penstock.huggingface.adapters.supported import require_peft
 from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
-from penstock.train.config.fields import names_in
-from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
@@ -31,8 +27,6 @@ from penstock.train.data.tokenizer import (
 from penstock.train.model import llama
 from penstock.train.model.precision import weights_dtype, with_weights
 
-ALL_LINEAR = "all-linear"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableModel:
@@ -42,6 +36,8 @@ class TrainableModel:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
+        source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
+        family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.plan.PLANS`.
     """
 
     layers: list[Layer]
@@ -53,7 +49,6 @@ class TrainableModel:
     target_is_input: bool = False
     source: Path | None = None
     family: str = "penstock"
-    adapters: Adapters | None = None
 
 
 def build_model(config: Config, run: Path | None = None) -> TrainableModel:
@@ -72,9 +67,7 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
-    # A run's adapters are in its folder, without the base; merged ones are part of the weights there.
-    beside = config.lora.enabled and (run is None or config.lora.save == "adapters")
-    folder = model.path if beside else run or model.path
+    folder = run or model.path
     source = local_folder(folder) if folder else Path(model.config).expanduser()
     if not os.path.exists(source):
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
@@ -82,9 +75,7 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     longest = getattr(hf_config, "max_position_embeddings", None)
     if longest is not None:
         require_positions(config.data.sequence, longest, "data.sequence")
-    layers = from_transformers(
-        source, seed=config.train.seed, adapters=(run or new_adapters(config.lora)) if beside else None
-    )
+    layers = from_transformers(source, seed=config.train.seed)
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
     return TrainableModel(
@@ -97,7 +88,6 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         target_is_input=True,
         source=source,
         family=hf_config.model_type,
-        adapters=adapters_of(layers),
     )
 
 
@@ -122,7 +112,7 @@ def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -
     texts = [path for path in paths if path.suffix != ".npy"]
     if not texts or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
         return
-    if config.data.path or config.data.sources or config.model.path or model.vocabulary < BYTES:
+    if config.data.path or config.model.path or model.vocabulary < BYTES:
         raise DataError(
             f"{texts[0]} is text, but there is no {TOKENIZER_FILE} beside {model.source}; data.path must then name .npy "
             "files of tokens"
@@ -131,32 +121,9 @@ def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -
 
 def default_text_note(config: Config, model: TrainableModel) -> str | None:
     """Return a sentence for a run of a Hugging Face config that trains on the bytes of the default text; else None."""
-    given = config.data.path or config.data.sources
-    if given or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
+    if config.data.path or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
         return None
     return (
         f"there is no {TOKENIZER_FILE} beside {model.source}, so the tokens are the bytes of the source of Python's "
         "standard library; set data.path to train on your own"
-    )
-
-
-def new_adapters(lora: LoraSection) -> Any:
-    """Return the argument ``adapters`` of `from_transformers`: a folder, or peft's config of new adapters."""
-    if lora.path:
-        return lora.path
-    require_peft()
-    from peft import LoraConfig
-
-    # LoRA scales its update by alpha / rank, which is then 2 at every rank.
-    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        lora_dropout=lora.dropout,
-        target_modules=ALL_LINEAR if lora.target_modules == ALL_LINEAR else names_in(lora.target_modules),
-        modules_to_save=names_in(lora.modules_to_save) or None,
-        bias=lora.bias,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
     )

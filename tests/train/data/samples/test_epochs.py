@@ -4,15 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.data.samples.epochs import permute, shuffled
+from penstock.train.data.samples.epochs import permute
 
 
-def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
-    first, second = (shuffled(np.arange(97) + 97 * epoch, 97, 3).tolist() for epoch in range(2))
-    assert sorted(first) == sorted(second) == list(range(97))
-    assert first != second
-    assert shuffled(np.array([97, 3, 100]), 97, 3).tolist() == [second[0], first[3], second[3]]
-    assert shuffled(np.arange(97), 97, 4).tolist() != first
+def test_every_epoch_and_seed_has_an_order_of_its_own():
+    orders = [permute(np.arange(97), 97, *key).tolist() for key in ((3, 0), (3, 1), (4, 0))]
+    assert len({tuple(order) for order in orders}) == 3
+    assert permute(np.array([3, 0]), 97, 3, 1).tolist() == [orders[1][3], orders[1][0]]
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 3), epoch=st.integers(0, 3))

@@ -24,7 +24,7 @@ def counting(tmp_path: Path) -> Corpus:
 
 def batch(corpus: Corpus, step: int, seed: int = 0, vocabulary: int = 1000, size: int = 4) -> Batch:
     rows = WindowSamples(corpus, 10, seed, "training").read(np.arange(step * size, (step + 1) * size))
-    return batch_of(rows, vocabulary, target_is_input=False, packed=False)
+    return batch_of(rows, vocabulary, target_is_input=False)
 
 
 def test_a_batch_is_a_function_of_seed_and_step(counting: Corpus):
@@ -41,7 +41,7 @@ def test_targets_are_the_tokens_that_follow(counting: Corpus):
     assert torch.equal(one.y, one.x + 1)
     assert one.x.is_contiguous()
     assert one.y.is_contiguous()
-    assert (one.valid, one.named) == (40, {})
+    assert one.valid == 40
 
 
 def test_the_size_of_the_batch_does_not_change_the_order_of_samples(counting: Corpus):
@@ -89,15 +89,15 @@ def test_once_has_every_token_once_as_a_label(counting: Corpus):
 def test_a_token_outside_the_vocabulary_is_an_error(counting: Corpus):
     rows = WindowSamples(counting, 10, 0, "training").spread(2)
     with pytest.raises(DataError, match=r"the data has a token 999; model.vocabulary is 999"):
-        batch_of(rows, 999, target_is_input=False, packed=False)
-    assert batch_of(rows, 1000, target_is_input=False, packed=False).y[-1, -1] == 999
+        batch_of(rows, 999, target_is_input=False)
+    assert batch_of(rows, 1000, target_is_input=False).y[-1, -1] == 999
 
 
 def test_a_negative_token_is_an_error(tmp_path: Path):
     np.save(tmp_path / "n.npy", np.array([3, -1, 2]))
     rows = WindowSamples(Corpus([Document(tmp_path / "n.npy", 0, 3, 0)]), 2, 0, "training").spread(1)
     with pytest.raises(DataError, match="a token -1"):
-        batch_of(rows, 10, target_is_input=False, packed=False)
+        batch_of(rows, 10, target_is_input=False)
 
 
 def test_too_little_text_is_an_error(counting: Corpus):

@@ -22,7 +22,7 @@ class OptimConfig(Table):
     """``[optim]``: the optimizer and its learning rate.
 
     The defaults are those of AdamW for a small model with random weights. With ``model.path``, they are those of
-    fine-tuning: `lr` 2e-5 (2e-4 for adapters, ``[lora]``), `weight_decay` 0.01 and `beta2` 0.999. Another optimizer has
+    fine-tuning: `lr` 2e-5, `weight_decay` 0.01 and `beta2` 0.999. Another optimizer has
     torch's defaults for `lr`, `weight_decay`, `beta1`, `beta2` and `epsilon`; but with ``model.path`` those of Adam's kind
     (such as ``NAdam``) have these rates, too, and `lr` must be given for the rest.
 

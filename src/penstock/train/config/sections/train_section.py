@@ -34,9 +34,7 @@ class TrainConfig(Table):
         epochs: passes over the training samples, also a fraction, in place of `steps`; 0 counts `steps`.
         batch: samples of a batch, over all microbatches.
         accumulate: batches a step, whose gradients are averaged; a step then trains ``accumulate * batch`` samples.
-        reduction: how the losses of microbatches are combined: ``mean`` weights all equally, ``valid_tokens`` by the targets
-            that are trained on, and ``sum`` adds their losses; ``auto`` is ``valid_tokens`` for data with targets that are
-            not trained on, else ``mean``.
+        reduction: how the losses of microbatches are combined: their ``mean`` or their ``sum``.
         seed: seed of the initial weights, dropout, the order of the data and the sample.
         name: name of the run folder; empty for the time of the start.
         folder: folder of run folders.
@@ -65,7 +63,7 @@ class TrainConfig(Table):
     epochs: NotNegativeNumber = 0.0
     batch: Count = 16
     accumulate: Count = 1
-    reduction: Reduction = "auto"
+    reduction: Reduction = "mean"
     seed: NotNegative = 0
     name: FolderName = ""
     folder: Text = "runs"

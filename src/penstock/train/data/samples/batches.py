@@ -7,9 +7,8 @@ restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,38 +28,10 @@ class Row:
     Attributes:
         tokens: tokens; int64, shape (sequence,).
         labels: label of each token, which is the token or -100, and of the one after the last; shape (sequence + 1,).
-        positions: position of each token in its document; shape (sequence,).
     """
 
     tokens: Numbers
     labels: Numbers
-    positions: Numbers
-
-
-class Samples(Protocol):
-    """Samples of one source, or of several.
-
-    Attributes:
-        size: bytes of the text that the labels are of; None if that is unknown.
-    """
-
-    @property
-    def per_epoch(self) -> int: ...
-
-    @property
-    def masked(self) -> bool: ...
-
-    @property
-    def size(self) -> int | None: ...
-
-    def read(self, samples: Numbers) -> list[Row]:
-        """Return the training samples of some numbers, shape (n,)."""
-
-    def spread(self, count: int) -> list[Row]:
-        """Return `count` rows for an evaluation, spread evenly; fewer if there are fewer."""
-
-    def once(self) -> Iterator[Row]:
-        """Yield rows that have every token once."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +41,11 @@ class Batch:
     Attributes:
         x: tokens, int64 (batch, sequence).
         y: target of each token, as the model's loss takes it, int64 (batch, sequence).
-        named: keyword inputs of the step: ``position_ids``, int64 (batch, sequence), if samples are packed.
+        valid: number of tokens that the loss counts.
     """
 
     x: Tensor
     y: Tensor
-    named: dict[str, Any]
     valid: int
 
 
@@ -84,16 +54,18 @@ def blank(sequence: int) -> Row:
     return Row(
         np.zeros(sequence, np.int64),
         np.full(sequence + 1, IGNORED, np.int64),
-        np.arange(sequence, dtype=np.int64),
     )
 
 
-def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool, packed: bool) -> Batch:
+def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool) -> Batch:
     """Return the batch of some rows.
 
     Args:
         target_is_input: whether the loss shifts its target, so that it is the labels of the tokens themselves; else it is
             those of the tokens that follow.
+
+    Raises:
+        DataError: if a token is outside the vocabulary.
     """
     tokens, labels = np.stack([row.tokens for row in rows]), np.stack([row.labels for row in rows])
     smallest, largest = int(tokens.min()), max(int(tokens.max()), int(labels.max()))
@@ -102,5 +74,4 @@ def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool, pac
         raise DataError(f"the data has a token {token}; model.vocabulary is {vocabulary}")
     y = labels[:, :-1] if target_is_input else labels[:, 1:]
     valid = int(((y[:, 1:] if target_is_input else y) != IGNORED).sum())
-    named = {"position_ids": torch.from_numpy(np.stack([row.positions for row in rows]))} if packed else {}
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(np.ascontiguousarray(y)), named, valid)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(np.ascontiguousarray(y)), valid)

@@ -32,16 +32,6 @@ def windows_per_epoch(tokens: int, sequence: int) -> int:
     return (tokens - min(sequence, tokens - sequence)) // sequence
 
 
-def shuffled(samples: Numbers, rows: int, seed: int) -> Numbers:
-    """Return the row of each sample: every epoch has each of the rows once, in another order."""
-    epochs, places = np.divmod(samples, rows)
-    numbers = np.empty_like(samples)
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        numbers[here] = permute(places[here], rows, seed, int(epoch))
-    return numbers
-
-
 def permute(places: Numbers, count: int, seed: int, epoch: int) -> Numbers:
     """Apply this epoch's permutation of 0..count-1 to some places, without computing the others.
 

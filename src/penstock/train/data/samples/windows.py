@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WindowSamples:
-    """Windows of a corpus; see `penstock.train.data.samples.batches.Samples`.
+    """Samples of training and evaluation: windows of a corpus.
 
     Every epoch visits each window once; order and starting point differ between epochs.
     """
@@ -29,7 +29,6 @@ class WindowSamples:
     seed: int
     role: str
     size: int | None = None
-    masked = False
 
     def __post_init__(self) -> None:
         if len(self.corpus) < self.sequence + 1:
@@ -40,9 +39,15 @@ class WindowSamples:
 
     @property
     def per_epoch(self) -> int:
+        """Number of samples of an epoch."""
         return windows_per_epoch(len(self.corpus), self.sequence)
 
     def read(self, samples: Numbers) -> list[Row]:
+        """Return the training samples of some numbers, from 0 without a limit, shape (n,).
+
+        Raises:
+            DataError: if a file can no longer be read.
+        """
         return self._windows(window_positions(samples, len(self.corpus), self.sequence, self.seed))
 
     def spread(self, count: int) -> list[Row]:
@@ -56,10 +61,10 @@ class WindowSamples:
             labels = np.full(self.sequence + 1, IGNORED, np.int64)
             labels[:length] = self.corpus.read(start, length)
             tokens = np.where(labels == IGNORED, 0, labels)[:-1]
-            yield Row(tokens, labels, np.arange(self.sequence, dtype=np.int64))
+            yield Row(tokens, labels)
 
     def _windows(self, positions: Numbers) -> list[Row]:
         return [
-            Row(tokens[:-1], tokens, np.arange(self.sequence, dtype=np.int64))
+            Row(tokens[:-1], tokens)
             for tokens in (self.corpus.read(int(position), self.sequence + 1) for position in positions)
         ]

@@ -1,0 +1,210 @@
+"""`penstock.PipelineTrainer` beside transformers' own Trainer: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import penstock
+from tests.support import hf_models
+
+VOCABULARY, TOKENS = 64, 12
+PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v"}
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    """Rows of padded lengths, with labels on a part of each, so that microbatches have other numbers of targets."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, VOCABULARY, (count, TOKENS), generator=generator)
+    labels = ids.clone()
+    for n in range(count):
+        labels[n, : n % 7] = -100
+    return [{"input_ids": ids[n], "labels": labels[n]} for n in range(count)]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "max_steps": 6, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "learning_rate": 1e-3,
+        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 5, "use_cpu": True,
+        **changes,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **given)
+
+
+def model(family: str = "llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return hf_models.model(family, vocab_size=VOCABULARY, **changes)
+
+
+def trained(
+    kind: type[Trainer], net: Any, args: TrainingArguments, **more: Any
+) -> tuple[Trainer, list[dict]]:
+    trainer = kind(model=net, args=args, train_dataset=rows(44), eval_dataset=rows(10), **more)
+    trainer.train()
+    return trainer, [line for line in trainer.state.log_history if "loss" in line]
+
+
+def assert_close(ours: list[dict], theirs: list[dict]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["learning_rate"] == other["learning_rate"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Compare all weights but the biases of keys: their gradient is 0, and what rounding leaves of it Adam makes a step."""
+    ours, theirs = (
+        torch.cat([value.flatten() for name, value in net.state_dict().items() if "c_attn.bias" not in name])
+        for net in (one, other)
+    )
+    assert (ours - theirs).norm() / theirs.norm() < 2e-6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        {"optim": "sgd", "lr_scheduler_type": "cosine"},
+        {"num_train_epochs": 1, "max_steps": -1},  # 44 rows: the last batch has 4
+        {"per_device_train_batch_size": 6},  # does not divide into 4 microbatches
+    ],
+    ids=lambda changes: ", ".join(changes) or "plain",
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_it_trains_as_trainer_does(tmp_path: Path, family: str, changes: dict[str, Any]):
+    theirs, logged = trained(Trainer, model(family), arguments(tmp_path, **changes))
+    ours, seen = trained(
+        penstock.PipelineTrainer, model(family), arguments(tmp_path, **changes), pipeline=PIPELINE
+    )
+    assert_close(seen, logged)
+    assert_same_weights(ours.model, theirs.model)
+    one, other = ours.evaluate(), theirs.evaluate()
+    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_metrics_of_an_evaluation_get_all_logits(tmp_path: Path):
+    kinds = [(Trainer, {}), (penstock.PipelineTrainer, {"pipeline": PIPELINE})]
+    found = []
+    for kind, more in kinds:
+        trainer = kind(
+            model=model(), args=arguments(tmp_path), eval_dataset=rows(10), compute_metrics=accuracy, **more
+        )
+        found.append((trainer.evaluate(), trainer.predict(rows(10)).predictions))
+    (one, logits), (other, expected) = found
+    assert one["eval_accuracy"] == other["eval_accuracy"]
+    assert torch.allclose(torch.tensor(logits), torch.tensor(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path, accumulated: int):
+    """In the middle of an epoch, and with dropout."""
+    changes = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulated}
+
+    def trainer(steps: int, folder: Path) -> Any:
+        net = model("gpt2", resid_pdrop=0.2, embd_pdrop=0.2)
+        args = arguments(folder, max_steps=steps, lr_scheduler_type="constant", **changes)
+        return penstock.PipelineTrainer(
+            model=net, args=args, train_dataset=rows(44), pipeline={"ranks": 2, "microbatches": 4}
+        )
+
+    whole = trainer(4, tmp_path / "whole")
+    whole.train()
+    trainer(2, tmp_path / "parts").train()
+    second = trainer(4, tmp_path / "parts")
+    second.train(resume_from_checkpoint=True)
+    for name, value in second.model.state_dict().items():
+        assert torch.equal(value, whole.model.state_dict()[name]), name
+
+
+def test_what_is_saved_loads_in_transformers(tmp_path: Path):
+    ours, _ = trained(penstock.PipelineTrainer, model(), arguments(tmp_path, max_steps=1), pipeline=PIPELINE)
+    ours.save_model(str(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    x = torch.arange(2, 2 + TOKENS)[None]
+    assert torch.equal(again(x).logits, ours.model.eval()(x).logits)
+
+
+def adapted() -> Any:
+    import peft
+
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model(), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def test_adapters_are_trained_alone(tmp_path: Path):
+    theirs, logged = trained(Trainer, adapted(), arguments(tmp_path))
+    ours, seen = trained(
+        penstock.PipelineTrainer, adapted(), arguments(tmp_path), pipeline={"ranks": 2, "microbatches": 4}
+    )
+    assert_close(seen, logged)
+    assert_same_weights(ours.model, theirs.model)
+    ours.save_model(str(tmp_path / "adapters"))
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+def test_activation_checkpointing_is_recompute(tmp_path: Path):
+    args = arguments(tmp_path, activation_checkpointing=True)
+    _, seen = trained(penstock.PipelineTrainer, model(), args, pipeline=PIPELINE)
+    _, logged = trained(Trainer, model(), arguments(tmp_path))
+    assert_close(seen, logged)
+    assert args.activation_checkpointing  # of the caller's own arguments
+
+
+class OwnLoss(penstock.PipelineTrainerMixin, Trainer):
+    """A subclass of one's own."""
+
+    def log(self, logs: dict[str, float], *more: Any) -> None:
+        super().log({**logs, "own": 1.0}, *more)
+
+
+def test_the_mixin_serves_subclasses(tmp_path: Path):
+    _, seen = trained(OwnLoss, model(), arguments(tmp_path, max_steps=1), pipeline=PIPELINE)
+    assert seen[0]["own"] == 1.0
+
+
+def all_logits(outputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        ({"torch_compile": True}, {}, "torch_compile=True cannot be used with a pipeline"),
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 cannot be used"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
+        ({}, {"compute_loss_func": all_logits}, "compute_loss_func needs the logits of the whole batch"),
+        ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),
+        ({}, {"pipeline": {"microbatches": 2, "seed": 1}}, r"pipeline\['seed'\] cannot be given"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    tmp_path: Path, changes: dict[str, Any], more: dict[str, Any], said: str
+):
+    with pytest.raises(penstock.ConfigError, match=said):
+        penstock.PipelineTrainer(
+            model=model(), args=arguments(tmp_path, **changes), **{"pipeline": PIPELINE, **more}
+        )
+
+
+def test_a_batch_without_labels_is_refused(tmp_path: Path):
+    data = [{"input_ids": row["input_ids"]} for row in rows(8)]
+    trainer = penstock.PipelineTrainer(
+        model=model(), args=arguments(tmp_path), train_dataset=data, pipeline=PIPELINE
+    )
+    with pytest.raises(
+        penstock.ConfigError, match=r"gives input_ids.* and no labels; take one that makes labels"
+    ):
+        trainer.train()
