@@ -167,7 +167,7 @@ def export_transformers(source: Path, target: Path) -> None:
         DataError: if the checkpoint is damaged.
     """
     from penstock.huggingface import save
-    from penstock.huggingface.families import require_library
+    from penstock.huggingface.library import require_library
 
     require_new(target)
     manifest = open_sound(source)
