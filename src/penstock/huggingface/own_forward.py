@@ -15,6 +15,7 @@ Between two stubs the object must stay the same one, which proves that the forwa
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,8 +176,9 @@ class OwnForward:
         self.parent: nn.Module = model.get_submodule(self.blocks.rpartition(".")[0])
         self.paths = [f"{self.blocks}.{n}" for n in range(self.count)]
         self._cache = ArgumentCache()
-        # Rotary modules of some rules write to their own buffers.
         self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
         self._around = _around(self.blocks)
         self._require_plain()
         taken = inspect.signature(model.forward).parameters
@@ -349,9 +351,22 @@ class OwnForward:
                 f"its forward fails on stubs of its blocks: {describe_error(error)}"
             ) from error
 
+    def _support(self, path: str, mode: bool | None) -> nn.Module:
+        """Return a module without parameters; one with buffers is this thread's own, since some write to theirs.
+
+        Args:
+            mode: mode of the module, which its dropout follows; None for its own.
+        """
+        copies: dict[str, nn.Module] = self._thread.__dict__
+        if path not in copies:
+            module = self._real(path)
+            shared = {id(self.model.config): self.model.config}
+            copies[path] = module if next(module.buffers(), None) is None else copy.deepcopy(module, shared)
+        return copies[path] if mode is None else _in_mode(copies[path], mode)
+
     def _shell(self, path: str, run: _Run, modules: Mapping[str, nn.Module], training: bool) -> nn.Module:
         module = self.model.get_submodule(path)
-        children: dict[str, nn.Module] = {}
+        children: dict[str, nn.Module | None] = {}
         for name, child in module._modules.items():
             full = f"{path}.{name}" if path else name
             if child is None:
@@ -366,7 +381,7 @@ class OwnForward:
             elif next(child.parameters(), None) is not None:
                 children[name] = _Absent(child, full, run)
             else:
-                children[name] = self._real(full)
+                children[name] = self._support(full, training if self._is_pattern or not training else None)
         return _bare(module, children, training)
 
     def _refusal(self, reason: str) -> SplitError:
@@ -374,13 +389,23 @@ class OwnForward:
         return SplitError(f"{name} cannot be cut: {reason.removeprefix(f'{name} cannot be cut: ')}")
 
 
-def _bare(module: nn.Module, children: dict[str, nn.Module], training: bool) -> nn.Module:
+def _bare(module: nn.Module, children: Mapping[str, nn.Module | None], training: bool) -> nn.Module:
     """Return a shallow copy of a module with other children."""
     bare = type(module).__new__(type(module))
     bare.__dict__.update(vars(module))
-    bare.__dict__["_modules"] = children
+    bare.__dict__["_modules"] = dict(children)
     bare.__dict__["training"] = training
     return bare
+
+
+def _in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """Return a module in a mode: itself, or a copy that shares its buffers."""
+    if all(part.training == training for part in module.modules()):
+        return module
+    children = {
+        name: child if child is None else _in_mode(child, training) for name, child in module._modules.items()
+    }
+    return _bare(module, children, training)
 
 
 def _probe(hidden: Tensor) -> Tensor:
