@@ -468,7 +468,7 @@ class _Folder(Live, nn.Module):
 
 
 class OwnEmbedding(_OwnLayer):
-    """What a model's forward does before its blocks: int64 (batch, sequence) → (batch, sequence, width)."""
+    """Part of a model's forward before its blocks: int64 (batch, sequence) → (batch, sequence, width)."""
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -479,7 +479,7 @@ class OwnEmbedding(_OwnLayer):
 
 
 class OwnHead(_OwnLayer):
-    """What a model's forward does after its blocks: (batch, sequence, width) → (batch, sequence, vocabulary)."""
+    """Part of a model's forward after its blocks: (batch, sequence, width) → (batch, sequence, vocabulary)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
