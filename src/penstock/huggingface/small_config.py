@@ -127,6 +127,10 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key] = value
     if "qk_rope_head_dim" in result and "head_dim" in result:
         result["head_dim"] = result["qk_rope_head_dim"]
+    if (
+        "qk_rope_head_dim" in result and "num_key_value_heads" in result
+    ):  # latent attention has a key for every head
+        result["num_key_value_heads"] = result["num_attention_heads"]
     return result
 
 
