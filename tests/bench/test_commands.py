@@ -22,6 +22,7 @@ NAMED = re.compile(r"python -m (bench\.[a-z_0-9.]*[a-z_0-9](?: --[a-z-]+(?: (?:\
 FOREVER = {
     "bench.zoo --count 2000": "bench.zoo", "bench.zoo --count 2000 --seed 700000": "bench.zoo",
     "bench.faults": "bench.faults --rows 3",
+    "bench.families": "bench.families llama mixtral rwkv",
 }  # fmt: skip
 """What is run instead where the settings themselves are what takes long."""
 
@@ -120,6 +121,7 @@ LINES = {
         r"plain loop +11 +N +N +N", r"Penstock, threads +11 +N +N +N", r"Penstock, processes +11 +N +N +N",
         r"torch.distributed.pipelining +43 +N +N +N",
     ],
+    "bench.families": [r"llama +equal", r"mixtral +equal", r"rwkv +refused +RwkvForCausalLM cannot be cut: .*"],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, whole_name
 
 VOCABULARY = 61
 
@@ -86,4 +86,4 @@ def in_sequence(layers: list[Layer], x: Tensor, **named: Tensor | None) -> Tenso
 def parameters(layers: list[Layer]) -> dict[str, Tensor]:
     """Return every parameter by its name in the whole model."""
     built = [(layer.name, layer.build()) for layer in layers]
-    return {f"{name}.{inner}": p for name, module in built for inner, p in module.named_parameters()}
+    return {whole_name(name, inner): p for name, module in built for inner, p in module.named_parameters()}

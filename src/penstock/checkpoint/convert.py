@@ -124,7 +124,7 @@ def export_weights(source: Path, target: Path) -> None:
 def export_transformers(source: Path, target: Path) -> None:
     """Write a checkpoint's weights as a folder for ``from_pretrained``, with the files of the model it began with."""
     from penstock.huggingface import save
-    from penstock.huggingface.families import require_library
+    from penstock.huggingface.library import require_library
 
     require_new(target)
     manifest = open_sound(source)

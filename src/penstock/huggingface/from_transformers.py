@@ -1,7 +1,7 @@
-"""Split of a Hugging Face causal language model into layers: embedding, blocks, final norm, head.
+"""Split of a Hugging Face causal language model into layers: what comes before its blocks, the blocks, what comes after.
 
 The library's model is built on the meta device, where it takes no memory, and is the pattern from which each process
-makes its own layers. The model is not traced, and its forward is never called.
+makes its own layers. `penstock.huggingface.own_forward` runs them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, DataError, SplitError, describe_error
-from penstock.base.model_variants import LARGEST_SIZE, refused_architecture
+from penstock.base.model_variants import LARGEST_SIZE, VARIANT_KEYS, refused_architecture, refused_variant
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
-from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tables, Tokens, twin
-from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
-from penstock.huggingface.family_of import family_of
-from penstock.stage.layers import BatchNames, Layer
+from penstock.huggingface.library import require_library
+from penstock.huggingface.own_forward import OwnBlock, OwnEmbedding, OwnForward, OwnHead, twin
+from penstock.huggingface.proof import require_equal
+from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
 from penstock.stage.rng.initial import generator_for
 
 _OWN_KERNELS = ("eager", "sdpa")
@@ -40,11 +40,16 @@ _SIZES = (
 )  # fmt: skip
 """Keys with the sizes of weights."""
 
+STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""Names in files of weights that have another one in the model, by the config's ``model_type``."""
+
 Make = Callable[[str], nn.Module]
 """Function from a module's name in the whole model to a module with weights."""
 
 
-def from_transformers(model: object, *, seed: int = 0, adapters: object = None) -> list[Layer]:
+def from_transformers(
+    model: object, *, seed: int = 0, adapters: object = None, check: bool = True
+) -> list[Layer]:
     """Split a causal language model of Hugging Face transformers into layers that a `Pipeline` takes.
 
     The first layer takes token ids, int64 (batch, sequence); layers pass on the hidden state, (batch, sequence, width);
@@ -53,8 +58,8 @@ def from_transformers(model: object, *, seed: int = 0, adapters: object = None) 
     a mask, ``position_ids`` that restart at 0 mark sequences packed into one row, which then do not attend to each other.
     Parameters have the names of the library's model.
 
-    Families in `penstock.huggingface.families` are supported, and those with a ``base_model_pp_plan`` in the library whose
-    forward is that of one of them.
+    The layers run the model's own forward, with stubs in the place of its blocks. So every family of the library is taken
+    whose forward calls its blocks one after the other, and does nothing between them.
 
     Args:
         model: one of
@@ -69,16 +74,18 @@ def from_transformers(model: object, *, seed: int = 0, adapters: object = None) 
         adapters: with a folder, LoRA adapters to train in place of the model's own weights, which are frozen: peft's
             ``LoraConfig`` for new ones, whose weights depend on `seed` and names alone, or a folder that
             ``save_pretrained`` of peft or `penstock.save_adapters` has written (default None, no adapters).
+        check: whether a small random model of the same kind proves that logits, loss and every gradient are the model's own,
+            bit for bit (default True).
 
     Returns:
-        The embedding (and GPT-2's table of positions), the blocks, the final norm and the head. `Layer.tied` of the head
-        names the embedding if they share a weight.
+        What the forward does before the blocks, the blocks, and what it does after them. `Layer.tied` of the last names the
+        embedding if they share a weight.
 
     Raises:
         ConfigError: if transformers or peft is not installed, `model` is none of these, or the adapters cannot be split.
         DataError: if the folder's files cannot be read, or tensors are missing, unknown or misshapen; lists all of
             them, and nothing is built.
-        SplitError: if the family, or this variant of it, cannot be split.
+        SplitError: if the model, or this variant of it, cannot be split, or the layers give other numbers.
     """
     require_library()
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,7 +93,7 @@ def from_transformers(model: object, *, seed: int = 0, adapters: object = None) 
     if isinstance(model, str | os.PathLike):
         path = Path(model).expanduser()
         if not os.path.isfile(path):
-            return _of_folder(local_folder(model), adapters, seed)
+            return _of_folder(local_folder(model), adapters, seed, check)
         model = read_config(path)
     if adapters is not None:
         raise ConfigError(
@@ -94,12 +101,14 @@ def from_transformers(model: object, *, seed: int = 0, adapters: object = None) 
         )
     if is_peft_model(model):
         in_model, base = adapters_in(model), _base_of(model)
-        return with_adapters(_of_model(base), in_model)
+        return with_adapters(_of_model(base, check), in_model)
     if isinstance(model, PreTrainedModel):
-        return _of_model(model)
+        return _of_model(model, check)
     if isinstance(model, PreTrainedConfig):
-        family_of(model)
+        require_variant(model)
         pattern = on_meta(model)
+        if check:
+            _prove(pattern)
         _require_known_ties(pattern)
         return _layers(pattern, partial(_initialised, pattern, seed))
     raise ConfigError(
@@ -158,7 +167,7 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         raise DataError(f"transformers cannot use {path}: {describe_error(error)}") from error
     if (reason := refused_architecture(table)) is not None:
         raise SplitError(reason)
-    family_of(config)
+    require_variant(config)
     return config
 
 
@@ -178,17 +187,56 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
         ) from error
 
 
-def _of_model(model: Any) -> list[Layer]:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    family_of(model.config)
-    if not isinstance(model, MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]):
+def _of_model(model: Any, check: bool) -> list[Layer]:
+    require_variant(model.config)
+    if not isinstance(model, _classes(model.config)):
         raise SplitError(
             f"a {type(model).__name__} is not a causal language model; give what AutoModelForCausalLM makes"
         )
-    built = [(layer, layer.build()) for layer in _layers(model, model.get_submodule)]
+    causal: Any = model
+    built = [(layer, layer.build()) for layer in _layers(causal, causal.get_submodule)]
+    if check:
+        _prove(causal)
     # The modules show which weights are tied, also those that the user has tied.
     return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
+
+
+def require_variant(config: Any) -> None:
+    """Require a config of a causal language model whose layers take a hidden state, a padding mask and positions alone.
+
+    Raises:
+        SplitError: if transformers has no such model for it, or the config asks for more; names the key.
+    """
+    kind = str(getattr(config, "model_type", ""))
+    if not _classes(config):
+        raise SplitError(f"transformers has no causal language model of type {kind!r}, so it cannot be split")
+    reason = refused_variant({key: getattr(config, key, None) for key in VARIANT_KEYS})
+    if reason is not None:
+        raise SplitError(reason)
+    if getattr(config, "output_router_logits", False):
+        raise SplitError(
+            "the config's output_router_logits is set: the router's auxiliary loss is over all layers of the model, and "
+            "stages do not add it up. Set output_router_logits to false"
+        )
+    for key in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, key, 0):
+            raise SplitError(
+                f"the config's {key} is set: a model that leaves out random layers cannot be split; set it to 0"
+            )
+
+
+def _classes(config: Any) -> tuple[type, ...]:
+    """Return the library's classes of causal language models for a config; none if there are none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ()
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _prove(model: Any) -> None:
+    require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _base_of(model: Any) -> Any:
@@ -200,16 +248,17 @@ def _itself(module: nn.Module) -> nn.Module:
     return module
 
 
-def _of_folder(folder: Path, adapters: object, seed: int) -> list[Layer]:
+def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[Layer]:
     config = read_config(folder / model_folder.CONFIG)
     stored = model_folder.stored_tensors(folder)
     if not stored:
         raise DataError(f"the weights in {folder} are empty")
     _require_blocks(folder, config, stored)
-    head = family_of(config).stored_head
-    if f"{head}.weight" in stored:
-        stored[f"{HEAD}.weight"] = stored.pop(f"{head}.weight")
     pattern = on_meta(config, config.dtype or model_folder.dtype_of(stored))
+    renamed = {other: name for name, other in STORED_NAMES.get(config.model_type, {}).items()}
+    stored = {renamed.get(name, name): tensor for name, tensor in stored.items()}
+    if check:
+        _prove(pattern)
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}
     # Old files have the rotary frequencies, which the library now computes.
     ignored = [*(pattern._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
@@ -238,63 +287,76 @@ def _of_folder(folder: Path, adapters: object, seed: int) -> list[Layer]:
 
 def _require_blocks(folder: Path, config: Any, stored: Iterable[str]) -> None:
     """Raise `DataError` if the weights have fewer blocks than the config says, before so many are made."""
-    blocks = family_of(config).blocks.rpartition(".")[2]
-    found = {match[1] for name in stored if (match := re.search(rf"(?:^|\.){blocks}\.(\d+)\.", name))}
-    if config.num_hidden_layers > len(found):
+    numbers: dict[str, set[str]] = {}
+    for name in stored:
+        for match in re.finditer(r"(?:^|\.)(\d+)\.", name):
+            numbers.setdefault(name[: match.start()], set()).add(match[1])
+    found = max(map(len, numbers.values()), default=0)
+    if config.num_hidden_layers > found:
         raise DataError(
             f"{folder / model_folder.CONFIG} says that the model has {config.num_hidden_layers:,} blocks, and the weights "
-            f"beside it have {len(found):,}; they do not belong together"
+            f"beside it have {found:,}; they do not belong together"
         )
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Return the names of the head's and the embedding's weight, if they are one parameter; else nothing."""
-    family = family_of(model.config)
-    head, embedding = f"{HEAD}.weight", f"{family.embedding}.weight"
-    return {head: embedding} if model.get_parameter(head) is model.get_parameter(embedding) else {}
+    """Return the names of parameters that are others under a second name: name → first name, in the order of layers."""
+    embedding = embedding_name(model)
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    every = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in sorted(every, key=lambda one: not one[0].startswith(f"{embedding}.")):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def embedding_name(model: Any) -> str:
+    """Return the path of the token table."""
+    table = model.get_input_embeddings()
+    name: str = next(name for name, module in model.named_modules() if module is table)
+    return name
+
+
+def head_name(model: Any) -> str | None:
+    """Return the path of the head's matrix; None if the model names none."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _layers(model: Any, make: Make) -> list[Layer]:
-    config, family = model.config, family_of(model.config)
-    tables = Tables(config, _rotary(model, family), family.rotary_by_kind)
+    own = OwnForward(model, partial(_around_the_blocks, model))
+    tied = tied_names(model)
 
-    def with_dropout(name: str, kind: type[nn.Module]) -> Callable[[], nn.Module]:
-        assert family.dropout is not None
-        dropout = family.dropout
-        return lambda: twin(make(name), kind, dropout=make(dropout))
+    def around(kind: Callable[..., nn.Module], paths: Sequence[str]) -> nn.Module:
+        return kind(own, {path: make(path) for path in paths})
 
-    def block(name: str, attention: Attention) -> Callable[[], nn.Module]:
-        return lambda: twin(make(name), BlockLayer, tables=tables, attention_kind=attention)
+    def block(number: int) -> nn.Module:
+        return twin(make(own.paths[number]), OwnBlock, own=own, number=number)
 
-    def head() -> nn.Module:
-        cap = config.final_logit_softcapping if family.capped else None
-        return make(HEAD) if cap is None else twin(make(HEAD), CappedHead, cap=cap)
+    def of_head(name: str) -> bool:
+        return begins_in(name, own.after)
 
-    layers: list[Layer] = []
-    if family.positions is not None:
-        layers.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
-        layers.append(Layer(family.positions, with_dropout(family.positions, Positions), "embedding"))
-    elif family.dropout is not None:
-        layers.append(Layer(family.embedding, with_dropout(family.embedding, Tokens), "embedding"))
-    else:
-        layers.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
-    for n, attention in enumerate(family.kinds(config)):
-        layers.append(Layer(f"{family.blocks}.{n}", block(f"{family.blocks}.{n}", attention)))
-    layers.append(Layer(family.norm, partial(make, family.norm), "head"))
-    tied = {name.removeprefix(f"{HEAD}."): embedding for name, embedding in tied_names(model).items()}
-    layers.append(Layer(HEAD, head, "head", tied=tied))
-    others = frozenset(("attention_mask", "position_ids"))
-    return [replace(layers[0], batch=BatchNames("input_ids", "labels", others)), *layers[1:]]
+    first, last = joint_name(own.before, 0), joint_name(own.after, own.count + 1)
+    batch = BatchNames("input_ids", "labels", frozenset(own.named))
+    return [
+        Layer(first, partial(around, OwnEmbedding, own.before), "embedding", batch=batch),
+        *(Layer(path, partial(block, n)) for n, path in enumerate(own.paths)),
+        Layer(
+            last,
+            partial(around, OwnHead, own.after),
+            "head",
+            tied={name: other for name, other in tied.items() if of_head(name) and not of_head(other)},
+        ),
+    ]
 
 
-def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:
-    """Return the rotary module on its device; on the CPU if it is on the meta device."""
-    if family.rotary is None:
-        return None
-    rotary: nn.Module = model.get_submodule(family.rotary)
-    if not any(b.is_meta for b in rotary.buffers()):
-        return rotary
-    return _require_buffers(_real(model, rotary), family.rotary)
+def _around_the_blocks(model: Any, path: str) -> nn.Module:
+    """Return a module without parameters on its device; on the CPU if it is on the meta device."""
+    module: nn.Module = model.get_submodule(path)
+    if not any(b.is_meta for b in module.buffers()):
+        return module
+    return _require_buffers(_real(model, module), path)
 
 
 def _real(pattern: Any, module: nn.Module) -> nn.Module:
@@ -335,9 +397,9 @@ def _require_known_ties(pattern: Any) -> None:
     names: dict[int, set[str]] = {}
     for name, parameter in pattern.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    known = {name for pair in tied_names(pattern).items() for name in pair}
+    table = f"{embedding_name(pattern)}.weight"
     for same in names.values():
-        if len(same) > 1 and same != known:
+        if len(same) > 1 and (len(same) > 2 or table not in same):
             raise SplitError(
                 f"{' and '.join(sorted(same))} are one parameter in transformers; a config or folder gives each layer its "
                 "own. Give the model itself, as AutoModelForCausalLM makes it"
@@ -356,9 +418,21 @@ def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
                 pattern._init_weights(part)
     finally:
         torch.set_rng_state(before)
-    for embedding in tied_names(pattern).values() if name == HEAD else ():
-        module.weight = _initialised(pattern, seed, embedding.removesuffix(".weight")).weight
+    for inner, other in _tied_within(pattern, name).items():
+        path, _, last = other.rpartition(".")
+        _set(module, inner, getattr(_initialised(pattern, seed, path), last))
     return _require_buffers(module, name)
+
+
+def _tied_within(pattern: Any, name: str) -> dict[str, str]:
+    """Return the parameters of a module that are those of others: name within it → name in the model."""
+    tied = {one: other for one, other in tied_names(pattern).items() if begins_in(one, [name])}
+    return {one[len(name) + 1 :]: other for one, other in tied.items() if not begins_in(other, [name])}
+
+
+def _set(module: nn.Module, inner: str, parameter: nn.Parameter) -> None:
+    path, _, last = inner.rpartition(".")
+    setattr(module.get_submodule(path), last, parameter)
 
 
 def _children_first(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:

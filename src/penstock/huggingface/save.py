@@ -15,12 +15,19 @@ from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.adapted_model import adapters_of
 from penstock.huggingface.adapters.merge import merged_state
-from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily, require_library
-from penstock.huggingface.from_transformers import config_from, local_folder, on_meta, tied_names
+from penstock.huggingface.from_transformers import (
+    STORED_NAMES,
+    config_from,
+    local_folder,
+    on_meta,
+    tied_names,
+)
+from penstock.huggingface.library import require_library
 from penstock.huggingface.model_folder import CONFIG, read_json
 from penstock.huggingface.weights import own_state, save_together
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.stage.layers import whole_name
 
 T = TypeVar("T")
 
@@ -74,7 +81,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
 
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the pipeline's state by the names in files, without second names of tied parameters."""
-    tied = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
+    tied = {whole_name(layer.name, inner) for layer in pipe.layers for inner in layer.tied}
     state = {name: value for name, value in own_state(pipe).items() if name not in tied}
     adapters = adapters_of(pipe.layers)
     return stored_names(state if adapters is None else merged_state(pipe, state, adapters), config)
@@ -82,8 +89,8 @@ def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
     """Rename weights from their names in the model to those in files of the config's family."""
-    head = FAMILIES.get(config["model_type"], ModelFamily()).stored_head
-    return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
+    stored = STORED_NAMES.get(config["model_type"], {})
+    return {stored.get(name, name): value for name, value in state.items()}
 
 
 def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:

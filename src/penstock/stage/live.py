@@ -46,6 +46,11 @@ class Live:
         source_of(self).training = mode
 
 
+def follow(module: Live, other: nn.Module) -> None:
+    """Give a module the mode of another one; called before the module's own ``__init__``."""
+    module.__dict__["_source"] = _Source(other)
+
+
 def live_copy(
     module: nn.Module,
     attributes: Iterable[str],

@@ -38,7 +38,7 @@ def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
                 raise SplitError(
                     f"layer {layer.name!r} says that its {inner} is tied to {other!r}, which no layer before it has"
                 )
-            join(other, f"{layer.name}.{inner}")
+            join(other, whole_name(layer.name, inner))
     unique = {id(tied): tied for tied in group.values() if len(tied) > 1}
     return [tuple(sorted(tied, key=lambda n: place[owner_of(n, layers) or ""])) for tied in unique.values()]
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.adapters.supported import require_peft, require_supported
-from penstock.huggingface.families import HEAD
-from penstock.huggingface.family_of import family_of
 from penstock.stage.layers import Layer
 
 _PREFIX = "base_model.model."  # of the names in a PeftModel, before those of the base model
@@ -184,20 +182,17 @@ def _require_splittable(model: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    embedding = family_of(model.config).embedding
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [name for name, module in model.named_modules() if module in tables]
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (
-            name in (HEAD, embedding) or isinstance(module.get_base_layer(), nn.Embedding)
+            name in names or isinstance(module.get_base_layer(), nn.Embedding)
         ):
             raise ConfigError(
                 f"{name} cannot have an adapter, since peft's folder would need the table, too; leave it out of "
                 "target_modules, or train all of it: modules_to_save"
             )
-        if (
-            name in (HEAD, embedding)
-            and isinstance(module, ModulesToSaveWrapper)
-            and model.config.tie_word_embeddings
-        ):
+        if name in names and isinstance(module, ModulesToSaveWrapper) and model.config.tie_word_embeddings:
             raise ConfigError(
                 f"{name} in modules_to_save is tied to the other table (tie_word_embeddings), and a folder of adapters "
                 "cannot say that; leave it out"

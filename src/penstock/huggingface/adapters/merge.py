@@ -11,6 +11,7 @@ from torch import nn
 from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.adapted_model import Adapters
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import whole_name
 
 
 def merged_state(pipe: Pipeline, state: Mapping[str, Any], adapters: Adapters) -> dict[str, Any]:
@@ -33,8 +34,10 @@ def merged_state(pipe: Pipeline, state: Mapping[str, Any], adapters: Adapters) -
     for stage in pipe.stages.values():
         for layer_name, layer in stage.module.named_layers():
             for inner, module in layer.named_modules():
-                if isinstance(module, LoraLayer) and f"{layer_name}.{inner}.base_layer.weight" in state:
-                    merged[f"{layer_name}.{inner}.weight"] = _merged_weight(f"{layer_name}.{inner}", module)
+                weight = whole_name(layer_name, f"{inner}.weight")
+                name = weight.removesuffix(".weight")
+                if isinstance(module, LoraLayer) and f"{name}.base_layer.weight" in state:
+                    merged[weight] = _merged_weight(name, module)
     for name, value in of_base.items():
         merged.setdefault(adapters.base_name(name), value)
     return merged

@@ -1,0 +1,537 @@
+"""A causal language model of transformers as layers, by its own forward with stubs in the place of its blocks.
+
+The forward is never copied or read. It runs on a *shell* of the model: shallow copies of the modules around the blocks,
+with a stub for each block. A stub records the arguments that it is called with and returns its input, so masks, rotary
+tables and indices are what the model's own code makes of them. Three runs serve a pipeline:
+
+- the first layer runs the forward on token ids up to the first stub, and returns what that gets;
+- a block runs with the arguments that its stub has recorded, in a run up to the last stub;
+- the last layer runs the whole forward, where the last stub returns the hidden state of the last block.
+
+The last two have no token ids. They run on a *probe*, a tensor of NaN in the place of the embedded tokens, and modules with
+parameters before the blocks return NaN, too. So no value before the blocks can reach an argument or the logits unseen.
+Between two stubs the object must stay the same one, which proves that the forward does nothing there.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.base.errors import PenstockError, SplitError, describe_error
+from penstock.huggingface.argument_cache import ArgumentCache, Same
+from penstock.stage.live import INTERNAL, Live, follow, live_copy
+
+NAMED = ("attention_mask", "position_ids")
+"""Named inputs of a step that a model's forward may take."""
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+_FORMS: tuple[int, ...] = (0, 1, 2, 3)
+"""What blocks may return: the hidden state alone (0), or a tuple of so many elements that begins with it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a block besides the hidden state.
+
+    Attributes:
+        keyword: name of the hidden state if it is given by keyword; empty if it is the first argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str
+
+
+class _Stopped(Exception):  # noqa: N818
+    """End of a run at a stub, with the hidden state that reached it."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class _Rest:
+    """Element of a block's result besides the hidden state, in a run with stubs."""
+
+
+class _Run:
+    """One run of the forward: what stubs do, and what they have recorded.
+
+    Args:
+        count: number of stubs.
+        form: what blocks return, one of `_FORMS`.
+        stop: index of the stub that ends the run; None if it runs to its end.
+        last: hidden state that the last stub returns; None for its input.
+    """
+
+    def __init__(self, count: int, form: int, stop: int | None, last: Tensor | None = None) -> None:
+        self.count, self.form, self.stop, self.last = count, form, stop, last
+        self.calls: list[Call] = []
+        self.rests: list[_Rest] = []
+        self.modules: list[tuple[str, int]] = []
+        self._hidden: Any = None
+
+    def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if number != len(self.calls):
+            raise SplitError(f"its forward calls block {number} where block {len(self.calls)} is due")
+        keyword = "" if args else next(iter(kwargs), "")
+        hidden = args[0] if args else kwargs.get(keyword)
+        if number and hidden is not self._hidden:
+            raise SplitError(
+                f"its forward changes the hidden state between block {number - 1} and block {number}"
+            )
+        if not isinstance(hidden, Tensor):
+            raise SplitError(
+                f"its forward gives block {number} a {type(hidden).__name__} in the place of the hidden state"
+            )
+        self._hidden = hidden
+        rest = {name: value for name, value in kwargs.items() if name != keyword}
+        self.calls.append(Call(args[1:], rest, keyword))
+        if number == self.stop:
+            raise _Stopped(hidden)
+        if number == self.count - 1 and self.last is not None:
+            hidden = self.last
+        if not self.form:
+            return hidden
+        self.rests += (rests := [_Rest() for _ in range(self.form - 1)])
+        return (hidden, *rests)
+
+
+class _Stub(nn.Module):
+    """A block's place in the forward, with the block's attributes."""
+
+    def __init__(self, block: nn.Module, number: int, run: _Run) -> None:
+        super().__init__()
+        self.__dict__.update(block=block, number=number, run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.reach(self.number, args, kwargs)
+
+
+class _Absent(nn.Module):
+    """A module with parameters that a run does without: NaN in the place of what it would return."""
+
+    def __init__(self, module: nn.Module, path: str, run: _Run) -> None:
+        super().__init__()
+        self.__dict__.update(module=module, path=path, run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["module"], name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return _nan(value.shape, value.dtype, value.device)
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.run.modules.append((self.path, len(self.run.calls)))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        dtype = next(self.module.parameters()).dtype
+        if not tensors:
+            return _nan((), dtype, None)
+        hidden = next((one for one in tensors if one.dim() > 2 and one.is_floating_point()), None)
+        if hidden is not None:
+            return _nan(hidden.shape, hidden.dtype, hidden.device)
+        tables = [part.embedding_dim for part in self.module.modules() if isinstance(part, nn.Embedding)]
+        if tables:
+            return _nan((*tensors[0].shape[:2], tables[0]), dtype, tensors[0].device)
+        return _nan(tensors[0].shape, dtype, tensors[0].device)
+
+
+def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
+
+
+class OwnForward:
+    """The forward of one model, for the threads of several ranks. A deep copy is the same object.
+
+    Args:
+        model: the model; on the meta device, it is the pattern of layers that are built elsewhere.
+        real: function that returns a module without parameters by its path, on its device.
+
+    Attributes:
+        blocks: path of the list of blocks.
+        count: number of blocks.
+        paths: paths of the blocks.
+        parent: module with the list of blocks.
+        before, after: paths of modules with parameters that run before the first block, and after the last or never.
+        named: names of `NAMED` that the forward takes.
+
+    Raises:
+        SplitError: if the forward does more than call the blocks one after the other; says what.
+    """
+
+    def __init__(self, model: Any, real: Callable[[str], nn.Module]) -> None:
+        self.model, self._real = model, real
+        self.blocks = _blocks_of(model)
+        self.count = len(model.get_submodule(self.blocks))
+        self.parent: nn.Module = model.get_submodule(self.blocks.rpartition(".")[0])
+        self.paths = [f"{self.blocks}.{n}" for n in range(self.count)]
+        self._cache = ArgumentCache()
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
+        self._around = _around(self.blocks)
+        self._require_plain()
+        taken = inspect.signature(model.forward).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        self.named = tuple(name for name in NAMED if name in taken)
+        constants = {
+            "use_cache": False,
+            "return_dict": True,
+            "output_hidden_states": False,
+            "output_attentions": False,
+        }
+        self._constants = {name: value for name, value in constants.items() if anything or name in taken}
+        self._form = 0
+        self.before, self.after = self._order()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
+        """Return self, as copies of a layer share the forward."""
+        return self
+
+    def embed(self, layer: nn.Module, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the hidden state that the forward gives the first block.
+
+        Args:
+            layer: module with the modules of `before` by their paths.
+        """
+        run = _Run(self.count, self._form, stop=0)
+        hidden: Tensor = self._run(
+            run, layer, self.before, layer.training, input_ids=input_ids, **self._given(named)
+        )
+        return hidden
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def call(self, number: int, hidden: Tensor, named: Mapping[str, Tensor | None]) -> Call:
+        """Return the arguments of a block; made once a microbatch, not once a block."""
+        given = {name: value for name, value in named.items() if value is not None}
+        owner = next(iter(given.values()), None)
+        key = (
+            hidden.shape,
+            hidden.dtype,
+            hidden.device,
+            *((name, Same(value)) for name, value in given.items()),
+        )
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            calls: list[Call] = self._cache.get(owner, key, lambda: self._calls(hidden, given))
+        return calls[number]
+
+    def logits(self, layer: nn.Module, hidden: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the logits for the hidden state after the last block.
+
+        Args:
+            layer: module with the modules of `after` by their paths.
+        """
+        run = _Run(self.count, self._form, stop=None, last=hidden)
+        output = self._run(
+            run, layer, self.after, layer.training, inputs_embeds=_probe(hidden), **self._given(named)
+        )
+        logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return logits
+
+    def hidden_of(self, output: Any) -> Tensor:
+        """Return the hidden state in what a block has returned."""
+        hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
+        return hidden
+
+    def _given(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        return {name: value for name, value in named.items() if value is not None}
+
+    def _calls(self, hidden: Tensor, given: Mapping[str, Tensor]) -> list[Call]:
+        """Run the forward on a probe up to the last stub."""
+        # The arguments must not keep alive the tensors that end their life in the cache.
+        copies = {name: value.clone() for name, value in given.items()}
+        run = _Run(self.count, self._form, stop=self.count - 1)
+        reached = self._run(run, None, (), False, inputs_embeds=_probe(hidden), **copies)
+        if reached.shape != hidden.shape:
+            raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(hidden.shape)}")
+        self._require_known(run, reached)
+        return run.calls
+
+    def _require_known(self, run: _Run, hidden: Tensor) -> None:
+        """Check that arguments follow from shapes, masks and positions alone."""
+        seen: set[int] = set()
+        for number, call in enumerate(run.calls):
+            arguments: dict[int | str, Any] = {**dict(enumerate(call.args, 1)), **call.kwargs}
+            for name, value in arguments.items():
+                for leaf in _leaves(value):
+                    if id(leaf) in seen:
+                        continue
+                    seen.add(id(leaf))
+                    if isinstance(leaf, _PLAIN):
+                        continue
+                    what = f"argument {name} of block {number}"
+                    if not isinstance(leaf, Tensor):
+                        raise self._refusal(f"{what} has a {type(leaf).__name__}, which stages cannot share")
+                    # A profile is made on tensors without values, after the proof.
+                    has_values = leaf.is_floating_point() and not isinstance(leaf, FakeTensor)
+                    if leaf is hidden or (has_values and bool(leaf.isnan().any())):
+                        raise self._refusal(
+                            f"{what} is computed from embedded tokens or parameters outside the blocks"
+                        )
+
+    def _order(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Find what blocks return, and which modules run before and after them."""
+        # One row of four tokens: long enough for a convolution over time, and for more than one position.
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
+        tokens = torch.ones((1, 4), dtype=torch.int64, device=device)
+        furthest: tuple[int, SplitError] | None = None
+        for form in _FORMS:
+            run = _Run(self.count, form, stop=None)
+            self._form = form
+            try:
+                with torch.no_grad():
+                    output = self._run(run, None, (), False, input_ids=tokens)
+            except SplitError as error:
+                if furthest is None or len(run.calls) > furthest[0]:
+                    furthest = len(run.calls), error
+                continue
+            if len(run.calls) != self.count:
+                raise self._refusal(f"its forward calls {len(run.calls)} of {self.count} blocks")
+            for call in run.calls:
+                if any(
+                    leaf in run.rests for leaf in _leaves([call.args, call.kwargs]) if isinstance(leaf, _Rest)
+                ):
+                    raise self._refusal("its blocks take more than the hidden state from the block before")
+            if not isinstance(getattr(output, "logits", None), Tensor):
+                raise self._refusal("its forward returns no logits")
+            return self._sides(run)
+        assert furthest is not None
+        raise furthest[1]
+
+    def _sides(self, run: _Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        places: dict[str, set[int]] = {}
+        for path, number in run.modules:
+            places.setdefault(path, set()).add(number)
+        for path, numbers in places.items():
+            if len(numbers) > 1 or not numbers <= {0, self.count}:
+                raise self._refusal(f"its forward calls {path} at several places or between blocks")
+        every = [path for path, module in self._outside() if next(module.parameters(), None) is not None]
+        before = tuple(path for path in every if places.get(path) == {0})
+        return before, tuple(path for path in every if path not in before)
+
+    def _outside(self) -> Iterable[tuple[str, nn.Module]]:
+        """Return the outermost modules around the blocks by their paths."""
+        for path in self._around:
+            parent = self.model.get_submodule(path)
+            for name, child in parent.named_children():
+                full = f"{path}.{name}" if path else name
+                if full not in self._around and full != self.blocks:
+                    yield full, child
+
+    def _require_plain(self) -> None:
+        for path in self._around:
+            module = self.model.get_submodule(path)
+            where = path or type(self.model).__name__
+            if own := [name for name, _ in module.named_parameters(recurse=False)]:
+                raise self._refusal(f"{where} has a parameter of its own, {own[0]}, beside its modules")
+            if "forward" in vars(module):
+                raise self._refusal(f"the forward of {where} was replaced")
+
+    def _run(
+        self, run: _Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
+    ) -> Any:
+        modules = {} if layer is None else {path: layer.get_submodule(path) for path in own}
+        shell = self._shell("", run, modules, training)
+        try:
+            return shell(**given, **self._constants)
+        except _Stopped as stopped:
+            return stopped.hidden
+        except PenstockError as error:
+            raise self._refusal(str(error)) from error
+        except Exception as error:
+            raise self._refusal(
+                f"its forward fails on stubs of its blocks: {describe_error(error)}"
+            ) from error
+
+    def _support(self, path: str, mode: bool | None) -> nn.Module:
+        """Return a module without parameters; one with buffers is this thread's own, since some write to theirs.
+
+        Args:
+            mode: mode of the module, which its dropout follows; None for its own.
+        """
+        copies: dict[str, nn.Module] = self._thread.__dict__
+        if path not in copies:
+            module = self._real(path)
+            shared = {id(self.model.config): self.model.config}
+            copies[path] = module if next(module.buffers(), None) is None else copy.deepcopy(module, shared)
+        return copies[path] if mode is None else _in_mode(copies[path], mode)
+
+    def _shell(self, path: str, run: _Run, modules: Mapping[str, nn.Module], training: bool) -> nn.Module:
+        module = self.model.get_submodule(path)
+        children: dict[str, nn.Module | None] = {}
+        for name, child in module._modules.items():
+            full = f"{path}.{name}" if path else name
+            if child is None:
+                children[name] = child
+            elif full == self.blocks:
+                stubs = [_Stub(block, n, run) for n, block in enumerate(child.children())]
+                children[name] = _bare(child, {str(n): stub for n, stub in enumerate(stubs)}, training)
+            elif full in self._around:
+                children[name] = self._shell(full, run, modules, training)
+            elif full in modules:
+                children[name] = modules[full]
+            elif next(child.parameters(), None) is not None:
+                children[name] = _Absent(child, full, run)
+            else:
+                children[name] = self._support(full, training if self._is_pattern or not training else None)
+        return _bare(module, children, training)
+
+    def _refusal(self, reason: str) -> SplitError:
+        name = type(self.model).__name__
+        return SplitError(f"{name} cannot be cut: {reason.removeprefix(f'{name} cannot be cut: ')}")
+
+
+def _bare(module: nn.Module, children: Mapping[str, nn.Module | None], training: bool) -> nn.Module:
+    """Return a shallow copy of a module with other children."""
+    bare = type(module).__new__(type(module))
+    bare.__dict__.update(vars(module))
+    bare.__dict__["_modules"] = dict(children)
+    bare.__dict__["training"] = training
+    return bare
+
+
+def _in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """Return a module in a mode: itself, or a copy that shares its buffers."""
+    if all(part.training == training for part in module.modules()):
+        return module
+    children = {
+        name: child if child is None else _in_mode(child, training) for name, child in module._modules.items()
+    }
+    return _bare(module, children, training)
+
+
+def _probe(hidden: Tensor) -> Tensor:
+    return _nan(hidden.shape, hidden.dtype, hidden.device)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return [leaf for part in value for leaf in _leaves(part)]
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in _leaves(part)]
+    return [value]
+
+
+def _around(path: str) -> tuple[str, ...]:
+    """Return the paths of the modules that contain a module, from the outermost on."""
+    parts = path.split(".")
+    return tuple(".".join(parts[:n]) for n in range(len(parts)))
+
+
+def _blocks_of(model: Any) -> str:
+    """Return the path of the list of blocks: of those nearest to the token table, the one with most parameters."""
+    table = model.get_input_embeddings()
+    at = next((_around(path) for path, module in model.named_modules() if module is table), ())
+    lists: dict[str, tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{one}.") for one in lists):
+            together = len({*_around(path)} & {*at})
+            lists[path] = together, sum(p.numel() for p in module.parameters())
+    if not lists:
+        raise SplitError(f"{type(model).__name__} cannot be cut: it has no list of blocks")
+    return max(lists, key=lambda path: lists[path])
+
+
+class _OwnLayer(Live, nn.Module):
+    """Modules around the blocks, under their paths in the model; the mode is that of the module with the blocks."""
+
+    own: OwnForward
+
+    def __init__(self, own: OwnForward, modules: Mapping[str, nn.Module]) -> None:
+        follow(self, own.parent)
+        super().__init__()
+        self.own = own
+        for path, module in modules.items():
+            *parents, last = path.split(".")
+            parent: nn.Module = self
+            for name in parents:
+                if name not in parent._modules:
+                    parent.add_module(name, _Folder(own))
+                parent = parent.get_submodule(name)
+            parent.add_module(last, module)
+
+
+class _Folder(Live, nn.Module):
+    """A place of modules in a path, with the mode of the module with the blocks."""
+
+    def __init__(self, own: OwnForward) -> None:
+        follow(self, own.parent)
+        super().__init__()
+
+
+class OwnEmbedding(_OwnLayer):
+    """Part of a model's forward before its blocks: int64 (batch, sequence) → (batch, sequence, width)."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.own.embed(
+            self, input_ids, {"attention_mask": attention_mask, "position_ids": position_ids}
+        )
+
+
+class OwnHead(_OwnLayer):
+    """Part of a model's forward after its blocks: (batch, sequence, width) → (batch, sequence, vocabulary)."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.own.logits(
+            self, hidden_states, {"attention_mask": attention_mask, "position_ids": position_ids}
+        )
+
+
+class OwnBlock(nn.Module):
+    """A block: (batch, sequence, width) → the same shape, with the arguments that the model's forward gives it."""
+
+    own: OwnForward
+    number: int
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        named = {"attention_mask": attention_mask, "position_ids": position_ids}
+        call = self.own.call(self.number, hidden_states, named)
+        if call.keyword:
+            output = super().forward(*call.args, **{call.keyword: hidden_states}, **call.kwargs)
+        else:
+            output = super().forward(hidden_states, *call.args, **call.kwargs)
+        return self.own.hidden_of(output)
+
+
+def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
+    """Return a module with the parameters, buffers, children, mode and attributes of another, and another forward.
+
+    Args:
+        kind: class whose forward calls the module's.
+        extra: attributes of the twin.
+    """
+    plain = [name for name in vars(module) if name not in INTERNAL]
+    copied: nn.Module = live_copy(module, plain, (kind,))
+    copied.__dict__.update({n: v for n, v in vars(module).items() if n in INTERNAL and n != "training"})
+    copied._modules = dict(module._modules)
+    for name, value in extra.items():
+        setattr(copied, name, value)
+    return copied
+
+
+def own_layers(own: OwnForward) -> list[nn.Module]:
+    """Return the layers of a model whose modules have their weights."""
+    modules = own.model.get_submodule
+    blocks = [twin(modules(path), OwnBlock, own=own, number=n) for n, path in enumerate(own.paths)]
+    return [
+        OwnEmbedding(own, {path: modules(path) for path in own.before}),
+        *blocks,
+        OwnHead(own, {path: modules(path) for path in own.after}),
+    ]

@@ -1,0 +1,151 @@
+"""Proof that the layers of a model compute what the model does: logits, loss and every gradient, bit for bit.
+
+It runs on a small random model of the same config's kind and options, which takes a fraction of a second. So it needs no
+weights, and models that fit on no machine are proved, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import PenstockError, SplitError, describe_error
+from penstock.huggingface.loss import IGNORED, causal_lm_loss
+from penstock.huggingface.own_forward import OwnForward, own_layers
+from penstock.huggingface.small_config import small_config
+
+_MOST_WEIGHTS = 2_000_000
+"""Weights up to which a model itself is small enough, and no smaller one is made."""
+_SHAPE = (2, 8)
+"""Rows and tokens of the sample: more tokens than a small config's windows and chunks have."""
+_SEED = 7
+_CPU_KERNELS = ("eager", "sdpa")
+"""Implementations of attention that run on the CPU, where the proof does."""
+
+_proved: set[str] = set()
+_lock = threading.Lock()
+
+
+def require_equal(config: Any, weights: int) -> None:
+    """Prove that models of a config can be cut.
+
+    Args:
+        config: config of transformers.
+        weights: number of weights of its model.
+
+    Raises:
+        SplitError: if the layers give other numbers than the model, or no small model can be made; says which.
+    """
+    kind = type(config).__name__
+    try:
+        small = copy.deepcopy(config) if weights <= _MOST_WEIGHTS else small_config(config)
+        kernel = config._attn_implementation
+        small._attn_implementation = kernel if kernel in _CPU_KERNELS else None
+        small.dtype = torch.float32
+        key = json.dumps(
+            [kind, small.to_dict(), str(small._attn_implementation)], sort_keys=True, default=str
+        )
+        with _lock:
+            if key in _proved:
+                return
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            sample = _Sample(small)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise SplitError(
+            f"no small model of this {kind} can be made and run, on which to prove that its layers give its numbers: "
+            f"{describe_error(error)}. With check=False the layers are not proved"
+        ) from error
+    sample.compare()
+    with _lock:
+        _proved.add(key)
+
+
+class _Sample:
+    """A small random model, a padded batch, and what the uncut model makes of it."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(_SEED)
+        self.model: Any = AutoModelForCausalLM.from_config(config).float()
+        _without_dropout(self.model)
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # zeros and ones would hide mistakes
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        self.model.train()
+        tokens = self.model.get_input_embeddings().weight.shape[0]
+        self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
+        self.mask = torch.ones(_SHAPE, dtype=torch.int64)
+        self.mask[1, -2:] = 0
+        self.labels = torch.where(self.mask == 1, self.ids, IGNORED)
+        self.expected = self._whole()
+
+    def _named(self) -> dict[str, Tensor]:
+        from inspect import signature
+
+        takes = signature(self.model.forward).parameters
+        return {"attention_mask": self.mask} if "attention_mask" in takes else {}
+
+    def _whole(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
+        torch.manual_seed(_SEED)
+        output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **self._named())
+        loss = causal_lm_loss(output.logits, self.labels)
+        loss.backward()
+        return output.logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.model.zero_grad()
+        return found
+
+    def compare(self) -> None:
+        """Run the layers one after the other, and compare.
+
+        Raises:
+            SplitError: if anything differs.
+        """
+        logits, loss, own_loss, gradients = self.expected
+        name = type(self.model).__name__
+        if not all(bool(x.isfinite().all()) for x in (logits, loss)):
+            raise SplitError(f"{name} cannot be proved: a small random model of it gives no finite numbers")
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            torch.manual_seed(_SEED)
+            found = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
+            ours = causal_lm_loss(found, self.labels)
+            ours.backward()
+            seen = self._gradients()
+        if not torch.equal(found, logits):
+            raise SplitError(f"{name} cannot be cut: its layers give other logits than its forward")
+        for parameter, expected in gradients.items():
+            gradient = seen[parameter]
+            if (expected is None) != (gradient is None) or (
+                expected is not None and gradient is not None and not torch.equal(expected, gradient)
+            ):
+                raise SplitError(
+                    f"{name} cannot be cut: its layers give {parameter} another gradient than its forward"
+                )
+        if not torch.equal(own_loss, loss):
+            raise SplitError(
+                f"{name} cannot be cut: for labels its forward computes another loss ({own_loss.item():.4f}) than "
+                f"penstock.causal_lm_loss ({loss.item():.4f})"
+            )
+
+    def _through(self, layers: list[nn.Module]) -> Tensor:
+        value: Tensor = self.ids
+        for layer in layers:
+            value = layer(value, **self._named())
+        return value
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout to zero; its random numbers depend on the order of calls."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,127 @@
+"""Models of transformers cut by their own forward: what is proved, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import penstock
+from penstock.base.errors import SplitError
+from penstock.huggingface.own_forward import OwnForward
+from penstock.huggingface.proof import require_equal
+from penstock.huggingface.small_config import small_config
+from tests.support import hf_models
+
+HIDDEN = torch.zeros(8, 12, 16)
+NO_VALUES: dict[str, torch.Tensor | None] = {}
+
+
+def forward_of(family: str = "llama") -> OwnForward:
+    net = hf_models.model(family)
+    return OwnForward(net, net.get_submodule)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2", "opt", "bloom", "granite", "cohere"]
+)
+def test_a_family_trains_with_the_bits_of_plain_pytorch(family: str):
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(small_config(CONFIG_MAPPING[family]())).train()
+    ids = torch.randint(3, 60, (4, 8))
+    for part in ids.chunk(2):
+        (penstock.causal_lm_loss(net(part, use_cache=False).logits, part) * 0.5).backward()
+    expected = {name: p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    tied = net.get_output_embeddings().weight is net.get_input_embeddings().weight
+    with penstock.Pipeline(net, ranks=2, microbatches=2, recompute="full") as pipe:
+        pipe.step(ids, ids)
+    for name, p in net.named_parameters():
+        if tied and p is net.get_input_embeddings().weight:  # summed in another order
+            assert torch.allclose(p.grad, expected[name], rtol=1e-5, atol=1e-8)
+        else:
+            assert torch.equal(p.grad, expected[name]), name
+
+
+def test_blocks_of_a_microbatch_share_one_mask():
+    own = forward_of()
+    _, _, mask = hf_models.batch()
+    calls = [own.call(n, HIDDEN, {"attention_mask": mask}) for n in range(4)]
+    assert all(each.kwargs["attention_mask"] is calls[0].kwargs["attention_mask"] for each in calls)
+    other = own.call(0, HIDDEN, {"attention_mask": mask.clone()})
+    assert other.kwargs["attention_mask"] is not calls[0].kwargs["attention_mask"]
+
+
+def test_arguments_are_dropped_with_their_mask():
+    own = forward_of()
+    _, _, mask = hf_models.batch()
+    found = weakref.ref(own.call(0, HIDDEN, {"attention_mask": mask}).kwargs["attention_mask"])
+    assert found() is not None
+    del mask
+    gc.collect()
+    assert found() is None
+
+
+def test_a_mask_that_was_written_to_is_made_again():
+    own = forward_of()
+    _, _, mask = hf_models.batch()
+    before = own.call(0, HIDDEN, {"attention_mask": mask}).kwargs["attention_mask"].clone()
+    mask[:, 2] = 0
+    assert not torch.equal(own.call(0, HIDDEN, {"attention_mask": mask}).kwargs["attention_mask"], before)
+
+
+def test_arguments_made_while_generating_serve_training():
+    own = forward_of()
+    with torch.inference_mode():
+        own.call(0, HIDDEN, NO_VALUES)
+    cosine, _ = own.call(0, HIDDEN, NO_VALUES).kwargs["position_embeddings"]
+    assert not cosine.is_inference()
+
+
+def test_recording_arguments_draws_no_random_numbers():
+    own = forward_of("gpt2")
+    assert own.model.training
+    own.model.transformer.drop.p = 0.5
+    before = torch.get_rng_state()
+    own.call(0, HIDDEN, NO_VALUES)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copy_of_a_layer_shares_the_forward():
+    own = forward_of()
+    assert copy.deepcopy(own) is own
+
+
+def test_a_forward_that_does_something_between_blocks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    net = hf_models.model("llama")
+
+    def between(self: nn.Module, input_ids=None, inputs_embeds=None, **kwargs):
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        places = torch.arange(hidden.shape[1])[None]
+        tables = self.rotary_emb(hidden, places)
+        for block in self.layers:
+            hidden = block(hidden, position_embeddings=tables) * 2
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    monkeypatch.setattr(type(net.model), "forward", between)
+    with pytest.raises(SplitError, match="changes the hidden state between block 0 and block 1"):
+        penstock.from_transformers(net)
+
+
+def test_other_numbers_after_the_blocks_are_refused(monkeypatch: pytest.MonkeyPatch):
+    config = hf_models.config("llama", intermediate_size=28)
+    monkeypatch.setattr(OwnForward, "hidden_of", lambda self, output: output * 1.5)
+    with pytest.raises(SplitError, match="its layers give other logits than its forward"):
+        require_equal(config, weights=1)
+
+
+def test_a_decoder_whose_loss_does_not_shift_labels_is_refused():
+    with pytest.raises(SplitError, match=r"for labels its forward computes another loss"):
+        require_equal(small_config(CONFIG_MAPPING["bart"]()), weights=1)
