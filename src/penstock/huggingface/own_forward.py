@@ -262,7 +262,7 @@ class OwnForward:
         """Check that arguments follow from shapes, masks and positions alone."""
         seen: set[int] = set()
         for number, call in enumerate(run.calls):
-            arguments: dict[int | str, Any] = {**dict(enumerate(call.args, 1)), **call.kwargs}
+            arguments: dict[Any, Any] = {**dict(enumerate(call.args, 1)), **call.kwargs}
             for name, value in arguments.items():
                 for leaf in _leaves(value):
                     if id(leaf) in seen:
