@@ -209,7 +209,7 @@ def test_a_name_that_is_no_folder_is_refused_without_asking_the_network():
 
 def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[transformers\]'"):
         penstock.from_transformers("here")
 
 

@@ -41,6 +41,6 @@ def test_without_numba_the_same_schedule_is_made(monkeypatch: pytest.MonkeyPatch
 
 def test_long_work_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jit, "find_spec", lambda name: None)
-    with pytest.warns(RuntimeWarning, match=r"pip install 'penstock\[fast\]'"):
+    with pytest.warns(RuntimeWarning, match=r"pip install 'penstock-torch\[fast\]'"):
         assert jit.choose(lower, jit.SLOW_FROM) is lower
     assert jit.choose(lower, jit.SLOW_FROM - 1) is lower  # a warning would be an error

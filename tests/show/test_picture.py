@@ -115,5 +115,5 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[pictures\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[pictures\]'"):
         draw_picture(trace_of("0F0@0-1"), tmp_path / "a.svg")

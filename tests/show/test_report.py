@@ -331,6 +331,6 @@ def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"cannot write .*r\.html"):
         write(tmp_path / "no" / "r.html", steps_of({"a": measured()}), title="")
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[report\]'"):
         write(tmp_path / "r.html", steps_of({"a": measured()}), title="")
     assert list(tmp_path.iterdir()) == []

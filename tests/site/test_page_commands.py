@@ -26,7 +26,7 @@ FOLLOWED = {
     "training.md": "tests/test_training_page.py",
     "data.md": "tests/test_data_page.py",
     "own_schedule.md": "tests/test_own_schedule_page.py",
-    "fine_tuning.md": "tests/train/test_fine_tuning_guide.py",
+    "fine_tuning.md": "tests/huggingface/test_fine_tuning_page.py",
     "watching.md": "tests/test_watching_page.py",
     "huggingface.md": "tests/huggingface/test_huggingface_page.py",
     "stability.md": "tests/project/test_release_check.py",

@@ -198,7 +198,7 @@ def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
     data = text_folder(tmp_path)
     config = tiny(tmp_path, data)
     text = open_data(config, build_model(config))
-    trained = {document.path for document in text.corpus.documents}
+    trained = {document.path for document in text.training.corpus.documents}
     kept = "\0".join(p.read_text() for p in sorted(data.iterdir()) if p not in trained) + "\0"
     assert len(trained) == 8
     for batch in text.held_out:

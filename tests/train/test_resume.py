@@ -197,7 +197,7 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
         (
             8,
             {"train": {"reduction": "sum"}},
-            r"belongs to a different run: train.reduction was 'auto' and is 'sum'",
+            r"belongs to a different run: train.reduction was 'mean' and is 'sum'",
         ),
         (
             8,

@@ -167,7 +167,8 @@ def _value(tagged: Any, bodies: memoryview) -> Any:
             kind = _RECORDS[name]
             if len(values) != len(_fields(kind)):
                 raise ValueError(f"a {name} of {len(values)} fields")
-            return kind(*(_value(one, bodies) for one in values))
+            fields = {name: _value(one, bodies) for name, one in zip(_fields(kind), values, strict=True)}
+            return kind(**fields)
     raise ValueError(f"the tag {tag!r:.40}")
 
 

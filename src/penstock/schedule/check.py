@@ -219,6 +219,7 @@ def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     rank = rank_column(schedule)
     steps = [(where.forward, where.backward)]
     if where.weight is not None:
+        # No other rank needs a weight gradient, so W may come any time after its I.
         steps.append((where.backward, where.weight))
     if len(again := np.flatnonzero(schedule.kind == Kind.R)):
         recompute = np.full_like(where.forward, -1)

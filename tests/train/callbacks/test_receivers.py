@@ -80,7 +80,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     monkeypatch.setattr(receivers, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
     with pytest.raises(
-        ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock\[wandb\]'"
+        ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock-torch\[wandb\]'"
     ):
         train(config, lambda steps, leads: Reporter())
     assert not (tmp_path / "runs").exists()

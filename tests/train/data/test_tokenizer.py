@@ -69,7 +69,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(path: Path):
 
 def test_without_the_package_it_is_said_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[transformers\]'"):
         read_tokenizer(path, 5, None, None)
 
 

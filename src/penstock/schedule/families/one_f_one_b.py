@@ -24,6 +24,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         "1f1b",
         Placement.loop(ranks),
         microbatches,
+        # Microbatch 0 comes back to rank r after p-1-r stages forward and as many backward; these forwards fill the wait.
         [alternating(r, microbatches, min(ranks - 1 - r, microbatches)) for r in range(ranks)],
     )
 

@@ -50,7 +50,7 @@ class ChangeLines:
         return [*train, f"Pipeline(..., {self.pipeline})"] if self.pipeline else train
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """A simulated change of a step."""
 

@@ -297,7 +297,7 @@ class Stage:
         return inputs
 
     def backward_input(self, microbatch: int, grads: Messages | None) -> Messages:
-        """Run the first half of `backward`: the inputs' gradients, and those weight gradients that cannot wait."""
+        """Run the backward; where the forward queued weight gradients (a split backward), leave those to `backward_weight`."""
         records, grad_counts, queue = self._require(microbatch)
         del self._saved[microbatch]
         drop = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers

@@ -94,7 +94,7 @@ def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
 
 
 def _require_text(path: Path) -> None:
-    """Raise if a file's suffix or content tells that it is no plain text."""
+    """Raise if a file's suffix or content tells that it is not plain text."""
     suffix = path.suffix.lower()
     if (hint := _HINTS.get(suffix.removeprefix("."))) is not None:
         raise DataError(
