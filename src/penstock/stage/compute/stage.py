@@ -297,7 +297,7 @@ class Stage:
         return inputs
 
     def backward_input(self, microbatch: int, grads: Messages | None) -> Messages:
-        """Run the backward; where the forward queued weight gradients (a split backward), leave those to `backward_weight`."""
+        """Run the backward, but for the weight gradients that a split backward queued, which `backward_weight` computes."""
         records, grad_counts, queue = self._require(microbatch)
         del self._saved[microbatch]
         drop = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers
