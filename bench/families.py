@@ -5,7 +5,7 @@ mode. Loss and every gradient must have the bits of plain PyTorch, which accumul
 gradient of a tied weight, a sum of several terms in another order, may differ by 1e-6 of its norm. With dropout of 0.1,
 where the family has it, two ranks must have the bits of one. Families are equal, refused with the reason, or wrong.
 
-    python -m bench.families [FAMILY ...] [--json] [--write]
+    python -m bench.families [FAMILY ...] [--quick] [--json] [--write]
 
 ``--write`` puts the table into docs/huggingface.md.
 """
@@ -34,6 +34,10 @@ MOST_WEIGHTS = 5_000_000
 """Weights above which a model is not small, and a family is left out: it would take minutes."""
 TOLERANCE = 1e-6
 MICROBATCHES = 2
+
+
+QUICK = ("llama", "mixtral", "rwkv")
+"""Families of ``--quick``: a dense one, a mixture, and one that is refused."""
 
 
 class Row(NamedTuple):
@@ -161,6 +165,7 @@ def write(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", help="families to train (default: all)")
+    parser.add_argument("--quick", action="store_true", help=f"train {', '.join(QUICK)} alone")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     parser.add_argument("--write", action="store_true", help="put the table into docs/huggingface.md")
     options = parser.parse_args()
@@ -168,7 +173,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = []
-    for family in options.families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    every = QUICK if options.quick else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    for family in options.families or every:
         rows.append(row(family))
         if not options.json:
             print(f"{family:28} {rows[-1].outcome:8} {rows[-1].reason:.160}", flush=True)

@@ -145,7 +145,7 @@ def prepare_trace(folder: Path) -> Read:
     def read(place: Path) -> None:
         words = ["--html", str(place.with_name("out.html"))] if (place / "page").exists() else ["--json"]
         result = runner.invoke(
-            group, ["trace", str(place / "run"), "--chrome", str(place.with_name("out.json")), *words]
+            group, ["trace", str(place / "run"), "--out", str(place.with_name("out.json")), *words]
         )
         if result.exception is not None:
             raise result.exception

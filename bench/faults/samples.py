@@ -91,7 +91,7 @@ def _prepare_data(folder: Path) -> Read:
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one two three " * 20)
     np.save(folder / "text" / "b.npy", np.arange(200, dtype=np.uint16))
-    rows = [{"text": f"one {n} " + "two " * (n % 5)} for n in range(30)]
+    rows = [{"text": f"one {n} " + "two " * (n % 5)} for n in range(200)]
     datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
     words = Tokenizer(
         models.WordLevel({"<end>": 0, "<unknown>": 1, "one": 2, "two": 3}, unk_token="<unknown>")

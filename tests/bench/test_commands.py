@@ -22,7 +22,6 @@ NAMED = re.compile(r"python -m (bench\.[a-z_0-9.]*[a-z_0-9](?: --[a-z-]+(?: (?:\
 FOREVER = {
     "bench.zoo --count 2000": "bench.zoo", "bench.zoo --count 2000 --seed 700000": "bench.zoo",
     "bench.faults": "bench.faults --rows 3",
-    "bench.families": "bench.families llama mixtral rwkv",
 }  # fmt: skip
 """What is run instead where the settings themselves are what takes long."""
 
@@ -75,7 +74,7 @@ LINES = {
     "bench.sleep": [r"1f1b +4 +16 +4 KB +N +N +N", r"1f1b +4 +16 +4 MB +N +N +N"],
     "bench.simulate": [
         r"closed forms: (\d+) of \1 cases exact, 45 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",
-        r"zero-bubble paper, table 5: 4 of 4 rates to four digits; .*", r"  6.2B +8 +24( +N N){4}",
+        r"zero-bubble paper, table 5: 4 of 4 rates to four digits .*", r"  6.2B +8 +24( +N N){4}",
         r"  +4  10,10,10,0 +N +N +N +N +N", r"  largest: N", r"  +N  in a fresh process: .*", r"  +N  in a running one: .*",
         r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",
     ],

@@ -163,6 +163,14 @@ def test_activation_checkpointing_is_recompute(tmp_path: Path):
     assert args.activation_checkpointing  # of the caller's own arguments
 
 
+def test_bf16_is_autocast(tmp_path: Path):
+    _, logged = trained(Trainer, model(), arguments(tmp_path, bf16=True))
+    _, seen = trained(penstock.PipelineTrainer, model(), arguments(tmp_path, bf16=True), pipeline=PIPELINE)
+    _, full = trained(Trainer, model(), arguments(tmp_path))
+    assert [line["loss"] for line in seen] == pytest.approx([line["loss"] for line in logged], rel=2e-3)
+    assert [line["loss"] for line in seen] != pytest.approx([line["loss"] for line in full], rel=1e-7)
+
+
 class OwnLoss(penstock.PipelineTrainerMixin, Trainer):
     """A subclass of one's own."""
 

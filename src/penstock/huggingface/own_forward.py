@@ -396,6 +396,8 @@ def _bare(module: nn.Module, children: Mapping[str, nn.Module | None], training:
     """Return a shallow copy of a module with other children."""
     bare = type(module).__new__(type(module))
     bare.__dict__.update(vars(module))
+    # Accelerate wraps the whole model's forward when a run begins; what it wraps is the model, not this copy.
+    bare.__dict__.pop("forward", None)
     bare.__dict__["_modules"] = dict(children)
     bare.__dict__["training"] = training
     return bare

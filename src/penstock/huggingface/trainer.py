@@ -102,6 +102,8 @@ class PipelineTrainerMixin:
         base = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(base, "get_base_model"):
             base = base.get_base_model()
+        # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's.
+        vars(base).pop("forward", None)
         self._loss = _TokenLoss(base)
         self._index = self._last_step = 0
         self.pipe = Pipeline(

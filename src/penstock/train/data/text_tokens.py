@@ -79,6 +79,11 @@ def _rows(folder: Path, config: DataConfig) -> Iterator[tuple[list[str], float]]
         raise ConfigError(
             f"{folder} needs the datasets package: pip install 'penstock-torch[data]'"
         ) from error
+    for path in sorted(folder.rglob("*")):
+        if not (
+            path.is_file() or path.is_dir()
+        ):  # the library would wait for a pipe, or read a device without end
+            raise DataError(f"{path} is not a regular file")
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds
