@@ -29,7 +29,7 @@ from penstock.base.errors import PenstockError, first_line
 from penstock.huggingface.small_config import small_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "huggingface.md"
-START, STOP = "<!-- families: generated -->", "<!-- end of the families -->"
+START, STOP = "<!-- from python -m bench.families --write -->", "<!-- end -->"
 MOST_WEIGHTS = 5_000_000
 """Weights above which a model is not small, and a family is left out: it would take minutes."""
 TOLERANCE = 1e-6
@@ -177,7 +177,7 @@ def main() -> None:
     for family in options.families or every:
         rows.append(row(family))
         if not options.json:
-            print(f"{family:28} {rows[-1].outcome:8} {rows[-1].reason:.160}", flush=True)
+            print(f"{family:28} {rows[-1].outcome:8} {rows[-1].reason:.160}".rstrip(), flush=True)
     if options.json:
         print(json.dumps([r._asdict() for r in rows], indent=1))
     if options.write:
