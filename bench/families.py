@@ -25,6 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import penstock
+from bench.compare import machine
 from penstock.base.errors import PenstockError, first_line
 from penstock.huggingface.small_config import small_config
 
@@ -180,6 +181,8 @@ def main() -> None:
             print(f"{family:28} {rows[-1].outcome:8} {rows[-1].reason:.160}".rstrip(), flush=True)
     if options.json:
         print(json.dumps([r._asdict() for r in rows], indent=1))
+    else:
+        print(machine())
     if options.write:
         write(table(rows))
 
