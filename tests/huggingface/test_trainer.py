@@ -106,6 +106,21 @@ def test_metrics_of_an_evaluation_get_all_logits(tmp_path: Path):
     assert torch.allclose(torch.tensor(logits), torch.tensor(expected), atol=1e-5)
 
 
+def test_an_evaluation_of_the_loss_alone_makes_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = penstock.PipelineTrainer(
+        model=model(), args=arguments(tmp_path), eval_dataset=rows(10), pipeline=PIPELINE
+    )
+    asked: list[bool] = []
+    evaluate = trainer.pipe.evaluate
+    monkeypatch.setattr(
+        trainer.pipe,
+        "evaluate",
+        lambda *args, outputs, **named: asked.append(outputs) or evaluate(*args, **named),
+    )
+    trainer.evaluate()
+    assert asked == [False, False]
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path, accumulated: int):
     """In the middle of an epoch, and with dropout."""
@@ -125,6 +140,23 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path, accumulat
     second.train(resume_from_checkpoint=True)
     for name, value in second.model.state_dict().items():
         assert torch.equal(value, whole.model.state_dict()[name]), name
+
+
+class Numbered(penstock.PipelineTrainer):
+    """Notes the number by which each batch draws its dropout."""
+
+    def training_step(self, *args: Any) -> Tensor:
+        loss = super().training_step(*args)
+        self.numbers = [*getattr(self, "numbers", []), self.pipe.steps]
+        return loss
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_every_batch_draws_dropout_of_its_own(tmp_path: Path, accumulated: int):
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=accumulated)
+    trainer, _ = trained(Numbered, model(), args, pipeline=PIPELINE)
+    first = trainer.numbers[0]
+    assert trainer.numbers == list(range(first, first + 4 * accumulated))
 
 
 def test_what_is_saved_loads_in_transformers(tmp_path: Path):

@@ -104,6 +104,7 @@ class _Steps:
                 by = Replaced(call, ast.Name(value, ast.Load()))
                 by.visit(statement)
                 for later in candidates:
+                    # The visitor puts an expression in the place of an expression.
                     later.arguments = {name: by.visit(node) for name, node in later.arguments.items()}  # type: ignore[misc]
             if remains is not None:
                 waiting.append(remains)

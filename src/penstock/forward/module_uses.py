@@ -289,6 +289,7 @@ class _Chains(ast.NodeTransformer):
         if link.kind == "plain" and key is not None and isinstance(link.value, list | tuple | Mapping):
             new = ast.copy_location(ast.Subscript(link.node, node.slice, node.ctx), node)
             try:
+                # A key of the wrong kind raises, as the index of the running forward would.
                 return Link(new, "plain", link.value[key], link.path)  # type: ignore[index]
             except (LookupError, TypeError):
                 return Link(new, "")

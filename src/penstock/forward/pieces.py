@@ -99,6 +99,7 @@ def make_piece(
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in code.named.items()
     ]
+    # Inspect reads it from any function.
     forward.__signature__ = inspect.Signature([*parameters, *named])  # type: ignore[attr-defined]
     owners = {f"{fragment.path}." for fragment in code.fragments if fragment.path}
     layer: nn.Module = trimmed(model, "", sorted({*paths, *owners}), attributes, forward)

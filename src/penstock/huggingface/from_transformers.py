@@ -318,12 +318,6 @@ def embedding_name(model: Any) -> str:
     return name
 
 
-def head_name(model: Any) -> str | None:
-    """Return the path of the head's matrix; None if the model names none."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None)
-
-
 def _layers(model: Any, make: Make) -> list[Layer]:
     own = OwnForward(model, partial(_around_the_blocks, model))
     tied = tied_names(model)

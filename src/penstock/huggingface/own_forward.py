@@ -35,7 +35,7 @@ NAMED = ("attention_mask", "position_ids")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _FORMS: tuple[int, ...] = (0, 1, 2, 3)
-"""What blocks may return: the hidden state alone (0), or a tuple of so many elements that begins with it."""
+"""Forms of a block's result: 0 for the hidden state alone, n for a tuple of n elements whose first is the hidden state."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Call:
     keyword: str
 
 
-class _Stopped(Exception):  # noqa: N818
+class _Stopped(Exception):  # noqa: N818 - it ends a run and is no error
     """End of a run at a stub, with the hidden state that reached it."""
 
     def __init__(self, hidden: Any) -> None:
@@ -211,7 +211,7 @@ class OwnForward:
         )
         return hidden
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
     def call(self, number: int, hidden: Tensor, named: Mapping[str, Tensor | None]) -> Call:
         """Return the arguments of a block; made once a microbatch, not once a block."""
         given = {name: value for name, value in named.items() if value is not None}

@@ -53,8 +53,8 @@ class PipelineTrainerMixin:
         pipeline: keyword arguments of `Pipeline`: ``microbatches`` (required), ``ranks``, ``schedule``, ``virtual_stages``,
             ``split``, ``recompute``, ``timeout``, ``execution``. A batch whose rows do not divide into the microbatches is
             filled up with rows that count for nothing.
-        args, kwargs: those of the Trainer. ``activation_checkpointing=True`` (``gradient_checkpointing``) becomes
-            ``recompute="full"``, unless `pipeline` says otherwise.
+        model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
+            ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
     Attributes:
         pipe: the pipeline.
@@ -65,7 +65,9 @@ class PipelineTrainerMixin:
 
     pipe: Pipeline
 
-    def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: Any = None, *others: Any, pipeline: Mapping[str, Any], **kwargs: Any
+    ) -> None:
         options = dict(pipeline)
         for name, instead in _OURS.items():
             if name in options:
@@ -79,23 +81,17 @@ class PipelineTrainerMixin:
                 "compute_loss_func needs the logits of the whole batch, which a pipeline never has at once; use "
                 "penstock.Pipeline with your loss_fn and a loop of your own"
             )
-        given = args[1] if len(args) > 1 else kwargs.get("args")
-        if given is not None:
-            _require_supported(given)
-            changed = copy.copy(given)
+        if args is not None:
+            _require_supported(args)
+            args = copy.copy(args)
             for name in (
                 "activation_checkpointing",
                 "gradient_checkpointing",
             ):  # the new name and the old one
-                if getattr(changed, name, None):
-                    setattr(changed, name, False)
+                if getattr(args, name, None):
+                    setattr(args, name, False)
                     options.setdefault("recompute", "full")
-            args, kwargs = (
-                ((args[0], changed, *args[2:]), kwargs)
-                if len(args) > 1
-                else (args, {**kwargs, "args": changed})
-            )
-        super().__init__(*args, **kwargs)
+        super().__init__(model, args, *others, **kwargs)  # type: ignore[call-arg]  # object is not the next class
         trainer: Any = self
         settings = trainer.args
         settings._n_gpu = min(settings.n_gpu, 1)  # with more, Trainer would copy the model to every GPU
@@ -105,7 +101,7 @@ class PipelineTrainerMixin:
         # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's.
         vars(base).pop("forward", None)
         self._loss = _TokenLoss(base)
-        self._index = self._last_step = 0
+        self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
             from_transformers(trainer.model),
             self._loss,
@@ -146,9 +142,21 @@ class PipelineTrainerMixin:
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
-        self._index = self._index + 1 if updates == self._last_step else 0
-        self._last_step = updates
+        self._index = self._index + 1 if updates == self._updates else 0
+        self._updates = updates
         self.pipe.steps = updates * accumulated + self._index
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *others: Any, **kwargs: Any
+    ) -> Any:
+        """Return loss, logits and labels of a batch of an evaluation, as Trainer does.
+
+        Args:
+            prediction_loss_only: whether the loss is enough; logits are then not kept.
+        """
+        self._logits_asked = not prediction_loss_only
+        trainer: Any = super()
+        return trainer.prediction_step(model, inputs, prediction_loss_only, *others, **kwargs)
 
     def compute_loss(
         self,
@@ -158,15 +166,15 @@ class PipelineTrainerMixin:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the loss of a batch of an evaluation, and its logits, (batch, tokens, vocabulary).
+        """Return the loss of a batch of an evaluation, and its logits, (batch, tokens, vocabulary), if they are asked for.
 
         Args:
             return_outputs: also return a dictionary with the loss and the logits (default False).
+            num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
-        trainer: Any = self
         batch = _Batch(inputs, self.pipe.microbatches)
         self._loss.tokens = batch.targets() if num_items_in_batch is None else num_items_in_batch
-        keep = return_outputs and not trainer.args.prediction_loss_only
+        keep = return_outputs and self._logits_asked
         result = self.pipe.evaluate(batch.ids, batch.labels, outputs=keep, **batch.named)
         if not return_outputs:
             return result.loss
@@ -174,7 +182,7 @@ class PipelineTrainerMixin:
         return result.loss, {"loss": result.loss, "logits": logits}
 
 
-class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
     """``transformers.Trainer`` that trains a causal language model by a pipeline; see `PipelineTrainerMixin`."""
 
 

@@ -112,6 +112,7 @@ class BucketEntry:
             raise self._mismatch(grad)
         shard = grad.detach()
         if self.distributed:  # redistribution also adds up partial sums
+            # A DTensor.
             shard = local(shard.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
         if shard.shape != self.view.shape:
             raise self._mismatch(shard)

@@ -303,6 +303,7 @@ class _RequireSequence:
 
 def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
     """Wait for an output that torch leaves in progress, so that it is a plain tensor, which another stage can take."""
+    # Torch does not annotate it.
     return _Arrive.apply(output) if hasattr(output, "trigger_wait") else output  # type: ignore[no-untyped-call]
 
 

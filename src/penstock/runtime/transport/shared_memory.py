@@ -76,6 +76,7 @@ class WakePipe:
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
         # The write end stays open, too, since a pipe without one always polls as readable.
+        # Linux alone has it.
         self._own, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # type: ignore[attr-defined, unused-ignore]
         self.host = Host(machine(), os.getpid(), self._own)
         self._pipes: dict[Host, int] = {}
@@ -163,7 +164,7 @@ class WakePipe:
         """Return a process's descriptor, and a poll of it and this process's pipe."""
         if pid not in self._processes:
             try:
-                descriptor = os.pidfd_open(pid)  # type: ignore[attr-defined, unused-ignore]
+                descriptor = os.pidfd_open(pid)  # type: ignore[attr-defined, unused-ignore]  # Linux alone has it
             except ProcessLookupError:
                 raise self._ended(peer, pid) from None
             poll = select.poll()
@@ -176,7 +177,7 @@ class WakePipe:
 def _memory_file(name: str, size: int, path: str | None) -> tuple[int, mmap.mmap]:
     """Return a new memory file, or the one at `path`: its descriptor and its memory."""
     if path is None:
-        descriptor = os.memfd_create(name)  # type: ignore[attr-defined, unused-ignore]
+        descriptor = os.memfd_create(name)  # type: ignore[attr-defined, unused-ignore]  # Linux alone has it
         os.ftruncate(descriptor, size)
     else:
         descriptor = os.open(path, os.O_RDWR)

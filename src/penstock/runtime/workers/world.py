@@ -396,6 +396,7 @@ class LocalGroups:
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         world: Any = dist.group.WORLD
+        # PrefixStore is public, though torch does not export it explicitly.
         store = dist.PrefixStore(f"penstock/{'-'.join(map(str, ranks))}", world.get_group_store())  # type: ignore[attr-defined]
         position = list(ranks).index(dist.get_rank())
         self._name = name_of_this_start(store, position, len(ranks), timeout)

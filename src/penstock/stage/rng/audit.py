@@ -28,7 +28,7 @@ class Audit(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, layer: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._layer = layer
 
     def __torch_dispatch__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,7 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Torch does not annotate it.
         return _Masked.apply(grads[0], ctx.saved_tensors[0], ctx.scale), None, None  # type: ignore[no-untyped-call]
 
 
@@ -50,7 +52,7 @@ def _dropped(source: Source, x: Tensor, p: float, inplace: bool = False) -> Tens
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=source.generator(x.device)).div_(1 - p)
         return x.mul_(noise) if inplace else x * noise
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=source.generator(x.device))
-    masked: Tensor = _Masked.apply(x, mask, 1 / (1 - p))  # type: ignore[no-untyped-call]
+    masked: Tensor = _Masked.apply(x, mask, 1 / (1 - p))  # type: ignore[no-untyped-call]  # torch does not annotate it
     return masked
 
 
@@ -128,24 +130,13 @@ def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
         if not 0 < dropout_p < 1 or both or query.is_meta or query.is_nested:
             return func(*args, **kwargs)
         kind = query.device.type
-        if not torch.is_autocast_enabled(kind):
-            return _attend(
-                source,
-                query,
-                key,
-                value,
-                attn_mask=attn_mask,
-                p=dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        # Autocast treats attention as one function: it casts its inputs, and nothing inside.
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
-        with torch.autocast(kind, enabled=False):
+        casts = torch.is_autocast_enabled(kind)
+        if casts:  # autocast treats attention as one function: it casts its inputs, and nothing inside
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(dtype)
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
             return _attend(
                 source,
                 query,

@@ -17,6 +17,7 @@ def seed_of(*parts: object) -> int:
     """
     data = b""
     for part in parts:
+        # `index` refuses a part that is neither text nor a whole number.
         kind, text = ("s", part) if isinstance(part, str) else ("i", str(index(part)))  # type: ignore[arg-type]
         encoded = text.encode()
         data += f"{kind}{len(encoded)}:".encode() + encoded

@@ -60,7 +60,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
 
     def __exit__(self, *error: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         else:
             _release(self._parameters)
             _of_thread.context = self._outer
@@ -108,7 +108,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             if not output.requires_grad:
                 # Without a gradient of the input, as for an embedding, the output has no node, so the hook needs one.
                 anchor = torch.empty(0, requires_grad=True, device=output.device)
-                output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
+                output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]  # torch does not annotate it
         if queue.on_input is not None:
             queue.on_input(use.x)
         node = output.grad_fn

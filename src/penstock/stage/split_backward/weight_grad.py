@@ -143,6 +143,7 @@ class GradAccumulator:
         with torch.enable_grad():
             # The node gets only the list. If it held this object, the reference cycle would keep the parameters' own
             # accumulation nodes, with the dtype and shape from when they were made, until the next garbage collection.
+            # Torch does not annotate it.
             self._root: Tensor = _ReturnGrads.apply(self._gradients, *parameters)  # type: ignore[no-untyped-call]
         self._one = torch.ones_like(self._root)
 

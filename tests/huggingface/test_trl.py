@@ -1,0 +1,85 @@
+"""TRL's `SFTTrainer` with a pipeline beside TRL alone: losses and gradient norms of chats and completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import penstock
+from tests.support import hf_folders
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:`gradient_checkpointing` is deprecated:FutureWarning"
+    ),  # TRL still sets it
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} + {n}?"},
+            {"role": "assistant", "content": f"It is {2 * n}." * (1 + n % 3)},
+        ]
+    }
+    for n in range(40)
+]
+PAIRS = [{"prompt": f"{n} + {n} = ", "completion": f"{2 * n} " * (1 + n % 3)} for n in range(40)]
+
+
+def logged(
+    folder: Path, root: Path, data: list[Any], pipeline: dict[str, Any] | None, **options: Any
+) -> list:
+    import datasets
+    import trl
+
+    class Piped(penstock.PipelineTrainerMixin, trl.SFTTrainer):
+        pass
+
+    torch.manual_seed(0)
+    args = trl.SFTConfig(
+        str(root / "out"), max_steps=5, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
+        bf16=False, save_strategy="no", disable_tqdm=True, max_length=128, **options,
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    given = {
+        "model": AutoModelForCausalLM.from_pretrained(folder), "args": args, "processing_class": tokenizer,
+        "train_dataset": datasets.Dataset.from_list(data),
+    }  # fmt: skip
+    trainer = trl.SFTTrainer(**given) if pipeline is None else Piped(**given, pipeline=pipeline)
+    trainer.train()
+    return [
+        value
+        for line in trainer.state.log_history
+        if "loss" in line
+        for value in (line["loss"], line["grad_norm"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [(CHATS, {"assistant_only_loss": True}), (PAIRS, {"completion_only_loss": True}), (CHATS, {})],
+    ids=["answers of chats", "completions", "whole chats"],
+)
+def test_the_losses_are_those_of_trl_alone(tmp_path: Path, data: list[Any], options: dict[str, Any]):
+    folder = hf_folders.of_bytes(tmp_path)
+    theirs = logged(folder, tmp_path, data, None, **options)
+    ours = logged(folder, tmp_path, data, {"ranks": 2, "microbatches": 4, "schedule": "zb-v"}, **options)
+    assert len(theirs) == 10
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_rows_that_are_packed_into_one_are_refused(tmp_path: Path):
+    folder = hf_folders.of_bytes(tmp_path)
+    with pytest.raises(penstock.ConfigError, match="put all rows of the batch into one"):
+        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, packing=True)
