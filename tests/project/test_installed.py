@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,7 +11,8 @@ from packaging.requirements import Requirement
 
 from tests.support.github import ROOT
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def missing(*extras: str) -> list[str]:
@@ -37,3 +39,15 @@ def test_the_other_tests_have_their_packages():
 def test_a_missing_package_and_an_old_version_are_noticed():
     assert not satisfied(Requirement("no-such-package"))
     assert not satisfied(Requirement("pytest>=1000"))
+
+
+def test_every_hint_to_install_names_the_distribution_and_an_extra_that_it_has():
+    # The penstock of PyPI is another project: a hint without -torch would install it. `{name}` is filled in at run time.
+    wrong = []
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]:
+        for hint, extra in re.findall(
+            r"(pip install '?(?:penstock[\w-]*)\[([^\]]*)\])", path.read_text(encoding="utf-8")
+        ):
+            if f"{PROJECT['name']}[" not in hint or extra not in {*EXTRAS, "{name}"}:
+                wrong.append(f"{path.relative_to(ROOT)}: {hint}")
+    assert wrong == []

@@ -15,5 +15,5 @@ def require_library() -> None:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
-            "Hugging Face models need the transformers package: pip install 'penstock[transformers]'"
+            "Hugging Face models need the transformers package: pip install 'penstock-torch[transformers]'"
         )

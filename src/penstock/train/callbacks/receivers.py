@@ -127,7 +127,7 @@ def require_loggers(config: Config) -> None:
         missing = [module for module in LOGGERS[name] if find_spec(module) is None]
         if missing:
             raise ConfigError(
-                f"train.loggers names {name}, but {missing[0]} is not installed: pip install 'penstock[{name}]'"
+                f"train.loggers names {name}, but {missing[0]} is not installed: pip install 'penstock-torch[{name}]'"
             )
 
 
