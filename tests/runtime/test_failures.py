@@ -21,6 +21,7 @@ from penstock.base.errors import (
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.splitter import digest_of
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
 from tests.support import plain
@@ -117,21 +118,30 @@ def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(f
         assert torch.equal(after, losses)
 
 
-def fail_in_an_evaluation(rank: int, stage: int) -> str:
+def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, trains: bool) -> str:
     torch.set_num_threads(1)
-    net, _ = failing(stage, 0)
+    net, bomb = failing(stage, 0)
     # More microbatches than an edge has room for: the first rank waits for the others to take its messages.
-    with Pipeline(net, nn.functional.mse_loss, microbatches=32, ranks=4, timeout=120) as pipe:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, shared_memory)
+        pipe = Pipeline(net, nn.functional.mse_loss, microbatches=256, ranks=4, schedule="gpipe", timeout=120)
+    with pipe:
         try:
-            pipe.evaluate(*plain.batch(0, 32))
+            (pipe.step if trains else pipe.evaluate)(*plain.batch(0, 256))
         except PenstockError as error:
+            bomb.armed = False
+            assert pipe.evaluate(*plain.batch(0, 256)).losses.isfinite().all()
             return caught(error)
-    raise AssertionError("the evaluation did not fail")
+    raise AssertionError("the step did not fail")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_layer_that_raises_in_an_evaluation_frees_the_ranks_that_wait_to_send(processes, stage: int):
-    for rank, text in enumerate(processes.run(4, fail_in_an_evaluation, stage)):
+@pytest.mark.parametrize(("shared_memory", "trains"), [("1", False), ("0", False), ("0", True)])
+def test_a_layer_that_raises_frees_the_ranks_that_wait_to_send(
+    processes: LocalProcesses, stage: int, shared_memory: str, trains: bool
+):
+    texts = processes.run(4, fail_with_many_microbatches, stage, shared_memory, trains)
+    for rank, text in enumerate(texts):
         assert f"rank {stage}, stage {stage}, microbatch 0, op {stage}F0" in text
         assert text.startswith("StageError" if rank == stage else "PeerError"), text
 

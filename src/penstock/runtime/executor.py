@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from penstock.base.errors import PenstockError, describe_error
+from penstock.base.errors import CallOrderError, PenstockError, WaitTimeoutError, describe_error
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
     COUNTED,
@@ -36,7 +36,7 @@ from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
-from penstock.schedule.program import Program
+from penstock.schedule.program import Action, Program
 from penstock.stage.compute.stage import Stage
 
 
@@ -127,6 +127,7 @@ class Executor:
         if self.channel is not None:
             self.channel.open(step, self.trains)
             self.channel.fail(Failure(self.rank, step, text))
+            self._drain(error)
 
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
@@ -162,9 +163,17 @@ class Executor:
             self.shared.abandon()
         if self.channel is not None:
             self.channel.fail(failure_of(error, report, self.rank, step, self.program, self.progress))
+            self._drain(error)
         if report is error:
             raise error
         raise report from error
+
+    def _drain(self, error: BaseException) -> None:
+        """Take what the other ranks still send, unless they are in another call, do not send, or a user interrupts."""
+        told = isinstance(error, (CallOrderError, WaitTimeoutError))
+        if self.channel is not None and isinstance(error, Exception) and not told:
+            lines = self.program.instructions(self.rank)
+            self.channel.drain([line.peer for line in lines if line.action is Action.RECV])
 
     def _clear(self) -> None:
         self._state.clear()

@@ -51,6 +51,13 @@ class Channel(Protocol):
     def fail(self, failure: Failure) -> None:
         """Tell every rank that the step failed, in place of the messages it waits for."""
 
+    def drain(self, senders: Sequence[int]) -> None:
+        """Take what is still sent in a step that failed, so that no rank waits to send.
+
+        Args:
+            senders: the sender of each message that this rank takes in a step, in the order in which it takes them.
+        """
+
     def finish(self) -> None:
         """End a step, and release the messages that were sent."""
 

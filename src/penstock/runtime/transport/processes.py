@@ -84,6 +84,10 @@ class ProcessChannel:
         self._step = 0
         self._kind = 0  # the bits that tags have besides the row
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
+        self._taken: dict[int, int] = {}  # messages of this step, by peer
+        self._ended: set[int] = (
+            set()
+        )  # peers whose notice of a failed step has come, or whose connection broke
 
     def _open_shared(
         self,
@@ -133,6 +137,8 @@ class ProcessChannel:
         self._step = step
         self._kind = 0 if trains else _EVALUATION
         self._aside.clear()
+        self._taken = dict.fromkeys(self._in, 0)
+        self._ended.clear()
         self._peer_registry.report_error("")
 
     def find_failed(self, patience: float = 0.0) -> str | None:
@@ -153,9 +159,11 @@ class ProcessChannel:
             if step < self._step:
                 continue  # left by a step that failed
             if isinstance(content, Failure):
+                self._ended.add(peer)
                 raise PeerError(content.message, content)
             if arrived & _EVALUATION != self._kind:
                 raise self._other_call(peer)
+            self._taken[peer] += 1
             if arrived == tag:
                 self.progress[WAITS] = 0
                 return content
@@ -186,6 +194,29 @@ class ProcessChannel:
             # A peer that is gone must not keep the notice from the other ranks.
             with contextlib.suppress(TransportError, RuntimeError):
                 edge.notify(self._step, failure)
+
+    def drain(self, senders: Sequence[int]) -> None:
+        # A send through a process group waits until it is received, and cannot be told meanwhile that nobody will.
+        # In the order of the step's own receives, which the schedule's check has proved to be free of deadlock.
+        taken = dict(self._taken)
+        for peer in senders:
+            if taken[peer]:
+                taken[peer] -= 1
+            elif peer not in self._ended and isinstance(self._in[peer], GroupIncoming):
+                self._drop_next(peer)
+
+    def _drop_next(self, peer: int) -> None:
+        """Drop the next message of this step from a rank."""
+        incoming = self._in[peer]
+        try:
+            step, _, content = incoming.next()
+            while step < self._step:  # left by an earlier step that failed
+                step, _, content = incoming.next()
+        except TransportError:
+            self._ended.add(peer)
+            return
+        if isinstance(content, Failure):
+            self._ended.add(peer)
 
     def finish(self) -> None:
         assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"

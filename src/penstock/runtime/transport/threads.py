@@ -86,6 +86,9 @@ class ThreadChannel:
         for _, places in self._in.values():
             places.put(failure)
 
+    def drain(self, senders: Sequence[int]) -> None:
+        """Do nothing: a rank that waits to send has the notice."""
+
     def finish(self) -> None:
         assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"
 
