@@ -89,6 +89,19 @@ def single_step(job: Job, microbatches: int) -> Callable[[], None]:
     return step
 
 
+def plain_step(job: Job, threads: int) -> Callable[[], None]:
+    """Return a step of the unsplit model over the whole batch at once, each operation on this many threads."""
+    net, (x, y) = job.model(), job.batch()
+
+    def step() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        nn.functional.mse_loss(net(x), y).backward()
+        torch.set_num_threads(before)
+
+    return step
+
+
 def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
     """Return a step through torch.distributed.pipelining."""
     kind, several = SCHEDULES[job.schedule]
@@ -132,8 +145,9 @@ def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -
 
     Args:
         rank, ranks: rank of this process, and number of ranks.
-        jobs: name → ("ours", "peer", "threads" or "half", job); with "half" every process computes its share of the
-            microbatches alone on the unsplit model, which bounds the time of any pipeline.
+        jobs: name → ("ours", "peer", "half" or "plain", job); with "half" every process computes its share of the
+            microbatches alone on the unsplit model, which bounds the time of any pipeline; with "plain" the first process
+            computes all of the batch on the unsplit model, with as many threads as there are ranks, and the others none.
         rounds: number of rounds.
     """
     pipes, runs = [], {}
@@ -149,6 +163,8 @@ def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -
             runs[name] = lambda pipe=pipe, x=x, y=y: pipe.step(x, y)
         elif who == "peer":
             runs[name] = peer_step(job, rank, ranks)
+        elif who == "plain":
+            runs[name] = plain_step(job, ranks) if rank == 0 else lambda: None
         else:
             runs[name] = single_step(job, job.microbatches // ranks)
 

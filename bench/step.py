@@ -1,10 +1,13 @@
 """Two ranks on two cores: a step of a mid-size model, ours and torch.distributed.pipelining's.
 
-The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. The times are compared with two figures, all
+The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. The times are compared with three figures, all
 from alternating runs in the same two processes:
 
 - the ideal: a single process's step of the full model, in one thread, divided by two, with the other core idle;
-- the bound: both processes at once, each alone with half of the microbatches on the unsplit model.
+- the bound: both processes at once, each alone with half of the microbatches on the unsplit model;
+- plain: one process's step of the full model over the whole batch, by plain PyTorch with two threads per operation.
+
+The column threads/plain has our ranks as two threads of one process over plain, in turn in that process.
 
 Interleaved 1F1B runs with two stages per rank, as the other schedules of several stages do, and with four, where its bubble
 is half as long.
@@ -16,12 +19,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
-from bench.compare import Figures, main, ratio
-from bench.peer import SCHEDULES, Job, race, single_step
+from torch import nn
+
+from bench.compare import Figures, alternate, main, ratio
+from bench.peer import SCHEDULES, Job, plain_step, race, single_step
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 
 RANKS = 2
@@ -60,20 +67,49 @@ def alone(rank: int, one: Job, rounds: int) -> list[float]:
     return times
 
 
+def beside_plain(one: Job, rounds: int) -> float:
+    """Return the step of ranks that are threads over plain PyTorch's, with as many threads per operation as ranks."""
+
+    def timed(step: Callable[[], object]) -> float:
+        begin = perf_counter()
+        step()
+        return perf_counter() - begin
+
+    x, y = one.batch()
+    with Pipeline(
+        one.model(), nn.functional.mse_loss, microbatches=one.microbatches, schedule=one.schedule,
+        ranks=RANKS, virtual_stages=one.virtual if one.schedule != "zb-v" else 1,
+    ) as pipe:  # fmt: skip
+        runs = {
+            "threads": partial(timed, partial(pipe.step, x, y)),
+            "plain": partial(timed, plain_step(one, RANKS)),
+        }
+        times = alternate(runs, rounds)
+    return ratio(times["threads"], times["plain"])
+
+
 def measure(options: argparse.Namespace) -> Figures:
-    """Measure every schedule's step over the ideal, the peer's and the bound."""
-    columns = ("ours/ideal", "peer/ideal", "ours/peer", "ours/bound", "peer/bound")
+    """Measure every schedule's step over the ideal, the peer's, the bound and plain PyTorch's."""
+    columns = (
+        "ours/ideal",
+        "peer/ideal",
+        "ours/peer",
+        "ours/bound",
+        "peer/bound",
+        "ours/plain",
+        "threads/plain",
+    )
     rows: dict[str, dict[str, float]] = {}
     schedules = options.schedule or (QUICK if options.quick else list(SCHEDULES))
 
     def line(name: str, row: dict[str, float]) -> str:
-        return f"{name:22}" + "".join(f"{row[c]:12.3f}" for c in columns)
+        return f"{name:22}" + "".join(f"{row[c]:14.3f}" for c in columns)
 
-    yield f"{'schedule':22}" + "".join(f"{c:>12}" for c in columns)
+    yield f"{'schedule':22}" + "".join(f"{c:>14}" for c in columns)
     with LocalProcesses(RANKS) as pool:
         for name, one in cases(schedules, options.quick).items():
             ideal = statistics.median(pool.run(RANKS, alone, one, 3, timeout=300)[0]) / RANKS
-            contest = {who: (who, one) for who in ("ours", "peer", "half")}
+            contest = {who: (who, one) for who in ("ours", "peer", "half", "plain")}
             times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
             rows[name] = {
                 "ours/ideal": statistics.median(times["ours"]) / ideal,
@@ -81,6 +117,8 @@ def measure(options: argparse.Namespace) -> Figures:
                 "ours/peer": ratio(times["ours"], times["peer"]),
                 "ours/bound": ratio(times["ours"], times["half"]),
                 "peer/bound": ratio(times["peer"], times["half"]),
+                "ours/plain": ratio(times["ours"], times["plain"]),
+                "threads/plain": beside_plain(one, options.rounds),
             }
             yield line(name, rows[name])
     middle = {c: statistics.median(row[c] for row in rows.values()) for c in columns}

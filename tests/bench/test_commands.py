@@ -37,7 +37,7 @@ LINES = {
         r"\| mid-size \| threads \| N \| N \| N \| N \|", r"\| tiny \| processes \| N \| N \| N \| N \|",
     ],
     "bench.step": [
-        r"1f1b +N +N +N +N +N", r"zb-v +N +N +N +N +N", r"median +N +N +N +N +N",
+        r"1f1b( +N){7}", r"zb-v( +N){7}", r"median( +N){7}",
         r"best of ours over the bound: N \(.+\)", r"best of peer over the bound: N \(.+\)",
     ],
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
