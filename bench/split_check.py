@@ -112,9 +112,8 @@ def measure(options: argparse.Namespace) -> Figures:
 
         def looking(stage: Stage = stage, x: torch.Tensor = x) -> float:
             start = perf_counter()
-            for _ in range(100):
-                stage.split_checks.begin()
-                stage.split_checks.queue([x])
+            for step in range(100):
+                stage.split_checks.queue(-step, [x])
             return (perf_counter() - start) / 100
 
         times = alternate({"checked": checked, "usual": usual, "looking": looking}, options.rounds)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.overlap import groups_of
-from penstock.stage.values import pack, unpack
+from penstock.stage.values import groups_of, pack, unpack
 
 WIDTH, MICROBATCHES = 6, 4
 

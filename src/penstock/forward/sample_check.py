@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from penstock.base.errors import SplitError
 from penstock.forward.loss_piece import loss_in
-from penstock.stage.layers import Layer, is_joint
-from penstock.stage.live import plain_attributes, read_instead
+from penstock.stage.layers import Layer, is_joint, plain_attributes, read_instead
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, set_context
-from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use
+from penstock.stage.rng.random_state import cuda_generators, cuda_in_use
 from penstock.stage.values import Message, flatten, leaves_of, pack, unpack
 
 SEED = 0

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
-from penstock.stage.live import INTERNAL, Live, follow, live_copy
+from penstock.stage.layers import INTERNAL, Live, follow, live_copy
 
 NAMED = ("attention_mask", "position_ids")
 """Named inputs of a step that a model's forward may take."""

@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from penstock.base import host
 from penstock.base.errors import PeerError, PenstockError, WaitTimeoutError
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.transport.processes import ProcessChannel
-from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
 from penstock.stage.values import Message
 

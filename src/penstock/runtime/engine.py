@@ -18,7 +18,7 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.hang import HangDetector, Watchdog
+from penstock.runtime.health.hang import HangDetector, Timeout, Watchdog
 from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
@@ -28,7 +28,6 @@ from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
-from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Kind
 from penstock.stage.module import StageModule

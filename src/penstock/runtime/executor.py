@@ -87,7 +87,10 @@ class Executor:
             trains=self.trains,
         )
         self.ops = compiler.compile()
+        self._last_stage = program.schedule.stages - 1
         self._collector = program.schedule.placement.holders[-1][0]
+        self._ranks = program.schedule.ranks
+        self._end_tag = program.tags  # after the tags of all messages
 
     def run(self, step: int, work: Work) -> Work:
         """Run this rank's ops of a step, and agree with all ranks on its losses; messages of other steps are ignored."""
@@ -114,7 +117,7 @@ class Executor:
         self.progress[STEP] = 0
         self._state.clear()
         if refusal is not None:
-            raise explain(refusal, work.losses, self.program.schedule.stages - 1, step)
+            raise explain(refusal, work.losses, self._last_stage, step)
         if self._scale is not None:
             self._scale.remember(work.options.number)
         return work
@@ -196,7 +199,7 @@ class Executor:
             refusal = find_nonfinite(
                 self.stages,
                 work.losses,
-                self.program.schedule.stages - 1,
+                self._last_stage,
                 work.batch.first,
                 work.batch.ignored_index,
                 sharded_grads,
@@ -210,8 +213,8 @@ class Executor:
             self.channel,
             rank=self.rank,
             collector=self._collector,
-            ranks=self.program.schedule.ranks,
-            tag=self.program.tags,
+            ranks=self._ranks,
+            tag=self._end_tag,
             losses=work.losses,
             refusal=refusal,
             flags=flags,

@@ -8,7 +8,7 @@ from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError
 from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.runtime.copies.buffers import Rule, require_rule
-from penstock.runtime.workers.timeout import FIRST_TIMEOUT, require_timeout
+from penstock.runtime.health.hang import FIRST_TIMEOUT, require_timeout
 
 COMPILED = ("none", "block", "stage")
 

@@ -27,6 +27,7 @@ from penstock.runtime.batch.splitter import (
 )
 from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, step_result
 from penstock.runtime.engine import Engine
+from penstock.runtime.health.hang import Timeout, require_timeout
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
@@ -46,7 +47,6 @@ from penstock.runtime.validation import (
     resolve_schedule,
 )
 from penstock.runtime.weights.parameters import LocalParameters
-from penstock.runtime.workers.timeout import Timeout, require_timeout
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
@@ -442,7 +442,7 @@ class Pipeline(PipelineModel):
             self._container.require_unchanged()
             inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
             if trains:
-                self._require_same_parameters()
+                self._parameters.require_same()
                 given = [] if input_grads else [("x", inputs)]
                 require_no_graph([*given, ("y", target), *others.items()])
             return self._splitter.split(inputs, target, others, options)

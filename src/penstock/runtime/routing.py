@@ -32,6 +32,7 @@ class ValueRoutes:
     """The routes of a model's named values.
 
     Attributes:
+        required: layers that cannot run without a value of the batch, by its name.
         skips: (source stage, target stage) of the values that skip the stages between.
     """
 
@@ -41,13 +42,13 @@ class ValueRoutes:
         onward: list[set[str]] = [set() for _ in stages]
         skips: dict[tuple[int, int], set[str]] = {}
         self._inputs: dict[str, list[str]] = {}  # layers that take a value from the batch, by its name
-        self._required: dict[str, list[str]] = {}
+        self.required: dict[str, list[str]] = {}
         for index, (stage, names) in enumerate(layers):
             for name, required in names.takes.items():
                 if name not in producers:
                     self._inputs.setdefault(name, []).append(names.layer)
                     if required:
-                        self._required.setdefault(name, []).append(names.layer)
+                        self.required.setdefault(name, []).append(names.layer)
                     # A value of the batch passes every stage before the one that takes it.
                     for before in range(stage):
                         onward[before].add(name)
@@ -78,7 +79,7 @@ class ValueRoutes:
                 f"no layer takes {name!r}{nearest(name, list(self._inputs))}; a layer takes a keyword input by listing it "
                 "in its forward, after the first parameter"
             )
-        for name, layers in self._required.items():
+        for name, layers in self.required.items():
             if name not in names:
                 raise BatchError(f"layer {layers[0]!r} needs {name!r}; pass it to the step as {name}=...")
 

@@ -17,9 +17,9 @@ from penstock.plan.explore.search_space import divisors
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import Effort, Exchange, measure_layers
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.start.launch_environment import local_size
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import find_mesh

@@ -17,11 +17,11 @@ from penstock.base.host import to_stderr
 from penstock.base.run_lock import locked, may_be_restart
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
 from penstock.stage.split import Split
 from penstock.trace.folder import drop_after

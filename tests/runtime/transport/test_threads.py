@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Message

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.workers.collectives import Collectives
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.timeout import Timeout
 
 
 def test_one_process_decides_for_itself():

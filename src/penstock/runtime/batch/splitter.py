@@ -22,8 +22,7 @@ from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_n
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames
-from penstock.stage.overlap import shares_memory
-from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
+from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, shares_memory, split_batch
 
 Reduction = str | Callable[[Any], object]
 """``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""
@@ -199,7 +198,8 @@ class BatchSplitter:
         if self.holds_first:
             if x is None:
                 raise BatchError("the rank of the first stage needs the input x")
-            self.routes.check_given(named)
+            if named or self.routes.required:
+                self.routes.check_given(named)
             inputs, rows_in = split_batch(x, self.microbatches, "the input x", self.device)
             if named:
                 inputs = self._with_named(inputs, rows_in, named)

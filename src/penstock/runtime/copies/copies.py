@@ -19,7 +19,7 @@ from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, di
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.workers.world import World
-from penstock.stage.live import INTERNAL
+from penstock.stage.layers import INTERNAL
 from penstock.stage.module import StageModule
 from penstock.stage.values import same_values
 
@@ -50,6 +50,7 @@ class Copies:
         self._check_every = options.check_replicas
         self._trained = 0
         self._check: ReplicaCheck | None = None
+        self._buffers: BufferCopies | None = None  # if any are copied, on this process or another
         if world is None:
             self._init_threads(options.buffers)
         else:
@@ -70,7 +71,7 @@ class Copies:
         ]
         stages = [(one, others) for one, *others in self._modules.values()]
         self._module_copies = ModuleCopies(local_stages.modules.values(), [*pairs, *stages])
-        self._buffers = BufferCopies(self._modules, rule)
+        self._buffers = BufferCopies(self._modules, rule) if self._modules else None
 
     def _init_processes(self, world: World, replicas: int, rule: Rule) -> None:
         local_stages = self._local_stages
@@ -82,12 +83,13 @@ class Copies:
         copied = [s for s in kinds if replicas > 1 or len(holders[s]) > 1]
         over_ranks = any(kinds[s] for s in copied if len(holders[s]) > 1)
         may_refuse = rule == "refuse" and any("other" in kinds[s] for s in copied)
-        self._buffers = BufferCopies(
-            self._modules,
-            rule,
-            _Gather(world, holders, replicas, over_ranks) if any(kinds[s] for s in copied) else None,
-            (lambda problem: world.all_gather_run(problem, "compare buffers")) if may_refuse else None,
-        )
+        if any(kinds[s] for s in copied):
+            self._buffers = BufferCopies(
+                self._modules,
+                rule,
+                _Gather(world, holders, replicas, over_ranks),
+                (lambda problem: world.all_gather_run(problem, "compare buffers")) if may_refuse else None,
+            )
         shards = world.mesh is not None and world.mesh.shape.tp > 1
         if shards or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
             where = f"rank {world.rank}"
@@ -125,7 +127,8 @@ class Copies:
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
         """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it."""
         self.sync_modules()
-        self._buffers.sync()
+        if self._buffers is not None:
+            self._buffers.sync()
         if not trains:
             return
         # The first step is due, too: copies may differ from the start.
@@ -137,18 +140,21 @@ class Copies:
             self._check.run()
         elif due and self._world is None:
             self._compare_threads()
-        self._buffers.begin()
+        if self._buffers is not None:
+            self._buffers.begin()
 
     def after_step(self, trains: bool) -> None:
         """Give the buffers of all copies the same values, after a training step."""
-        self._buffers.record_scratch()
-        if trains:
-            self._buffers.finish()
+        if self._buffers is not None:
+            self._buffers.record_scratch()
+            if trains:
+                self._buffers.finish()
 
     def restore(self) -> None:
         """Restore the buffers of all copies after a failed step."""
-        self._buffers.record_scratch()
-        self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.record_scratch()
+            self._buffers.restore()
 
     def _compare_threads(self) -> None:
         for s, (first, *others) in self._modules.items():

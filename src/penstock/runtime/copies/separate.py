@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ConfigError
 from penstock.runtime.copies.fixed import require_no_late_hook
 from penstock.schedule.placement import Placement
-from penstock.stage.isolation import Isolation
+from penstock.stage.compute.stage import Isolation
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType
 from torch import nn
 
 from penstock.forward.loss_piece import OwnLoss
-from penstock.stage.live import source_of
+from penstock.stage.layers import source_of
 
 
 def parts_of(function: object) -> Iterator[object]:

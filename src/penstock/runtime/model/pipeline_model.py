@@ -41,7 +41,6 @@ class PipelineModel:
     ) -> None:
         self._parameters, self._modules, self._wait = parameters, modules, wait
         self._given, self._world = given, world
-        self._places = parameters.places()
         self._emptied = [] if world is None else put_on_meta(parameters.layers, [*modules(), *others], given)
 
     def wait(self) -> None:
@@ -147,17 +146,6 @@ class PipelineModel:
         """
         self.wait()
         self._parameters.load_state_dict(state)
-        self._places = self._parameters.places()  # layers built on the meta device have new ones
-
-    def _require_same_parameters(self) -> None:
-        """Check that no parameter was replaced by another, which the optimizer would not have."""
-        for name, members, inner, parameter in self._places:
-            if members.get(inner, parameter) is not parameter:
-                raise ConfigError(
-                    f"the parameter {name} was replaced after the pipeline was built, as load_state_dict(assign=True) does, "
-                    "and the optimizer has the one from before; load a state with pipe.load_state_dict, or close the "
-                    "pipeline before the model gets its weights back"
-                )
 
     def zero_grad(self) -> None:
         """Set the gradients of this process's parameters to None."""

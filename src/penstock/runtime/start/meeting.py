@@ -19,11 +19,11 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # 
 
 from penstock.base.errors import ConfigError, PeerError, WaitTimeoutError, first_line
 from penstock.base.host import loopback
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.start.launch_environment import find_launch, meeting_url
 from penstock.runtime.start.launchers import Launch
 from penstock.runtime.start.rank_claims import open_store
 from penstock.runtime.start.restarts import store_of_this_start
-from penstock.runtime.workers.timeout import Timeout
 
 STORE = "PENSTOCK_STORE"
 """Environment variable: a file, new for the run, through which the processes of one machine meet. They then listen on the

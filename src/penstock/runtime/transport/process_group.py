@@ -35,6 +35,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.base.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     DEVICE,
@@ -54,7 +55,6 @@ from penstock.runtime.transport.frame import (
     require_fits,
     write_notice,
 )
-from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
 POSTED_BYTES = 8 << 20

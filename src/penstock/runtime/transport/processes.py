@@ -12,12 +12,12 @@ from torch import distributed as dist
 
 from penstock.base.errors import CallOrderError, PeerError, TransportError
 from penstock.base.host import core_limits
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry, supported
 from penstock.runtime.health.rank_progress import WAITS, RankProgress, other_calls
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakePipe
-from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"

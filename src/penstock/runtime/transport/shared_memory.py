@@ -32,6 +32,7 @@ from torch import Tensor
 
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, WaitTimeoutError
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry, machine
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
@@ -49,7 +50,6 @@ from penstock.runtime.transport.frame import (
     require_fits,
     write_notice,
 )
-from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
 # A cache line apart: two processes write them, and in one line each write would cost the other a miss.

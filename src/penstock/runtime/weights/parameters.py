@@ -34,6 +34,7 @@ class LocalParameters:
         self.placement = placement
         self.ties = ties
         self.rank = rank
+        self._places = self._find_places()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, int]]:
         """Yield (name, parameter, first rank that holds it), each parameter once, in model order."""
@@ -106,7 +107,7 @@ class LocalParameters:
             if inner not in layer.state_dict(keep_vars=True)
         }
 
-    def places(self) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    def _find_places(self) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
         """Return (name in the whole model, parameters of the module that has it, name in the module, parameter)."""
         return [
             (whole_name(name, f"{path}.{inner}" if path else inner), module._parameters, inner, parameter)
@@ -116,6 +117,16 @@ class LocalParameters:
             for inner, parameter in module._parameters.items()
             if parameter is not None
         ]
+
+    def require_same(self) -> None:
+        """Check that no parameter was replaced by another, which the optimizer would not have."""
+        for name, members, inner, parameter in self._places:
+            if members.get(inner, parameter) is not parameter:
+                raise ConfigError(
+                    f"the parameter {name} was replaced after the pipeline was built, as load_state_dict(assign=True) does, "
+                    "and the optimizer has the one from before; load a state with pipe.load_state_dict, or close the "
+                    "pipeline before the model gets its weights back"
+                )
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -163,6 +174,7 @@ class LocalParameters:
                     # A layer on the meta device has no memory to copy into.
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
+        self._places = self._find_places()  # layers built on the meta device have new ones
 
     def _problems(self, state: Mapping[str, Any]) -> list[str]:
         expected = self.state_dict()

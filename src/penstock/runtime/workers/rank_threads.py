@@ -24,10 +24,10 @@ from penstock.runtime.health.hang import (
     RANK_THREAD,
     SHORT_GRACE,
     HangDetector,
+    Timeout,
     dump_stacks,
 )
 from penstock.runtime.workers.streams import Streams
-from penstock.runtime.workers.timeout import Timeout
 
 Job = Callable[[], Any]
 

@@ -12,12 +12,12 @@ import torch
 from torch import distributed as dist
 
 from penstock.parallel.data.exchange import run_each
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.agreement import Facts, require_same
 from penstock.runtime.start.meeting import meet
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
 
 T = TypeVar("T")

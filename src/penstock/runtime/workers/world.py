@@ -22,6 +22,7 @@ from penstock.base.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch
 from penstock.runtime.start.meeting import meet, named_errors
@@ -29,7 +30,6 @@ from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2

@@ -50,6 +50,7 @@ class SplitChecks:
         self._checked: set[object] = set()
         self._running: object = None
         self._modes: object = None
+        self._step: int | None = None
 
     @cached_property
     def possible(self) -> bool:
@@ -63,15 +64,16 @@ class SplitChecks:
             )
         return compiled is None
 
-    def begin(self) -> None:
-        """Begin a step, during which the modules' settings do not change."""
-        self._modes = None
-        self._running = None
+    def queue(self, step: int, leaves: Sequence[object]) -> WeightGradQueue | None:
+        """Return the queue of a microbatch with these inputs; None if it needs the full backward.
 
-    def queue(self, leaves: Sequence[object]) -> WeightGradQueue | None:
-        """Return the queue of a microbatch with these inputs; None if it needs the full backward."""
-        if self._modes is None:
+        Args:
+            step: a number that no other step has, failed ones included.
+        """
+        if step != self._step:  # within a step, the modules' settings do not change
+            self._step = step
             self._modes = _modes_of(self.module)
+            self._running = None
         pattern = (self._modes, tuple((x.dtype, x.dim()) if isinstance(x, Tensor) else None for x in leaves))
         if pattern in self._checked:
             return WeightGradQueue(self._excluded)

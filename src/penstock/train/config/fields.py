@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from penstock.parallel.mesh import AXES
-from penstock.runtime.workers.timeout import YEAR
+from penstock.runtime.health.hang import YEAR
 
 LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
 """Services that metrics can be sent to, each with the packages it needs."""
