@@ -196,7 +196,7 @@ class ProcessChannel:
                 edge.notify(self._step, failure)
 
     def drain(self, senders: Sequence[int]) -> None:
-        # A send through a process group waits until it is received, and cannot be told meanwhile that nobody will.
+        # A send through a process group waits until it is received; no notice can end the wait.
         # In the order of the step's own receives, which the schedule's check has proved to be free of deadlock.
         taken = dict(self._taken)
         for peer in senders:
