@@ -1,4 +1,4 @@
-"""How long a wait may last, and which ranks hang.
+"""Timeouts of waits, and detection of ranks that hang.
 
 A rank that hangs neither waits nor computes: one of its ops runs for longer than the timeout. The watchdog ends its process.
 """
