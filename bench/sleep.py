@@ -163,7 +163,7 @@ def step_seconds(pipe: Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
 def _meet(pipe: Pipeline) -> None:
     """Wait until one moment on every rank: ranks leave a collective at times that differ by more than a link's latency."""
     if pipe.world is not None:  # perf_counter is one clock for all processes of a machine
-        nap_until(max(pipe.world.all_gather_run(time.perf_counter(), action="begin a step")) + SPREAD)
+        nap_until(max(pipe.world.gather(time.perf_counter(), "run", "begin a step")) + SPREAD)
 
 
 def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:

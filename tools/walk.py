@@ -1,7 +1,8 @@
 """Print the files of Penstock that a training step enters: ``python -m tools.walk [--markdown]``.
 
 The second ``Pipeline.step`` and ``optimizer.step`` of a pipeline of two ranks that are threads are watched with
-`sys.setprofile`, in all threads. ``--markdown`` prints the list of CONTRIBUTING's *How a step runs*, by phase.
+`sys.setprofile`, in all threads. Each file has the name of its public function that does most. ``--markdown`` prints the
+list of CONTRIBUTING's *How a step runs*, by phase.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import ast
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -32,27 +34,43 @@ class Walk:
     """Profile function that notes each file of Penstock in the order in which functions of it are first called.
 
     Attributes:
-        files: paths below the package, with the first function that was called there.
+        files: paths below the package.
         phases: paths below the package, with the phase in which they were entered.
         watching: whether calls are noted.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, str] = {}
+        self.files: list[str] = []
         self.phases: dict[str, str] = {}
         self.watching = False
         self._phase = ""
+        self._made: Counter[int] = Counter()  # by thread, the calls so far
+        self._before: dict[int, int] = {}  # by frame, the calls of its thread before it
+        self._work: dict[str, Counter[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Note a call."""
-        if not self.watching or event != "call":
+        """Note a call, or the end of one."""
+        if not self.watching:
             return
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(SOURCE):
-            self._phase = PHASES.get(frame.f_code.co_qualname, self._phase)
+        thread = threading.get_ident()
+        path, function = Path(frame.f_code.co_filename), frame.f_code.co_qualname
+        if event == "call" and path.is_relative_to(SOURCE):
             name = path.relative_to(SOURCE).as_posix()
-            self.files.setdefault(name, frame.f_code.co_qualname)
-            self.phases.setdefault(name, self._phase)
+            self._phase = PHASES.get(function, self._phase)
+            if name not in self.phases:
+                self.files.append(name)
+                self.phases[name] = self._phase
+            self._before[id(frame)] = self._made[thread]
+        self._made[thread] += event in ("call", "c_call")
+        if event == "return" and id(frame) in self._before:
+            calls = self._made[thread] - self._before.pop(id(frame))
+            self._work.setdefault(path.relative_to(SOURCE).as_posix(), Counter())[function] += calls
+
+    def function(self, name: str) -> str:
+        """Return the function of a file within which most calls are made, a public one if there is one."""
+        calls = self._work.get(name, Counter())
+        public = [f for f in calls if not f.rpartition(".")[2].startswith("_")]
+        return max(public or calls, key=calls.__getitem__, default="").replace("<locals>.", "")
 
 
 def walk() -> Walk:
@@ -93,8 +111,7 @@ def markdown(seen: Walk) -> str:
         lines += [f"**{phase}**", ""]
         for name in (name for name in seen.files if seen.phases[name] == phase):
             number += 1
-            function = seen.files[name].partition(".<locals>")[0]
-            lines.append(f"{number}. `{name}`, `{function}`. {purpose(name)}.")
+            lines.append(f"{number}. `{name}`, `{seen.function(name)}`. {purpose(name)}.")
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -108,8 +125,8 @@ def main() -> None:
     if options.markdown:
         print(markdown(seen))
         return
-    for path, function in seen.files.items():
-        print(f"{path:45} {function}")
+    for path in seen.files:
+        print(f"{path:45} {seen.function(path)}")
     print(f"{len(seen.files)} files")
 
 

@@ -153,12 +153,12 @@ def exchange(rank: int, folder: str) -> list[str]:
     world = current_world()
     assert world is not None
     world.join(20.0)
-    said = [str(world.all_gather({"rank": rank, "of": (rank, torch.ones(2))}))]
+    said = [str(world.gather({"rank": rank, "of": (rank, torch.ones(2))}))]
     os.chdir(folder)
     if rank == 1:
         at.encode = lambda value: pickle.dumps(Harmful())
     try:
-        world.all_gather(None)
+        world.gather(None)
     except TransportError as error:
         said.append(str(error))
     finally:

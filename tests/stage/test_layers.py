@@ -13,9 +13,8 @@ from penstock.base.errors import ConfigError, ScheduleError, SplitError, StageEr
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
-from penstock.stage.layers import as_layers
+from penstock.stage.layers import FunctionLayer, as_layers
 from penstock.stage.module import StageModule
-from penstock.stage.split_backward.functions import FunctionLayer
 from tests.support import plain
 
 WIDTH = plain.WIDTH

@@ -135,7 +135,7 @@ class Checkpoints:
         world = self.pipe.world
         with self.pipe.calling("Checkpoints.save()"):
             run_each(
-                take, None if world is None else partial(world.all_gather_run, action="save a checkpoint")
+                take, None if world is None else partial(world.gather, over="run", action="save a checkpoint")
             )
         (snapshot,) = taken
         self._target = path_of(self.folder, snapshot.step)
@@ -314,7 +314,7 @@ def _with_state(
         return [type(optimizer).__name__, *map(repr, groups)]
 
     world = pipe.world
-    exchange = None if world is None else partial(world.all_gather_run, action="compare the optimizers")
+    exchange = None if world is None else partial(world.gather, over="run", action="compare the optimizers")
     kinds = run_each(make, exchange)
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:

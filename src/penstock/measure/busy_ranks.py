@@ -22,6 +22,7 @@ from penstock.measure.device_rates import (
     seconds_of_launch,
     steady_seconds,
 )
+from penstock.parallel.data.exchange import gather_values
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.runtime.options import ExecutionOptions
@@ -156,8 +157,7 @@ def _agree(values: Sequence[float]) -> list[float]:
     """Return the mean of every process's values."""
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
-    everyone: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(values))
+    everyone: list[list[float]] = gather_values(list(values), None)
     return [statistics.mean(each) for each in zip(*everyone, strict=True)]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils import _pytree
 
+from penstock.parallel.data.exchange import gather_values
 from penstock.plan.cluster import Cluster
 from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
 from penstock.plan.profile.model_profile import Profile
@@ -169,8 +170,7 @@ def _fastest(steps: Sequence[tuple[float, Trace]], share: float) -> list[tuple[f
     """Return the fastest steps by their slowest process."""
     seconds = [[seconds for seconds, _ in steps]]
     if dist.is_available() and dist.is_initialized():
-        seconds = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(seconds, [seconds for seconds, _ in steps])
+        seconds = gather_values(seconds[0], None)
     slowest = [max(each) for each in zip(*seconds, strict=True)]
     order = sorted(range(len(steps)), key=slowest.__getitem__)
     return [(slowest[n], steps[n][1]) for n in order[: max(1, int(share * len(steps)))]]

@@ -42,7 +42,7 @@ def measure_links(
         for number in range(_ROUNDS):
             channel.open(number + 1)
             mine = _round(world, channel if device.type == "cpu" else None, device)
-            for pairs in world.all_gather(mine):
+            for pairs in world.gather(mine):
                 for pair, times in pairs.items():
                     rounds.setdefault(pair, []).append(times)
             links = _sections(rounds, machines)
@@ -79,7 +79,7 @@ def _round(
             if channel is not None:
                 channel.finish()
         # No rank begins with its other neighbour before all have finished with this one.
-        world.all_gather(None)
+        world.gather(None)
     return measured
 
 
@@ -128,12 +128,12 @@ def _reduction(world: World, device: torch.device, latency: float) -> float:
     tensor = torch.zeros(_REDUCED // 4, device=device)
     times = []
     for _ in range(6):
-        world.all_gather(None)
+        world.gather(None)
         began = time.perf_counter()
         dist.all_reduce(tensor)
         wait_for(device)
         times.append(time.perf_counter() - began)
-    took: float = max(world.all_gather(statistics.median(times[1:])))
+    took: float = max(world.gather(statistics.median(times[1:])))
     # A ring reduces in size - 1 steps and hands the sums around in as many; each moves 1/size of the tensor.
     steps = 2 * (world.size - 1)
     return steps * _REDUCED / world.size / max(took - steps * latency / 2, 0.1 * took)

@@ -64,7 +64,7 @@ def measure(world: World, timeout: float) -> dict[str, Any]:
                     links.append(
                         {"to": peer, "way": ways[peer], **_measure_pair(channel, peer, world.rank < peer)}
                     )
-            world.all_gather(None)  # no rank begins the next one before all have finished this one
+            world.gather(None)  # no rank begins the next one before all have finished this one
         files = host.open_files()
     return {"links": sorted(links, key=lambda link: int(link["to"])), "open_files": files}
 
@@ -120,7 +120,7 @@ def unanswered(world: World, timeout: float, opening: float) -> float:
             took = time.perf_counter() - began
         else:
             raise PenstockError(f"received a message from rank {last}, which sent none")
-        world.all_gather(None)  # no rank leaves, which would end the wait of another
+        world.gather(None)  # no rank leaves, which would end the wait of another
     return took
 
 
@@ -139,7 +139,7 @@ class Edges:
 
     def __enter__(self) -> ProcessChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
-        exchange: Callable[[Any], list[Any]] = self._world.all_gather
+        exchange: Callable[[Any], list[Any]] = self._world.gather
         self._channel = ProcessChannel(
             self._group, exchange, incoming=self._peers, outgoing=self._peers, timeout=Timeout(self._wait)
         )

@@ -288,7 +288,9 @@ class Engine:
     def choose_recompute(self, memory: int) -> None:
         """Choose the layers to recompute from now on, after the first step has measured all; every process calls it."""
         choose, world = partial(self.local_stages.choose_recompute, memory), self._world
-        run_each(choose, partial(world.all_gather_run, action="choose what to recompute") if world else None)
+        run_each(
+            choose, partial(world.gather, over="run", action="choose what to recompute") if world else None
+        )
 
     def trace(self) -> Trace | None:
         """Return the trace of the last step of this process's ranks; None before the first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ class LocalStages:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
             require_own_axes(modules, world, self.schedule)
 
-        run_each(build, world.all_gather if world is not None else None)
+        run_each(build, world.gather if world is not None else None)
         # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
@@ -155,7 +155,7 @@ class LocalStages:
             self.replica_reduction.detach()
         self.replica_reduction = ReplicaReduction(
             world.replicas(),
-            world.all_gather_same_rank,
+            partial(world.gather, over="dp and tp", action="end the step on all replicas"),
             self._of_rank(world.rank),
             {group.number: group.parameters for group in self.shared_groups[world.rank]},
             self._options.bucket_bytes,
@@ -276,9 +276,7 @@ def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> N
     axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
     # All stages at once: a weight that is tied between two of them stays one parameter.
-    run_each(
-        lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.all_gather
-    )
+    run_each(lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.gather)
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:

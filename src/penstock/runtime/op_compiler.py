@@ -41,7 +41,7 @@ class StepState:
     """State of a rank in a step, on which its ops work.
 
     Attributes:
-        inputs: inputs of its last forward, for error messages.
+        inputs: inputs of its last op, for error messages.
         local: messages between stages of this rank, by tag.
     """
 
@@ -196,29 +196,60 @@ class OpCompiler:
 
     def _compile_op(self, row: int, receives: list[_Receive], sends: list[_Send]) -> Callable[[], None]:
         op = self._program.schedule.op(row)
-        stage = self._stages[op.stage]
+        stage, microbatch = self._stages[op.stage], op.microbatch
         slot = row - self._first_row
+
+        def run_weight_backward(_: Messages | None) -> None:
+            stage.backward_weight(microbatch)
+
+        def run_recompute(_: Messages | None) -> None:
+            stage.recompute(microbatch)
+
         if op.kind == Kind.F:
-            receive = _receive_all(
-                [self._compile_input(op.microbatch), *receives] if op.stage == 0 else receives
-            )
+            inputs = [self._compile_input(microbatch), *receives] if op.stage == 0 else receives
             if op.stage == self._last_stage:
-                return self._compile_last_forward(op.microbatch, stage, slot, receive)
-            return self._compile_forward(op.microbatch, stage, slot, receive, _send_all(sends))
+                run_last_forward = self._compile_last_forward(stage, microbatch)
+                return self._timed(stage, slot, run_last_forward, _receive_all(inputs))
+            run_forward = self._compile_forward(stage, microbatch)
+            return self._timed(stage, slot, run_forward, _receive_all(inputs), _send_all(sends))
         if op.kind == Kind.W:  # does nothing if the I before it was merged with it and ran the full backward
-            return self._compile_timed(partial(stage.backward_weight, op.microbatch), stage, slot)
+            return self._timed(stage, slot, run_weight_backward)
         if op.kind == Kind.R:
-            return self._compile_timed(partial(stage.recompute, op.microbatch), stage, slot)
+            return self._timed(stage, slot, run_recompute)
         half = op.kind == Kind.I and op not in self._backwards.merged
-        run = stage.backward_input if half else stage.backward
-        send = _send_all([self._compile_input_gradient(op.microbatch), *sends] if op.stage == 0 else sends)
-        return self._compile_backward(
-            op.microbatch, stage, run, slot, _receive_all(receives) if receives else None, send
-        )
+        run_backward = partial(stage.backward_input if half else stage.backward, microbatch)
+        grads = _receive_all(receives) if receives else None
+        if op.stage == 0:
+            sends = [self._compile_input_gradient(microbatch), *sends]
+        return self._timed(stage, slot, run_backward, grads, _send_all(sends))
+
+    def _timed(
+        self,
+        stage: Stage,
+        slot: int,
+        run: Callable[[Any], Any],
+        receive: _ReceiveAll | None = None,
+        send: Callable[[Any], None] | None = None,
+    ) -> Callable[[], None]:
+        """Return an op: receive its inputs, run it, record its times and the bytes held after it, send its outputs."""
+        state, records, now = self._state, self._records, self._records.now
+        start, end, held = records.start, records.end, records.held
+
+        def run_op() -> None:
+            state.inputs = inputs = receive() if receive is not None else None
+            start[slot] = now()
+            outputs = run(inputs)
+            end[slot] = now()
+            held[slot] = stage.held_bytes
+            if send is not None:
+                send(outputs)
+
+        return run_op
 
     def _forward_options(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         key = (stage.index, microbatch)
-        return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
+        options = {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
+        return {name: True for name, given in options.items() if given}  # a call without keywords is faster
 
     def _compile_input(self, microbatch: int) -> _Receive:
         # The work is looked up when the op runs: each step has its own.
@@ -235,44 +266,23 @@ class OpCompiler:
 
         return keep
 
-    def _compile_forward(
-        self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll, send: _SendAll
-    ) -> Callable[[], None]:
-        state, records, now = self._state, self._records, self._records.now
-        start, end, held = records.start, records.end, records.held
-        run: Callable[[int, Messages], Messages] = stage.evaluate
-        if self._trains:
-            run = partial(stage.forward, **self._forward_options(stage, microbatch))
+    def _compile_forward(self, stage: Stage, microbatch: int) -> Callable[[Messages], Messages]:
+        if not self._trains:
+            return partial(stage.evaluate, microbatch)
+        return partial(stage.forward, microbatch, **self._forward_options(stage, microbatch))
 
-        def op() -> None:
-            state.inputs = messages = receive()
-            start[slot] = now()
-            outputs = run(microbatch, messages)
-            end[slot] = now()
-            held[slot] = stage.held_bytes
-            send(outputs)
-
-        return op
-
-    def _compile_last_forward(
-        self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll
-    ) -> Callable[[], None]:
-        state, records, now = self._state, self._records, self._records.now
-        start, end, held = records.start, records.end, records.held
+    def _compile_last_forward(self, stage: Stage, microbatch: int) -> Callable[[Messages], None]:
+        state = self._state
         run: Callable[[int, Messages, LossInputs], LossReport] = stage.evaluate_with_loss
         if self._trains:
             run = partial(stage.forward_with_loss, **self._forward_options(stage, microbatch))
 
-        def op() -> None:
+        def run_last_forward(messages: Messages) -> None:
             work = state.work
             batch = work.batch
-            state.inputs = messages = receive()
             weight = batch.weights[microbatch]
             target = batch.targets[microbatch] if batch.targets else None
-            start[slot] = now()
             report = run(microbatch, messages, LossInputs(target, weight, work.options.outputs))
-            end[slot] = now()
-            held[slot] = stage.held_bytes
             number = batch.first + microbatch
             if report.loss is not None:
                 work.losses.total[number] = report.loss
@@ -283,41 +293,7 @@ class OpCompiler:
             if work.options.outputs:
                 work.outputs[number] = report.output
 
-        return op
-
-    def _compile_backward(
-        self,
-        microbatch: int,
-        stage: Stage,
-        run: Callable[[int, Messages | None], Messages],
-        slot: int,
-        receive: _ReceiveAll | None,
-        send: _SendAll,
-    ) -> Callable[[], None]:
-        records, now = self._records, self._records.now
-        start, end, held = records.start, records.end, records.held
-
-        def op() -> None:
-            grads = receive() if receive is not None else None
-            start[slot] = now()
-            inputs = run(microbatch, grads)
-            end[slot] = now()
-            held[slot] = stage.held_bytes
-            send(inputs)
-
-        return op
-
-    def _compile_timed(self, run: Callable[[], None], stage: Stage, slot: int) -> Callable[[], None]:
-        records, now = self._records, self._records.now
-        start, end, held = records.start, records.end, records.held
-
-        def op() -> None:
-            start[slot] = now()
-            run()
-            end[slot] = now()
-            held[slot] = stage.held_bytes
-
-        return op
+        return run_last_forward
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:

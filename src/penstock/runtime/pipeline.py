@@ -180,7 +180,7 @@ class Pipeline(PipelineModel):
         )
         run_each(
             lambda: require_values((x.name, x.module) for x in given.layers if x.module is not None),
-            None if self.world is None else self.world.all_gather,
+            None if self.world is None else self.world.gather,
         )
         split = resolve_split(
             split, self.layers, loss_fn, self.schedule, world=self.world, seed=self.seed, autocast=autocast
@@ -193,7 +193,9 @@ class Pipeline(PipelineModel):
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
-        gather = None if self.world is None else partial(self.world.all_gather_run, action="share the cores")
+        gather = (
+            None if self.world is None else partial(self.world.gather, over="run", action="share the cores")
+        )
         self.threads = cpu_threads(gather, self.ranks, execution.threads)
         self._local = LocalStages(
             program,

@@ -27,7 +27,7 @@ def collectives(rank: int) -> tuple:
     full = torch.zeros(12)
     part_of(full, rank, 2).copy_(part)
     reducer.all_gather(full).wait()
-    return sums, part, full, reducer.exchange([rank, -7])(), reducer.all_gather_object({"rank": rank})
+    return sums, part, full, reducer.exchange([rank, -7])(), reducer.gather({"rank": rank})
 
 
 def test_sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged(

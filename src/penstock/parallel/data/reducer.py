@@ -98,7 +98,7 @@ class GroupReducer:
 
         return result
 
-    def all_gather_object(self, value: object) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Gather a value of every replica, and return them by replica."""
         try:
             return gather_values(value, self.group)

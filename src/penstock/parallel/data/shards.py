@@ -176,7 +176,7 @@ class Shards:
                 if state is not None:
                     cpu_state = {k: _on_cpu(v) for k, v in state.items()}
                     local_states[sharded.entry.index] = (sharded.slice, cpu_state)
-            rows = self.reducer.all_gather_object(local_states)
+            rows = self.reducer.gather(local_states)
             for sharded in members if keep else ():
                 shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
                 if shards:

@@ -88,7 +88,7 @@ class Copies:
                 self._modules,
                 rule,
                 _Gather(world, holders, replicas, over_ranks),
-                (lambda problem: world.all_gather_run(problem, "compare buffers")) if may_refuse else None,
+                (lambda problem: world.gather(problem, "run", "compare buffers")) if may_refuse else None,
             )
         shards = world.mesh is not None and world.mesh.shape.tp > 1
         if shards or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
@@ -98,7 +98,7 @@ class Copies:
             self._check = ReplicaCheck(
                 self._copied_tensors,
                 f"({where})",
-                lambda value: world.all_gather_run(value, "compare replicas"),
+                lambda value: world.gather(value, "run", "compare replicas"),
             )
 
     def _copied_tensors(self) -> Iterator[CopiedTensor]:
@@ -180,10 +180,10 @@ class _Gather:
         on_cpu = {s: {n: t.cpu() for n, t in values.items()} for s, values in changes.items()}
         gathered = {s: [values] for s, values in on_cpu.items()}
         if self._over_ranks:
-            ranks = self._world.all_gather(on_cpu)
+            ranks = self._world.gather(on_cpu)
             gathered = {s: [ranks[rank][s] for rank in self._holders[s]] for s in on_cpu}
         if self._replicas > 1 and changes:
-            replicas = self._world.all_gather_replicas(gathered, "compare buffers")
+            replicas = self._world.gather(gathered, "dp", "compare buffers")
             gathered = {s: [values for replica in replicas for values in replica[s]] for s in on_cpu}
         return gathered
 

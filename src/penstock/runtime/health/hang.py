@@ -1,4 +1,4 @@
-"""Timeout of the waits of a run, and detection of ranks that hang.
+"""Timeouts of waits, and detection of ranks that hang.
 
 A rank that hangs neither waits nor computes: one of its ops runs for longer than the timeout. The watchdog ends its process.
 """

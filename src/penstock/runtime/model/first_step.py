@@ -64,7 +64,7 @@ class FirstStepCheck:
             refusal, skipped = None, _SHARDED
         else:
             outcome = self._in_processes(world, batch) if world.is_first else (None, None)
-            outcomes = world.all_gather_run(outcome, "check the split of the model")
+            outcomes = world.gather(outcome, "run", "check the split of the model")
             refusal, skipped = next((found for found in outcomes if any(found)), (None, None))
         if refusal is not None:
             raise SplitError(refusal)
@@ -99,7 +99,7 @@ class FirstStepCheck:
         if checks and skipped is None:
             here = sum(p.nbytes for _, p in self._parameters.named_parameters())
             skipped = self._too_large(sum(p.nbytes for p in self._layers.model.parameters()) - here)
-        found = world.all_gather((sent, skipped))
+        found = world.gather((sent, skipped))
         if reasons := [reason for _, reason in found if reason is not None]:
             return None, reasons[0]
         own = {} if checks else self._parameters.own_state() | self._parameters.non_persistent_buffers()

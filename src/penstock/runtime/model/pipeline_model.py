@@ -208,10 +208,10 @@ def gather_state(own: Mapping[str, Any], world: World, keeps: bool) -> dict[str,
             size = 0
         rounds[-1][name] = value
         size += nbytes
-    count = max(world.all_gather(len(rounds)))
+    count = max(world.gather(len(rounds)))
     state: dict[str, Any] = {}
     for number in range(count):
-        for part in world.all_gather(rounds[number] if number < len(rounds) else {}):
+        for part in world.gather(rounds[number] if number < len(rounds) else {}):
             if keeps:
                 state.update(part)
     return state

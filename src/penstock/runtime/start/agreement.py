@@ -33,13 +33,13 @@ _OPS = "ops of rank"
 def require_same(facts: Facts, collectives: Collectives) -> None:
     """Check that all processes have the same facts, or raise on all of them; every process calls it."""
     action = "compare what they were started with"
-    told = collectives.all_gather(
+    told = collectives.gather(
         (_digest(repr(sorted(facts.items())).encode()), socket.gethostname()), None, action
     )
     odd = [number for number, (digest, _) in enumerate(told) if digest != told[0][0]]
     if not odd:
         return
-    pair = collectives.all_gather(dict(facts) if collectives.rank in (0, odd[0]) else None, None, action)
+    pair = collectives.gather(dict(facts) if collectives.rank in (0, odd[0]) else None, None, action)
     first, other = pair[0], pair[odd[0]]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     alike = [number for number in odd if told[number][0] == told[odd[0]][0]]

@@ -39,7 +39,7 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
         arrival = clock()
         world.all_reduce(token)
         meetings.append((arrival, clock()))
-    found = world.all_gather((host.clock(), meetings))
+    found = world.gather((host.clock(), meetings))
     return align([times for _, times in found], [clock_name for clock_name, _ in found])
 
 
@@ -51,7 +51,7 @@ def gather_trace(world: World, part: Trace) -> Trace:
         ranks, in seconds.
     """
     clocks = align_clocks(world)
-    return join(world.all_gather(part), clocks)
+    return join(world.gather(part), clocks)
 
 
 def measured_trace(executors: Sequence[Executor]) -> Trace:

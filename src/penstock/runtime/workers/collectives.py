@@ -41,7 +41,7 @@ class Collectives:
         """Begin the next collective in the attendance, if there is one; every process of the group calls it."""
         return None if self.attendance is None else self.attendance.enter(group)
 
-    def all_gather(
+    def gather(
         self,
         value: Any,
         group: dist.ProcessGroup | None,

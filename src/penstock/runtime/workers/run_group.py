@@ -55,9 +55,7 @@ class RunGroup:
         collectives = self._collectives
         if collectives is None:
             return run_each(job, None)
-        return run_each(
-            job, lambda report: collectives.all_gather(report, None, "report on a job", patient=True)
-        )
+        return run_each(job, lambda report: collectives.gather(report, None, "report on a job", patient=True))
 
     def require_same(self, facts: Facts) -> None:
         """Check that all processes have the same facts, as `penstock.runtime.start.agreement.require_same`."""

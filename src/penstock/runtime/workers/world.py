@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,9 @@ from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
+Over = Literal["pp", "dp", "dp and tp", "run"]
+"""Processes whose values are gathered: along axes of the mesh, or all of the run."""
+
 _joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
 
@@ -221,7 +224,7 @@ class World:
         sizes = self._edge_sizes(program, holders)
         self.channel = ProcessChannel(
             self._messages,
-            self.all_gather,
+            self.gather,
             incoming={s: size for (s, t), size in sizes.items() if t == self.rank},
             outgoing={t: size for (s, t), size in sizes.items() if s == self.rank},
             timeout=self.timeout,
@@ -271,10 +274,10 @@ class World:
             name = f"process {number} ({axes})"
         registry, collectives = self.peer_registry, self.collectives
         entry = registry.entry(name, self.rank, pipeline)
-        replies = collectives.all_gather((entry, uuid4().hex), None, "meet")
+        replies = collectives.gather((entry, uuid4().hex), None, "meet")
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
-        unseen = any(collectives.all_gather(not registry.sees_all(entries), None, "meet"))
+        unseen = any(collectives.gather(not registry.sees_all(entries), None, "meet"))
         collectives.attendance = None
         if unseen:
             # One process that cannot see all pages is enough: either all of them use the attendance, or none.
@@ -293,11 +296,16 @@ class World:
         ]
         collectives.barrier(None, "meet")  # a page must not close before all processes have opened it
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; every rank calls it."""
-        return self.collectives.all_gather(
-            value, self._reductions, "exchange values over the pipeline's ranks"
-        )
+    def gather(self, value: Any, over: Over = "pp", action: str = "exchange values") -> list[Any]:
+        """Return the values of some processes, by rank; all of them call it.
+
+        Args:
+            over: the ranks of this pipeline; the replicas with the same shards of the model ("dp"); the processes with this
+                one's rank in their pipelines ("dp and tp"); or all processes of the run.
+            action: what they do, for errors, as in "waited for the other processes, to exchange values".
+        """
+        groups = {"pp": self._reductions, "dp": self._buckets, "dp and tp": self._beside, "run": None}
+        return self.collectives.gather(value, groups[over], action)
 
     def separate_group(self, timeout: float) -> dist.ProcessGroup:
         """Return one more group of all processes of the run, which the caller destroys; every process calls it."""
@@ -310,19 +318,7 @@ class World:
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
-        return {key: value for other in self.all_gather(part) for key, value in other.items()}
-
-    def all_gather_same_rank(self, value: Any) -> list[Any]:
-        """Return the values of all processes with this one's rank in their pipelines; they all call it."""
-        return self.collectives.all_gather(value, self._beside, "end the step on all replicas")
-
-    def all_gather_replicas(self, value: Any, action: str) -> list[Any]:
-        """Return the values of all processes with the same shards of the model, by replica; they all call it."""
-        return self.collectives.all_gather(value, self._buckets, action)
-
-    def all_gather_run(self, value: Any, action: str) -> list[Any]:
-        """Return the values of all processes of the run; they all call it."""
-        return self.collectives.all_gather(value, None, action)
+        return {key: value for other in self.gather(part) for key, value in other.items()}
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
