@@ -20,8 +20,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "support" / "trainer_under_torchrun.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no",
-              "--num_processes"]  # fmt: skip
+# Its --cpu starts one process; --multi_gpu starts several, also where there is no GPU.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
+              "--dynamo_backend", "no", "--num_processes"]  # fmt: skip
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -60,6 +61,7 @@ def test_a_launch_of_two_ranks_is_one_pipeline(tmp_path: Path, launcher: list[st
     run(tmp_path / "plain", None, {})
     said = launched(launcher, 2, tmp_path / "piped", {"microbatches": 4, "schedule": "zb-v"}, {})
     assert_same_run(tmp_path / "piped", tmp_path / "plain")
+    assert (tmp_path / "piped" / "mesh.json").read_text() == "[2, 1]"
     assert sum(line.startswith("{'loss'") for line in said.splitlines()) == 6, said
 
 
@@ -68,6 +70,7 @@ def test_two_pipelines_take_the_rows_of_two_processes_of_trainer(tmp_path: Path)
     launched(TORCHRUN, 2, tmp_path / "plain", None, {})
     launched(TORCHRUN, 4, tmp_path / "piped", {"ranks": 2, "microbatches": 2}, {})
     assert_same_run(tmp_path / "piped", tmp_path / "plain")
+    assert (tmp_path / "piped" / "mesh.json").read_text() == "[2, 2]"
 
 
 def test_a_failure_of_one_process_ends_the_others_with_its_cause(tmp_path: Path):

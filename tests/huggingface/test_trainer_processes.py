@@ -26,7 +26,13 @@ from tests.huggingface.test_trainer import (
 )
 
 PIPELINE = {"ranks": 2, "microbatches": 2}
-KINDS = {"whole": model, "adapted": adapted}
+
+
+def seeded_by_rank() -> Any:
+    return model(seed=torch.distributed.get_rank())
+
+
+KINDS = {"whole": model, "adapted": adapted, "seeded by rank": seeded_by_rank}
 
 
 def job(
@@ -114,6 +120,11 @@ def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: Lo
     for _, evaluated, _ in told:
         assert evaluated["eval_accuracy"] == expected["eval_accuracy"]
         assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def test_replicas_of_another_model_are_refused(tmp_path: Path, processes: LocalProcesses):
+    with pytest.raises(penstock.PenstockError, match="differ"):
+        processes.run(4, job, tmp_path, "seeded by rank", {"max_steps": 1}, PIPELINE, {})
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

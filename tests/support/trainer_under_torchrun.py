@@ -54,6 +54,9 @@ def run(folder: Path, pipeline: dict[str, Any] | None, changes: dict[str, Any], 
     trainer.save_model(str(folder / "saved"))
     if trainer.is_world_process_zero():
         (folder / "logged.json").write_text(json.dumps(trainer.state.log_history))
+        if pipeline is not None:
+            ranks = trainer.pipe.ranks if trainer.pipe.in_processes else 0
+            (folder / "mesh.json").write_text(json.dumps([ranks, trainer.pipe.replicas]))
     return trainer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers.training_args import ParallelMode
 
@@ -34,6 +34,7 @@ def as_one_process(args: Any, rank: int, replicas: int) -> Any:
         plain.__dict__.update(own.__dict__)
         return plain.__reduce_ex__(1)  # later protocols compare the classes
 
+    _ = args.device  # is set up once, with all processes
     single = copy.copy(args)
     single.__class__ = type(
         kind.__name__,
