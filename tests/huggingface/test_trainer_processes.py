@@ -212,6 +212,23 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, processes: Loca
         assert torch.equal(value, expected[name]), name
 
 
+def test_adapters_resume(tmp_path: Path, processes: LocalProcesses):
+    """Also at another layout than that of the first steps."""
+    changes = {**SAVING, "max_steps": 4}
+    processes.run(2, job, tmp_path / "whole", "adapted", changes, PIPELINE, {})
+    processes.run(2, job, tmp_path / "parts", "adapted", {**changes, "max_steps": 2}, PIPELINE, {})
+    first = saved_weights(tmp_path / "parts", "adapter_model.safetensors")
+    four = {"ranks": 4, "microbatches": 2}
+    processes.run(4, job, tmp_path / "parts", "adapted", changes, four, {"resume": True})
+    ours, expected = (
+        saved_weights(tmp_path / name, "adapter_model.safetensors") for name in ("parts", "whole")
+    )
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, expected[name]), name
+    assert distance(first, expected) > 1e-3
+
+
 def test_a_checkpoint_is_that_of_plain_trainer(tmp_path: Path, processes: LocalProcesses):
     changes = {**SAVING, "max_steps": 2}
     plainly(tmp_path / "plain", "whole", changes)
@@ -253,6 +270,8 @@ def test_a_folder_that_cannot_be_written_ends_all_ranks(tmp_path: Path, processe
             "optim='lion_8bit' cannot be used with a pipeline: in processes, take one",
         ),
         ({"bf16_full_eval": True}, {}, "bf16_full_eval=True cannot be used"),
+        ({"accelerator_config": {"split_batches": True}}, {}, "split_batches=True cannot be used"),
+        ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True cannot be used"),
         ({"save_on_each_node": True}, {}, "save_on_each_node=True cannot be used"),
         ({}, {"ranks": 3}, r"pipeline\['ranks'\] is 3, and there are 2 processes"),
     ],

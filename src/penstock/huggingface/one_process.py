@@ -1,4 +1,4 @@
-"""What Trainer and Accelerate are told in processes: that there is one process, which takes the rows of all replicas.
+"""One process as Trainer and Accelerate see a run in several: it takes the rows of all replicas.
 
 Every process of a run takes the same batch, and the pipeline keeps the part of its own replica. So nothing is left for
 Trainer to divide, gather or wrap, and its arithmetic is that of one process with a batch for all replicas.
@@ -91,7 +91,7 @@ def make_one_process(accelerator: Any, clip: Callable[[float], Tensor]) -> None:
 
 
 class FilledSampler:
-    """A sampler that goes on from its first rows until the last batch is full, as Accelerate does for several processes.
+    """A sampler that repeats its first rows until the last batch is full, as Accelerate does for several processes.
 
     Args:
         sampler: sampler of the rows.

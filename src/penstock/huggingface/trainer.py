@@ -481,6 +481,14 @@ def _require_supported(args: Any, in_processes: bool) -> None:
     }
     if in_processes:
         refused |= {
+            "split_batches": (
+                args.accelerator_config.split_batches,
+                "every process takes the batch of all replicas; set it to False in accelerator_config",
+            ),
+            "dispatch_batches": (
+                args.accelerator_config.dispatch_batches,
+                "every process reads the rows itself; leave it out of accelerator_config",
+            ),
             "save_on_each_node": (
                 args.save_on_each_node,
                 "the first process writes for all; set it to False",
