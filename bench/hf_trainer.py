@@ -250,16 +250,12 @@ def measure(options: argparse.Namespace) -> Figures:
                 yield (
                     f"{case:25} {layout:15} {row['loss']:8.1e} {row['grad norm']:10.1e} {row['weights']:8.1e}"
                 )
-        large = (
-            {"width": 64, "blocks": 4}
-            if options.quick
-            else {"width": 256, "blocks": 8, "rows": 16, "repeats": 3}
-        )
+        large = {"width": 64} if options.quick else {"width": 128, "repeats": 3}
 
         def timed(layout: str) -> Callable[[], float]:
             def once() -> float:
                 found = run(
-                    pool, layout, tokenizer, root / f"timed {layout}", 4 if options.quick else 10, **large
+                    pool, layout, tokenizer, root / f"timed {layout}", 4 if options.quick else 8, **large
                 )
                 return float(found["seconds"])
 
