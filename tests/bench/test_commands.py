@@ -121,6 +121,14 @@ LINES = {
         r"torch.distributed.pipelining +43 +N +N +N",
     ],
     "bench.families": [r"llama +equal", r"mixtral +equal", r"rwkv +refused +RwkvForCausalLM cannot be cut: .*"],
+    "bench.hf_trainer": [
+        *(
+            rf"{case} +{layout} +\d\.\de-0[7-9] +(0\.0e\+00|\d\.\de-0[7-9]) +\d\.\de-0[7-9]"
+            for case in ("full training", "LoRA", "chats, assistant masks", "accumulation 2")
+            for layout in ("threads 2", "processes 2", "pp 2 x dp 2")
+        ),
+        r"plain +N +1.00", r"threads 2 +N +N", r"processes 2 +N +N",
+    ],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 

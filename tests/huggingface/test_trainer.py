@@ -74,6 +74,7 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
         {"optim": "sgd", "lr_scheduler_type": "cosine"},
         {"num_train_epochs": 1, "max_steps": -1},  # 44 rows: the last batch has 4
         {"per_device_train_batch_size": 6},  # does not divide into 4 microbatches
+        {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
     ],
     ids=lambda changes: ", ".join(changes) or "plain",
 )
@@ -223,7 +224,11 @@ def all_logits(outputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | Non
     ("changes", "more", "said"),
     [
         ({"torch_compile": True}, {}, "torch_compile=True cannot be used with a pipeline"),
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 cannot be used"),
+        ({"fp16": True}, {}, "fp16=True cannot be used"),
+        ({"optim": "lomo"}, {}, "optim='lomo' cannot be used"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True cannot be used"),
+        ({"use_liger_kernel": True}, {}, "use_liger_kernel=True cannot be used"),
+        ({}, {"model": None, "model_init": model}, "model_init makes a new model when training begins"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
         ({}, {"compute_loss_func": all_logits}, "compute_loss_func needs the logits of the whole batch"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),
@@ -235,8 +240,18 @@ def test_what_cannot_work_is_refused_at_once(
 ):
     with pytest.raises(penstock.ConfigError, match=said):
         penstock.PipelineTrainer(
-            model=model(), args=arguments(tmp_path, **changes), **{"pipeline": PIPELINE, **more}
+            args=arguments(tmp_path, **changes), **{"model": model(), "pipeline": PIPELINE, **more}
         )
+
+
+class OwnLogits(penstock.PipelineTrainerMixin, Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_loss_of_a_subclass_is_refused(tmp_path: Path):
+    with pytest.raises(penstock.ConfigError, match="OwnLogits computes a loss of its own"):
+        OwnLogits(model=model(), args=arguments(tmp_path), pipeline=PIPELINE)
 
 
 def test_a_batch_without_labels_is_refused(tmp_path: Path):

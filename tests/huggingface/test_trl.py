@@ -79,6 +79,25 @@ def test_the_losses_are_those_of_trl_alone(tmp_path: Path, data: list[Any], opti
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["DPOTrainer", "RewardTrainer"])
+def test_trainers_with_a_loss_of_their_own_are_refused(name: str):
+    import trl
+
+    class Piped(penstock.PipelineTrainerMixin, getattr(trl, name)):
+        pass
+
+    with pytest.raises(
+        penstock.ConfigError, match=f"{name} computes a loss of its own .* use penstock.Pipeline"
+    ):
+        Piped(pipeline={"ranks": 2, "microbatches": 4})
+
+
+def test_another_loss_of_trl_is_refused(tmp_path: Path):
+    folder = hf_folders.of_bytes(tmp_path)
+    with pytest.raises(penstock.ConfigError, match="loss_type='dft' cannot be used"):
+        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, loss_type="dft")
+
+
 def test_rows_that_are_packed_into_one_are_refused(tmp_path: Path):
     folder = hf_folders.of_bytes(tmp_path)
     with pytest.raises(penstock.ConfigError, match="put all rows of the batch into one"):

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from penstock.base.errors import ConfigError
+from penstock.base.counts import is_count
+from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.loss import IGNORED
+from penstock.huggingface.one_process import FilledSampler, as_one_process, make_one_process
+from penstock.huggingface.whole_optimizer import WholeOptimizer
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.batch.work import StepResult
+from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.run_group import RunGroup
+from penstock.runtime.workers.world import current_world
 
 _OURS = {
     "loss_fn": "the model's own loss is used",
@@ -21,20 +32,29 @@ _OURS = {
     "seed": "set it in the training arguments",
     "autocast": "set bf16=True in the training arguments",
     "device": "it is that of the training arguments",
-    "mesh": "ranks are threads of one process",
-    "parallel": "ranks are threads of one process",
+    "mesh": "give ranks, those of one pipeline; processes beyond them are replicas of it",
+    "parallel": "the trainer sets it",
 }
 """Options of `Pipeline` that the trainer sets, and what to do instead of giving them."""
 
 
 class _TokenLoss:
-    """A model's own loss, summed over a microbatch's targets and divided by the number of targets of the whole step."""
+    """A model's own loss, summed over a microbatch's targets and divided by the number of targets of the whole step.
 
-    def __init__(self, model: Any) -> None:
-        self._loss, self._vocabulary = model.loss_function, model.config.vocab_size
+    Args:
+        smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
+    """
+
+    def __init__(self, model: Any, smoother: Any) -> None:
+        self._loss, self._vocabulary, self._smoother = model.loss_function, model.config.vocab_size, smoother
         self.tokens: Tensor | int = 1
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self._smoother is not None:
+            smoothed: Tensor = self._smoother(
+                {"logits": logits}, labels, shift_labels=True, num_items_in_batch=self.tokens
+            )
+            return smoothed
         loss: Tensor = self._loss(
             logits=logits, labels=labels, vocab_size=self._vocabulary, num_items_in_batch=self.tokens
         )
@@ -44,10 +64,13 @@ class _TokenLoss:
 class PipelineTrainerMixin:
     """Trains by a pipeline in any subclass of ``transformers.Trainer``: ``class T(PipelineTrainerMixin, SFTTrainer)``.
 
-    The ranks are threads of this process and use the model's own modules and parameters, so optimizers, schedules, clipping,
-    callbacks, checkpoints and adapters of peft are the Trainer's. Loss, gradients and weights are the Trainer's up to the
-    order in which microbatches are summed. Where a subclass computes a loss of its own in ``compute_loss``, it is not used:
-    the loss is the model's, by the labels that the data collator makes.
+    In one process the ranks are threads. Under torchrun or ``accelerate launch`` each process is a rank: ``ranks`` of them
+    are a pipeline, and with more there are replicas of it. A step then takes as many rows as Trainer takes with a process
+    for each replica, and the same ones.
+
+    The model's own modules and parameters are used, so optimizers, schedules, clipping, callbacks, checkpoints and adapters
+    of peft are the Trainer's. Loss, gradients and weights are the Trainer's up to the order in which microbatches are
+    summed. The loss is the model's, by the labels that the data collator makes.
 
     Args:
         pipeline: keyword arguments of `Pipeline`: ``microbatches`` (required), ``ranks``, ``schedule``, ``virtual_stages``,
@@ -76,13 +99,17 @@ class PipelineTrainerMixin:
             raise ConfigError(
                 'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}'
             )
-        if kwargs.get("compute_loss_func") is not None:
-            raise ConfigError(
-                "compute_loss_func needs the logits of the whole batch, which a pipeline never has at once; use "
-                "penstock.Pipeline with your loss_fn and a loop of your own"
-            )
+        _require_known_loss(type(self))
+        world = current_world()
+        self._rank, processes = (0, 1) if world is None else (world.rank, world.size)
+        self._replicas = 1
+        if processes > 1:
+            ranks = options.setdefault("ranks", processes)
+            self._replicas = _replicas(ranks, processes)
+            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas)
+        self._in_processes = processes > 1
         if args is not None:
-            _require_supported(args)
+            _require_supported(args, self._in_processes)
             args = copy.copy(args)
             for name in (
                 "activation_checkpointing",
@@ -93,14 +120,16 @@ class PipelineTrainerMixin:
                     options.setdefault("recompute", "full")
         super().__init__(model, args, *others, **kwargs)  # type: ignore[call-arg]  # object is not the next class
         trainer: Any = self
+        _require_supported_trainer(trainer, self._in_processes)
         settings = trainer.args
+        trainer._train_batch_size = settings.train_batch_size  # Trainer read it before there were replicas
         settings._n_gpu = min(settings.n_gpu, 1)  # with more, Trainer would copy the model to every GPU
         base = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(base, "get_base_model"):
             base = base.get_base_model()
         # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's.
         vars(base).pop("forward", None)
-        self._loss = _TokenLoss(base)
+        self._loss = _TokenLoss(base, trainer.label_smoother)
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
             from_transformers(trainer.model),
@@ -111,6 +140,59 @@ class PipelineTrainerMixin:
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        self._whole_optimizer: WholeOptimizer | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; in processes, Trainer and Accelerate then see one process with a batch for all replicas."""
+        trainer: Any = self
+        base: Any = super()
+        if not self._in_processes:
+            base.create_accelerator_and_postprocess()
+            return
+        trainer.args = as_one_process(trainer.args, self._rank, self._replicas)
+        base.create_accelerator_and_postprocess()
+        make_one_process(trainer.accelerator, lambda norm: self.pipe.clip_grad_norm_(norm))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does; in processes, an error of one is told to the others, which end with it."""
+        base: Any = super()
+        try:
+            return base.train(*args, **kwargs)
+        except Exception as error:
+            if self.pipe.world is not None:
+                self.pipe.world.peer_registry.report_error(describe_error(error))
+            raise
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of a run: with replicas, the last one of an epoch is filled up as Accelerate does."""
+        base: Any = super()
+        loader = base.get_train_dataloader()
+        workers = loader.worker_init_fn
+        if self._in_processes and isinstance(workers, partial) and "rank" in workers.keywords:
+            workers.keywords["rank"] = 0  # all processes draw the same random numbers
+        batches = loader.batch_sampler
+        trainer: Any = self
+        fills = trainer.args.accelerator_config.even_batches and not trainer.args.dataloader_drop_last
+        if self._replicas > 1 and fills and hasattr(batches, "sampler"):
+            batches.sampler = FilledSampler(batches.sampler, batches.batch_size)
+        return loader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer as Trainer does; in processes, of this rank's parameters."""
+        trainer: Any = self
+        base: Any = super()
+        if not self._in_processes or trainer.optimizer is not None:
+            return base.create_optimizer(*args, **kwargs)
+        elsewhere = [p for p in trainer.model.parameters() if p.is_meta and p.requires_grad]
+        for parameter in elsewhere:
+            parameter.requires_grad_(False)
+        try:
+            optimizer = base.create_optimizer(*args, **kwargs)
+        finally:
+            for parameter in elsewhere:
+                parameter.requires_grad_(True)
+        self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
+        return optimizer
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -131,14 +213,19 @@ class PipelineTrainerMixin:
         self.pipe.train()
         if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
             trainer.optimizer.train()
-        batch = _Batch(trainer._prepare_inputs(inputs), self.pipe.microbatches)
+        batch = self._batch(trainer._prepare_inputs(inputs))
         if num_items_in_batch is None:
             num_items_in_batch = batch.targets() * trainer.current_gradient_accumulation_steps
         self._loss.tokens = num_items_in_batch
         self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
+        if self._replicas > 1:
+            self.pipe.reduce_gradients = trainer.accelerator.sync_gradients
         loss = self.pipe.step(batch.ids, batch.labels, **batch.named).loss
         assert loss is not None, "the batch has labels"
         return loss.detach()
+
+    def _batch(self, inputs: Mapping[str, Any]) -> _Batch:
+        return _Batch(inputs, self.pipe.microbatches * self._replicas)
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
@@ -172,22 +259,119 @@ class PipelineTrainerMixin:
             return_outputs: also return a dictionary with the loss and the logits (default False).
             num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
-        batch = _Batch(inputs, self.pipe.microbatches)
+        batch = self._batch(inputs)
         self._loss.tokens = batch.targets() if num_items_in_batch is None else num_items_in_batch
         keep = return_outputs and self._logits_asked
         result = self.pipe.evaluate(batch.ids, batch.labels, outputs=keep, **batch.named)
         if not return_outputs:
             return result.loss
-        logits = torch.cat(result.outputs)[: batch.rows] if keep else None
+        logits = self._joined(result)[: batch.rows] if keep else None
         return result.loss, {"loss": result.loss, "logits": logits}
+
+    def _joined(self, result: StepResult) -> Tensor:
+        """Return the logits of an evaluation's batch, with those of all replicas; every process calls it."""
+        pipe = self.pipe
+        if not self._in_processes:
+            return torch.cat(result.outputs)
+        holders = pipe.schedule.placement.holders[-1]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"schedule {pipe.schedule.name} leaves an evaluation's logits on several processes; set "
+                "prediction_loss_only=True, or take a schedule such as '1f1b'"
+            )
+        parts = RunGroup.of(pipe).each(
+            lambda: (pipe.replica, torch.cat(result.outputs).cpu()) if pipe.holds_last else None
+        )
+        of_replica = dict(part for part in parts if part is not None)
+        trainer: Any = self
+        return torch.cat([of_replica[n] for n in range(self._replicas)]).to(trainer.args.device)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the model; in processes the first one writes all of it."""
+        trainer: Any = self
+        base: Any = super()
+        if not self._in_processes:
+            base._save(output_dir, state_dict)
+            return
+        world = self.pipe.world
+        assert world is not None, "the ranks are processes"
+        own = {name: value for name, value in trainer.model.state_dict().items() if not value.is_meta}
+        whole = gather_state(
+            {name: value.detach().cpu() for name, value in own.items()}, world, keeps=self._rank == 0
+        )
+        self._lead(lambda: base._save(output_dir, whole))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        base: Any = super()
+        whole = self._whole_optimizer
+        if whole is None:
+            base._save_optimizer_and_scheduler(output_dir)
+            return
+        saved = _Saved(whole.state(keep=self._rank == 0))
+        optimizer, trainer.optimizer = trainer.optimizer, saved
+        try:
+            self._lead(lambda: base._save_optimizer_and_scheduler(output_dir))
+        finally:
+            trainer.optimizer = optimizer
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        base: Any = super()
+        self._lead(lambda: base._save_rng_state(output_dir))
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        base: Any = super()
+        with _parts_of_a_file():
+            base._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        base: Any = super()
+        with _parts_of_a_file():
+            base._load_best_model()
+
+    def _lead(self, job: Callable[[], None]) -> None:
+        """Run a job on the first process while the others wait for it; its error is raised on all of them."""
+        if not self._in_processes:
+            job()
+            return
+
+        def run() -> None:
+            try:
+                job()
+            except (PenstockError, OSError):
+                raise
+            except Exception as error:  # of torch, safetensors or the tokenizer
+                raise PenstockError(describe_error(error)) from error
+
+        RunGroup.of(self.pipe).decide(run)
 
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
     """``transformers.Trainer`` that trains a causal language model by a pipeline; see `PipelineTrainerMixin`."""
 
 
+class _Saved:
+    """A state in the place of an optimizer that is saved."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+@contextmanager
+def _parts_of_a_file() -> Iterator[None]:
+    """Return a context in which torch does not warn that weights of other processes are left alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*to a meta parameter in the current model", category=UserWarning
+        )
+        yield
+
+
 class _Batch:
-    """A batch of a data collator, filled up to a multiple of the microbatches.
+    """A batch of a data collator, filled up to a multiple of the microbatches of all replicas.
 
     Attributes:
         ids, labels: int64, (rows, tokens).
@@ -227,20 +411,49 @@ class _Batch:
         return count
 
 
-def _require_supported(args: Any) -> None:
+def _replicas(ranks: object, processes: int) -> int:
+    """Return how many pipelines of so many ranks the processes are."""
+    if not is_count(ranks) or processes % ranks:
+        raise ConfigError(
+            f"pipeline['ranks'] is {ranks!r}, and there are {processes} processes; start a multiple of the ranks, one for "
+            "each rank of each replica"
+        )
+    return processes // ranks
+
+
+def _require_known_loss(kind: type) -> None:
+    """Raise ConfigError if a trainer's class computes a loss of its own, which would not be used."""
+    for base in kind.__mro__:
+        ours = base in (PipelineTrainerMixin, transformers.Trainer)
+        sft = base.__module__.startswith("trl.") and base.__name__ == "SFTTrainer"  # its loss is the model's
+        if "compute_loss" in vars(base) and not (ours or sft):
+            raise ConfigError(
+                f"{base.__name__} computes a loss of its own from the logits of the whole batch (compute_loss), which a "
+                "pipeline never has at once; use penstock.Pipeline with your loss_fn and a loop of your own"
+            )
+
+
+_UPDATES_IN_BACKWARD = ("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
+                        "galore_adafactor_layerwise", "apollo_adamw_layerwise")  # fmt: skip
+_OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+"""Optimizers that update each parameter by itself, and so on the rank that has it."""
+
+
+def _require_supported(args: Any, in_processes: bool) -> None:
     """Raise ConfigError if a training argument cannot work with a pipeline."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
     refused = {
         "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
         "deepspeed": (args.deepspeed, "the pipeline divides the model; take deepspeed out"),
+        "parallelism_config": (
+            getattr(args, "parallelism_config", None),
+            "the pipeline divides the model; give ranks in pipeline={...}",
+        ),
         "torch_compile": (
             args.torch_compile,
             'compile the stages with pipeline={"execution": penstock.ExecutionOptions(compile=...)}',
         ),
         "fp16": (args.fp16, "take bf16=True, which needs no loss scale"),
-        "label_smoothing_factor": (
-            args.label_smoothing_factor,
-            "Trainer computes it from the logits of the whole batch, which a pipeline never has at once; set it to 0",
-        ),
         "neftune_noise_alpha": (
             args.neftune_noise_alpha,
             "its noise would depend on the microbatches; unset it",
@@ -249,12 +462,67 @@ def _require_supported(args: Any) -> None:
             getattr(args, "predict_with_generate", False),
             "a pipeline evaluates losses and logits; generate with the saved model",
         ),
+        "loss_type": (
+            getattr(args, "loss_type", "nll") != "nll" and args.loss_type,
+            "the loss is the model's own, loss_type='nll'",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a pipeline is built for its microbatches; choose per_device_train_batch_size",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its kernels take the place of modules that the stages already have; apply them to the model before",
+        ),
+        "optim": (
+            optimizer in _UPDATES_IN_BACKWARD and optimizer,
+            "it updates weights within the backward of each batch; take another one, such as adamw_torch",
+        ),
     }
+    if in_processes:
+        refused |= {
+            "split_batches": (
+                args.accelerator_config.split_batches,
+                "every process takes the batch of all replicas; set it to False in accelerator_config",
+            ),
+            "dispatch_batches": (
+                args.accelerator_config.dispatch_batches,
+                "every process reads the rows itself; leave it out of accelerator_config",
+            ),
+            "save_on_each_node": (
+                args.save_on_each_node,
+                "the first process writes for all; set it to False",
+            ),
+            "eval_use_gather_object": (args.eval_use_gather_object, "set it to False"),
+            "fp16_full_eval": (
+                args.fp16_full_eval,
+                "the weights that train would be converted; set it to False",
+            ),
+            "bf16_full_eval": (
+                args.bf16_full_eval,
+                "the weights that train would be converted; set it to False",
+            ),
+        }
+        if optimizer not in _OF_EACH_PARAMETER:
+            refused["optim"] = optimizer, f"in processes, take one of {', '.join(_OF_EACH_PARAMETER)}"
     for name, (value, instead) in refused.items():
         if value:
             raise ConfigError(f"{name}={value!r} cannot be used with a pipeline: {instead}")
-    if args.world_size > 1:
+
+
+def _require_supported_trainer(trainer: Any, in_processes: bool) -> None:
+    """Raise ConfigError if an argument of the Trainer itself cannot work with a pipeline."""
+    if trainer.compute_loss_func is not None:
         raise ConfigError(
-            f"the trainer runs the ranks of its pipeline as threads of one process, and there are {args.world_size} "
-            "processes; start it without torchrun, or train with penstock.Pipeline, which runs in processes"
+            "compute_loss_func needs the logits of the whole batch, which a pipeline never has at once; use "
+            "penstock.Pipeline with your loss_fn and a loop of your own"
+        )
+    if trainer.model_init is not None:
+        raise ConfigError(
+            "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
+        )
+    if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
+        raise ConfigError(
+            "in processes the optimizer is made of each rank's own parameters, by the training arguments (optim, "
+            "learning_rate); leave out optimizers and optimizer_cls_and_kwargs"
         )

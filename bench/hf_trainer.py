@@ -1,0 +1,276 @@
+"""`penstock.PipelineTrainer` beside transformers' Trainer and TRL's SFTTrainer: the same numbers, and the time of a step.
+
+A small random Llama and a tokenizer trained on the spot see the same rows for 20 steps in float32, with plain Trainer in one
+process and with a pipeline of two ranks: as threads, as processes, and as processes with two replicas beside each other.
+Chats go through TRL's SFTTrainer with assistant masks. The table has the largest relative difference of a loss and of a
+gradient norm over all steps, and the distance of the final weights over their norm. Steps are timed in turn: plain Trainer
+with two threads of torch, and the pipelines with one for each rank.
+
+    python -m bench.hf_trainer [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import datasets
+import peft
+import torch
+import transformers
+import trl
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import penstock
+from bench.compare import Figures, alternate, main, ratio
+from penstock.runtime.workers.pool import LocalProcesses
+
+ROWS = 8
+"""Rows of a step, over all replicas."""
+DATA = 12 * ROWS
+"""Rows of an epoch: whole batches, since Accelerate fills the last one up where there are replicas."""
+CASES: dict[str, dict[str, Any]] = {
+    "full training": {},
+    "LoRA": {"lora": True},
+    "chats, assistant masks": {"chats": True},
+    "accumulation 2": {"accumulated": 2},
+}
+LAYOUTS = {"threads 2": (1, 2), "processes 2": (2, 2), "pp 2 x dp 2": (4, 2)}
+"""Name of a layout → number of processes, and of ranks of a pipeline."""
+TIMED = ("plain", "threads 2", "processes 2")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+
+
+class PipelineSFTTrainer(penstock.PipelineTrainerMixin, trl.SFTTrainer):
+    """TRL's trainer of chats with a pipeline."""
+
+
+class StepTimes(TrainerCallback):
+    """Times at which steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(perf_counter())
+
+    def median(self) -> float:
+        """Return the median seconds of a step, without the first two."""
+        return statistics.median(b - a for a, b in zip(self.ends[1:], self.ends[2:], strict=False))
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Chats of different lengths."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n} + {3 * n}?"},
+                {"role": "assistant", "content": f"The sum of {n} and {3 * n} is {4 * n}." * (1 + n % 3)},
+            ]
+        }
+        for n in range(count)
+    ]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Train a tokenizer on the chats, and save it."""
+    texts = [message["content"] for chat in chats(200) for message in chat["messages"]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    whole.chat_template = TEMPLATE
+    whole.save_pretrained(folder)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, width: int, blocks: int, lora: bool) -> Any:
+    """Return a random Llama, the same on every call."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=blocks,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
+            pad_token_id=1,
+        )
+    )  # fmt: skip
+    if not lora:
+        return model
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def quiet() -> None:
+    """Silence what trainers write besides the figures."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+
+def job(
+    rank: int,
+    tokenizer_folder: str,
+    folder: str,
+    pipeline: dict[str, Any] | None,
+    replicas: int,
+    steps: int,
+    *,
+    width: int = 32,
+    blocks: int = 4,
+    rows: int = ROWS,
+    repeats: int = 1,
+    lora: bool = False,
+    chats_alone: bool = False,
+    accumulated: int = 1,
+) -> dict[str, Any]:
+    """Train in one process of a run; returns losses, gradient norms, and the seconds of a step."""
+    quiet()
+    torch.set_num_threads(2 if pipeline is None and width > 32 else 1)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    model = make_model(tokenizer, width, blocks, lora)
+    times = StepTimes()
+    options: dict[str, Any] = {
+        "max_steps": steps, "per_device_train_batch_size": rows // replicas, "gradient_accumulation_steps": accumulated,
+        "learning_rate": 1e-3, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "seed": 5,
+        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "log_level": "error",
+    }  # fmt: skip
+    given: dict[str, Any] = {"model": model, "callbacks": [times]}
+    if pipeline is not None:
+        given["pipeline"] = pipeline
+    if chats_alone:
+        kind = trl.SFTTrainer if pipeline is None else PipelineSFTTrainer
+        given["args"] = trl.SFTConfig(folder, max_length=256, assistant_only_loss=True, **options)
+        given["train_dataset"] = datasets.Dataset.from_list(chats(DATA))
+        given["processing_class"] = tokenizer
+    else:
+        kind = transformers.Trainer if pipeline is None else penstock.PipelineTrainer
+        texts = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in chats(DATA)]
+        given["args"] = TrainingArguments(folder, **options)
+        given["train_dataset"] = [{"input_ids": tokenizer(repeats * text)["input_ids"]} for text in texts]
+        given["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = kind(**given)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    trainer.save_model(folder)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return {
+        "losses": [line["loss"] for line in lines],
+        "norms": [line["grad_norm"] for line in lines],
+        "seconds": times.median() if steps > 3 else 0.0,
+    }
+
+
+def run(
+    pool: LocalProcesses, layout: str, tokenizer: str, folder: Path, steps: int, **options: Any
+) -> dict[str, Any]:
+    """Train with a layout, or with plain Trainer for "plain", and return the figures of the first process."""
+    if layout == "plain":
+        processes, replicas, pipeline = 1, 1, None
+    else:
+        processes, ranks = LAYOUTS[layout]
+        replicas = max(1, processes // ranks)
+        pipeline = {"ranks": ranks, "microbatches": 4 // replicas}
+    given = (tokenizer, str(folder), pipeline, replicas, steps, options)
+    first: dict[str, Any] = pool.run(processes, _started, *given)[0]
+    return first
+
+
+def _started(rank: int, *args: Any) -> dict[str, Any]:
+    *others, options = args
+    return job(rank, *others, **options)
+
+
+def weights(folder: Path) -> torch.Tensor:
+    """Return what a trainer has saved as one vector."""
+    (file,) = folder.glob("*model.safetensors")
+    saved = load_file(file)
+    return torch.cat([saved[name].flatten() for name in sorted(saved)])
+
+
+def largest(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Train every case with every layout, and time steps."""
+    steps = 3 if options.quick else 20
+    figures: dict[str, Any] = {"differences": {}, "step": {}}
+    with LocalProcesses(4) as pool, TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        tokenizer = str(root / "tokenizer")
+        make_tokenizer(Path(tokenizer))
+        yield f"{'largest difference from plain Trainer':41} {'loss':>8} {'grad norm':>10} {'weights':>8}"
+        for case, changes in CASES.items():
+            given = {"chats_alone" if name == "chats" else name: value for name, value in changes.items()}
+            expected = run(pool, "plain", tokenizer, root / case / "plain", steps, **given)
+            for layout in LAYOUTS:
+                found = run(pool, layout, tokenizer, root / case / layout, steps, **given)
+                ours, theirs = (weights(root / case / name) for name in (layout, "plain"))
+                row = {
+                    "loss": largest(found["losses"], expected["losses"]),
+                    "grad norm": largest(found["norms"], expected["norms"]),
+                    "weights": float((ours - theirs).norm() / theirs.norm()),
+                }
+                figures["differences"][f"{case}, {layout}"] = row
+                yield (
+                    f"{case:25} {layout:15} {row['loss']:8.1e} {row['grad norm']:10.1e} {row['weights']:8.1e}"
+                )
+        large = {"width": 64} if options.quick else {"width": 128, "repeats": 3}
+
+        def timed(layout: str) -> Callable[[], float]:
+            def once() -> float:
+                found = run(
+                    pool, layout, tokenizer, root / f"timed {layout}", 4 if options.quick else 8, **large
+                )
+                return float(found["seconds"])
+
+            return once
+
+        times = alternate({layout: timed(layout) for layout in TIMED}, options.rounds)
+        yield "seconds of a step; over plain Trainer's with two threads of torch"
+        for layout in TIMED:
+            figures["step"][layout] = row = {
+                "seconds": statistics.median(times[layout]),
+                "over plain": ratio(times[layout], times["plain"]),
+            }
+            yield f"{layout:41} {row['seconds']:8.3f} {row['over plain']:10.2f}"
+    return figures
+
+
+if __name__ == "__main__":
+    main(measure, __doc__, rounds=3)
