@@ -24,6 +24,7 @@ from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
+from penstock.huggingface.conversion import converted
 from penstock.huggingface.library import require_library
 from penstock.huggingface.own_forward import OwnBlock, OwnEmbedding, OwnForward, OwnHead, twin
 from penstock.huggingface.proof import require_equal
@@ -256,7 +257,7 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
     _require_blocks(folder, config, stored)
     pattern = on_meta(config, config.dtype or model_folder.dtype_of(stored))
     renamed = {other: name for name, other in STORED_NAMES.get(config.model_type, {}).items()}
-    stored = {renamed.get(name, name): tensor for name, tensor in stored.items()}
+    stored = converted(folder, pattern, {renamed.get(name, name): one for name, one in stored.items()})
     if check:
         _prove(pattern)
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}

@@ -6,7 +6,7 @@ The list of tensors comes from the headers of safetensors files alone; nothing i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,24 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True)
+class Converted(Stored):
+    """A tensor of the model that is made of several stored ones.
+
+    Attributes:
+        name: name in the model.
+        convert: function from the tensors of `sources` to all that is made of them, by name.
+    """
+
+    sources: tuple[Stored, ...]
+    convert: Callable[[Sequence[Tensor]], dict[str, Tensor]]
+
+
+def is_floating(tensor: Stored) -> bool:
+    """Return whether a stored tensor has floating-point numbers of a dtype that a model can have."""
+    return tensor.dtype in _FLOATING
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -147,7 +165,7 @@ def matched(
                 problems.append(f"{name} is unknown")
         elif tensor.shape != wanted[name]:
             problems.append(f"{name} has shape {tensor.shape}, not {wanted[name]}")
-        elif tensor.dtype not in _FLOATING:
+        elif not is_floating(tensor):
             problems.append(f"{name} is {tensor.dtype}, not one of {', '.join(_FLOATING)}")
     if problems:
         raise DataError(f"the weights in {folder} do not fit its {CONFIG}: " + "; ".join(problems))
@@ -160,15 +178,19 @@ def dtype_of(stored: Mapping[str, Stored]) -> torch.dtype | None:
 
 
 def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Read tensors, opening each file once.
+    """Read tensors, opening each file once; for a converted one, all that it is made of.
 
     Raises:
         DataError: if a file can no longer be read, or its content has changed.
     """
     by_file: dict[Path, list[str]] = {}
-    for name, tensor in wanted.items():
-        by_file.setdefault(tensor.path, []).append(name)
     tensors: dict[str, Tensor] = {}
+    for name, tensor in wanted.items():
+        if isinstance(tensor, Converted):
+            parts = read_tensors({str(n): source for n, source in enumerate(tensor.sources)})
+            tensors[name] = tensor.convert([parts[str(n)] for n in range(len(parts))])[tensor.name]
+        else:
+            by_file.setdefault(tensor.path, []).append(name)
     for path, names in by_file.items():
         try:
             with TensorFile(path) as file:

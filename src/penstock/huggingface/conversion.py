@@ -1,0 +1,102 @@
+"""Conversion of stored tensors to those of the model, as transformers converts them when it loads a folder.
+
+Older files store each expert of a mixture by itself, or have other names. Which names and which operations is transformers'
+own table. So each process still reads only the tensors of its own layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.base.errors import DataError, describe_error
+from penstock.base.tensor_file import DTYPES
+from penstock.huggingface.model_folder import Converted, Stored, is_floating
+
+
+def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return stored tensors by their names in the model; a name that the model lacks stays as it is.
+
+    Args:
+        model: the library's model, on the meta device.
+
+    Raises:
+        DataError: if tensors that belong together cannot be put together, or two become one; says which.
+    """
+    # transformers has no public function for these.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    found: dict[str, Stored] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if new not in wanted and name in wanted:
+            new, pattern = name, None
+        if new in wanted and pattern is not None:
+            groups.setdefault(new, []).append((name, pattern))
+            continue
+        new = new if new in wanted else name
+        if new in found:
+            raise DataError(
+                f"{found[new].name} and {stored[name].name} in {folder} are both {new} of the model"
+            )
+        found[new] = stored[name]
+    for first, members in groups.items():
+        sources = tuple(stored[name] for name, _ in members)
+        convert = partial(_convert, model, by_pattern[members[0][1]], first, members)
+        other = next((source.dtype for source in sources if not is_floating(source)), None)
+        if other is not None:
+            raise DataError(f"{members[0][0]} in {folder} is {other}, of which {first} cannot be made")
+        try:
+            made = convert([torch.empty(s.shape, dtype=DTYPES[s.dtype], device="meta") for s in sources])
+        except (
+            Exception
+        ) as error:  # the library's operations fail in many ways on lists that are not complete
+            raise DataError(
+                f"transformers cannot make {first} of {members[0][0]} and {len(members) - 1} more tensors in {folder}: "
+                f"{describe_error(error)}"
+            ) from error
+        for name, tensor in made.items():
+            if name in found:
+                raise DataError(
+                    f"{found[name].name} and {members[0][0]} in {folder} are both {name} of the model"
+                )
+            found[name] = Converted(
+                sources[0].path, name, tuple(tensor.shape), sources[0].dtype, sources, convert
+            )
+    return found
+
+
+def _convert(
+    model: Any, converter: Any, first: str, members: Sequence[tuple[str, str]], tensors: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of the model that a converter makes of stored ones.
+
+    Args:
+        first: name of the first tensor that is made.
+        members: names of the stored tensors, and the converter's pattern of each.
+    """
+    own = copy.deepcopy(converter)
+    dtype = model.state_dict()[first].dtype
+    for (name, pattern), tensor in zip(members, tensors, strict=True):
+        own.add_tensor(first, name, pattern, tensor.to(dtype))
+    made = own.convert(first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
