@@ -38,7 +38,6 @@ class Evaluation:
     """Loss of a model on some data.
 
     Attributes:
-        tokens: number of tokens that were predicted.
         loss: mean loss in nats per token.
         perplexity: exponential of the loss; None if it is too large for a number.
         bits_per_token: the loss in bits.

@@ -94,7 +94,6 @@ def train(
     """Train a model in threads, or as one of several processes, and leave a run folder.
 
     Args:
-        config: a checked config, not yet resolved.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.train.launch.signals.Interrupts` does so.
@@ -324,9 +323,6 @@ def build_pipeline(
     Args:
         data: data of the run, whose first batch has the microbatch that ``schedule.split = "measured"`` runs. None for an
             evaluation, where targets may be -100: the loss is then the mean over all other targets of the batch.
-
-    Raises:
-        ConfigError: if the pipeline cannot be built.
     """
     masked = data is None
     parallel, runtime, reduction = config.parallel, config.runtime, config.train.reduction

@@ -20,9 +20,6 @@ def optim_defaults(config: OptimConfig, given: set[str], *, fine_tunes: bool) ->
 
     Args:
         fine_tunes: whether the run starts from trained weights (``model.path``).
-
-    Raises:
-        ConfigError: if the optimizer is unknown, or fine-tuning with it has no safe default for the learning rate.
     """
     values = {} if config.name == OURS else torch_defaults(config.name)
     if fine_tunes and config.name == OURS:

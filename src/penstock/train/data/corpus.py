@@ -126,12 +126,6 @@ def open_corpus(files: DataFiles, config: DataConfig, tokenizer: Tokenizer, watc
 
     Args:
         config: the ``[data]`` section, for the split and the column of a folder that ``datasets`` saved.
-        tokenizer: tokenizer of text; without an `HFTokenizer`, the bytes of files are the tokens.
-        watch: receiver of the progress of tokenizing.
-
-    Raises:
-        DataError: if a file cannot be read, is not a list of tokens, or all are empty.
-        ConfigError: see `tokens_of_dataset`.
     """
     end: int | None = END
     tokens_of: TokensOf = token_files()

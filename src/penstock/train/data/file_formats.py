@@ -67,10 +67,6 @@ def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
 
     Args:
         key: key of the path, for messages (default ``data.path``).
-
-    Raises:
-        DataError: if there are none, or one is in a format that is not understood; names the file
-            and says what to set.
     """
     if not config.path:
         root = Path(sysconfig.get_paths()["stdlib"])

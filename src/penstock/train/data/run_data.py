@@ -33,7 +33,6 @@ class RunData:
 
     Attributes:
         digest: a digest of the tokens of both.
-        summary: sizes, for the first line of a run.
     """
 
     training: WindowSamples

@@ -63,9 +63,6 @@ def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool) -> 
     Args:
         target_is_input: whether the loss shifts its target, so that it is the labels of the tokens themselves; else it is
             those of the tokens that follow.
-
-    Raises:
-        DataError: if a token is outside the vocabulary.
     """
     tokens, labels = np.stack([row.tokens for row in rows]), np.stack([row.labels for row in rows])
     smallest, largest = int(tokens.min()), max(int(tokens.max()), int(labels.max()))

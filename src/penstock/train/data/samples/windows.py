@@ -43,11 +43,7 @@ class WindowSamples:
         return windows_per_epoch(len(self.corpus), self.sequence)
 
     def read(self, samples: Numbers) -> list[Row]:
-        """Return the training samples of some numbers, from 0 without a limit, shape (n,).
-
-        Raises:
-            DataError: if a file can no longer be read.
-        """
+        """Return the training samples of some numbers, from 0 without a limit, shape (n,)."""
         return self._windows(window_positions(samples, len(self.corpus), self.sequence, self.seed))
 
     def spread(self, count: int) -> list[Row]:
