@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.utils import _pytree
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
+from penstock.plan.fitting import MeasuredLayout, fit_profile
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from penstock.base.counts import plural
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.corpus import divide, open_corpus
 from penstock.train.data.file_formats import DataFiles, find_files
-from penstock.train.data.samples.windows import WindowSamples
+from penstock.train.data.samples import WindowSamples
 from penstock.train.data.text_tokens import Watch
 from penstock.train.data.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.base.bounded_io import open_regular
 from penstock.base.errors import ConfigError, DataError, nearest
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 
 Tokens = npt.NDArray[np.uint32]
