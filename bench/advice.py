@@ -21,11 +21,11 @@ from bench import sleep
 from bench.compare import Figures, alternate, main
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.show.advice import MIN_GAIN, Advice, advise
+from penstock.show.analysis import MIN_GAIN, Advice, advise
 from penstock.show.planned import plan
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model import llama
 
 BLOCKS, WIDTH, SEQUENCE, ROWS = 8, 256, 128, 2

@@ -21,7 +21,7 @@ from bench.compare import Figures, alternate, main, ratio
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 4, 2, 64

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
 from bench.closed_forms import EQUAL, Case, Form
-from penstock.schedule.families.interleaved import legal_group, smallest_group
+from penstock.schedule.families.full_backward import legal_group, smallest_group
 
 MIXES = (EQUAL, (10, 12, 6), (9, 14, 5), (12, 10, 8), (10, 10, 7), (20, 10, 5))
 RANKS = (2, 3, 4, 5, 6, 8)

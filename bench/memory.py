@@ -28,7 +28,7 @@ from penstock.schedule.memory import peak
 from penstock.stage.compute.runner import LossInputs
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 from penstock.train.model.verify_target import next_token_loss
 

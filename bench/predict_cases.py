@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.sleep import Sleeper, oversleep
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 ROWS = {"decoder": 1, "gpt2": 1, "conv": 2, "sleep": 1}

@@ -23,7 +23,7 @@ from bench.memory import Live, watch
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.module import StageModule
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE, QUICK_SEQUENCE = 2, 8, 4, 128, 32

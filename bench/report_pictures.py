@@ -22,8 +22,7 @@ from pathlib import Path
 from PIL import Image
 from tests.support.browser import Browser, browser
 
-from penstock.show.comparison.compare_page import write_comparison
-from penstock.show.comparison.run_pair import pair_of
+from penstock.show.comparison import pair_of, write_comparison
 from penstock.show.run import read_run, write_report
 
 WIDTH, COLOURS = 1100, 200

@@ -22,7 +22,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import LlamaBlock
 
 MICROBATCHES = 8

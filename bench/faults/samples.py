@@ -82,8 +82,8 @@ def _prepare_data(folder: Path) -> Read:
     import datasets
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from penstock.train.config.sections.data_section import DataConfig
-    from penstock.train.data.samples.batches import batch_of
+    from penstock.train.config.sections import DataConfig
+    from penstock.train.data.samples import batch_of
     from penstock.train.data.sources import open_sources
     from penstock.train.data.tokenizer import ByteTokenizer, read_tokenizer
     from penstock.train.data.tokenizer import Tokenizer as AnyTokenizer

@@ -26,7 +26,7 @@ from penstock.checkpoint.together import Together
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 TRIALS = 20

@@ -15,7 +15,7 @@ from penstock.plan.profile.model_profile import Profile
 from penstock.profile.measured import Effort, measure_layers
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support import hf_models
 

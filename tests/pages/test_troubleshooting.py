@@ -18,8 +18,7 @@ from penstock.schedule.check import check
 from penstock.train import run_folder
 from penstock.train.config.config import from_mapping
 from penstock.train.config.file import load
-from penstock.train.config.sections.data_section import DataConfig
-from penstock.train.config.sections.train_section import TrainConfig
+from penstock.train.config.sections import DataConfig, TrainConfig
 from penstock.train.data.file_formats import find_files
 from tests.support.documentation import DOCS
 

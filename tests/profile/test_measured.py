@@ -16,7 +16,7 @@ from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.measured import Effort, measure_layers
 from penstock.profile.traced import trace_layers
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)

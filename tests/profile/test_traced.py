@@ -17,7 +17,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
 from penstock.stage.named import give
 from penstock.stage.values import Message
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=3, heads=4, kv_heads=2, hidden=64)

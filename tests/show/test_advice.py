@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak
-from penstock.show.advice import advise
-from penstock.show.analysis import StepAnalysis
+from penstock.show.analysis import StepAnalysis, advise
 from penstock.show.planned import plan
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of

@@ -12,12 +12,11 @@ import pytest
 
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import lighter
-from penstock.show.comparison.compare_page import write_comparison
-from penstock.show.comparison.run_pair import pair_of
+from penstock.show.comparison import pair_of, write_comparison
 from penstock.show.figures import rank_colours
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
-from penstock.show.report_page.run_facts import Fact, RunFacts
+from penstock.show.report_page import Fact, RunFacts
 from penstock.show.run import read_run, write_report
 from penstock.trace.bubbles import bubbles, idle_spans
 from penstock.trace.events import Activity, Trace

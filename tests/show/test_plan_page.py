@@ -12,8 +12,7 @@ from penstock.plan.explore.search_result import SimulatedLayout
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 from penstock.show import plan_page
-from penstock.show.plan_figures import frontier
-from penstock.show.plan_page import write_plan
+from penstock.show.plan_page import frontier, write_plan
 from tests.support.plan_pages import CLUSTER, page_of, small_model
 
 

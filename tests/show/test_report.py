@@ -18,7 +18,7 @@ from penstock.show.analysis import StepAnalysis
 from penstock.show.figures import rank_colours
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
-from penstock.show.report_page.run_facts import Fact, RunFacts
+from penstock.show.report_page import Fact, RunFacts
 from penstock.show.units import unit_of
 from penstock.trace.events import Activity, Trace
 from tests.support.measured import measured

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.file_formats import find_files
 from penstock.train.data.tokenizer import ByteTokenizer, Tokenizer

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.stage.module import StageModule
 from penstock.train.config.config import Config
 from penstock.train.config.optim import decays, lr_factor
-from penstock.train.config.sections.optim_section import OptimConfig
+from penstock.train.config.sections import OptimConfig
 from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.model.llama import layers, next_token_loss
 from penstock.train.model.trainable import build_model

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.trace.clock import align
+from penstock.trace.join import align
 
 
 def test_two_clocks_by_hand():

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
-from penstock.trace.join import join, present
+from penstock.trace.join import Alignment, join, present
 from tests.support.traces import trace_of
 
 LINES = ["0F0@0.0-1.0 0B0@4.0-6.0", "1F0@1.0-2.0 1B0@2.0-4.0"]

@@ -6,7 +6,7 @@ from penstock.base.errors import ConfigError
 from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
 from penstock.simulate.simulator import simulate
-from penstock.trace.memory_curve import memory_curve, peaks
+from penstock.trace.messages import memory_curve, peaks
 from tests.support.simulated import built, priced, timed, written
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.schedule.ops import Kind
-from penstock.trace.merged import merged_halves
+from penstock.trace.join import merged_halves
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
 

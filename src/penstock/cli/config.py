@@ -13,7 +13,7 @@ def command(names: tuple[str, ...], markdown: bool) -> None:
 
     Without names, all keys. `penstock train --print-config` prints the config of a run instead.
     """
-    from penstock.train.config.help.config_keys import keys_page, keys_text
+    from penstock.train.config.config_keys import keys_page, keys_text
 
     if markdown and names:
         raise click.UsageError("--markdown prints all keys; leave the names out")

@@ -17,7 +17,7 @@ from penstock.show.units import finite, is_measured, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
-    from penstock.plan.fitting.recalibration import Residual
+    from penstock.plan.fitting import Residual
     from penstock.plan.prediction import Prediction
     from penstock.plan.profile.model_profile import Profile
     from penstock.plan.profile.model_shape import ModelShape
@@ -75,7 +75,7 @@ class RunComparison:
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
     """Compare the prediction of a run's step with its metrics and its trace of usual length."""
-    from penstock.plan.fitting.recalibration import recalibrate, residuals
+    from penstock.plan.fitting import recalibrate, residuals
     from penstock.plan.prediction import predict
     from penstock.show.planned import plan
     from penstock.show.run import read_run

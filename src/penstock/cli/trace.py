@@ -17,7 +17,7 @@ from penstock.base.output_files import PAGE, OutputFile, kind_of_start, require_
 from penstock.cli.figure_options import FigureFile, figure_of, figure_options, write_figure
 
 if TYPE_CHECKING:
-    from penstock.show.comparison.run_pair import RunPair
+    from penstock.show.comparison import RunPair
     from penstock.show.run import RunView
 
 
@@ -176,7 +176,7 @@ def _show(run: RunView, number: int) -> None:
 
 def compare_runs(first: RunView, second: RunView, step: int | None, html: Path | None, as_json: bool) -> None:
     """Print a comparison of two runs as text or JSON, and write its page if `html` is given."""
-    from penstock.show.comparison.run_pair import pair_of
+    from penstock.show.comparison import pair_of
 
     pair = pair_of(first, second, step)
     for run in pair.runs:
@@ -184,7 +184,7 @@ def compare_runs(first: RunView, second: RunView, step: int | None, html: Path |
             click.echo(f"penstock: {problem}", err=True)
     written = {}
     if html is not None:
-        from penstock.show.comparison.compare_page import write_comparison
+        from penstock.show.comparison import write_comparison
 
         written["page"] = str(write_comparison(html, pair))
     if as_json:
@@ -198,7 +198,7 @@ def compare_runs(first: RunView, second: RunView, step: int | None, html: Path |
 def _show_pair(pair: RunPair) -> None:
     from rich.console import Console
 
-    from penstock.show.comparison.run_pair import NAMES
+    from penstock.show.comparison import NAMES
     from penstock.show.terminal import draw_terminal
 
     console = Console(highlight=False)

@@ -14,7 +14,7 @@ import click
 from penstock.base.counts import plural
 from penstock.base.garbage import end_loading
 from penstock.cli.output import outlive_readers
-from penstock.train.launch.parent_death import follow_launcher
+from penstock.train.launch.signals import follow_launcher
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -38,7 +38,7 @@ class _TrainCommand(click.Command):
 def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
     """Return how to write the key of the config that an unknown option may have meant; None if there is none."""
     from penstock.train.config.config import HINTS
-    from penstock.train.config.help.hints import assignments
+    from penstock.train.config.hints import assignments
 
     if not option.startswith("--"):  # click takes the letters of -lr one by one
         option = next(text.partition("=")[0] for text in arguments if text.startswith(option))

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from penstock.parallel.data.exchange import gather_values
 from penstock.plan.cluster import Cluster
-from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
+from penstock.plan.fitting import MeasuredLayout, fit_profile
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers

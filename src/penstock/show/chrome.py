@@ -21,8 +21,7 @@ from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
 from penstock.show.palette import KINDS
 from penstock.trace.events import Activity, Trace
-from penstock.trace.memory_curve import memory_curve
-from penstock.trace.messages import producers
+from penstock.trace.messages import memory_curve, producers
 
 _GROUPS = (
     (

@@ -27,12 +27,11 @@ from penstock.show.blocks import several_stages
 from penstock.show.figures import library
 from penstock.show.page_data import MAX_CURVES, drawn_ranks, styles
 from penstock.show.palette import BUSY, CAUSES, KINDS
-from penstock.show.report_page.overview import numbered, overview_table
-from penstock.show.report_page.run_facts import RunFacts
+from penstock.show.report_page import RunFacts, numbered, overview_table
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Trace
-from penstock.trace.merged import merged_halves
+from penstock.trace.join import merged_halves
 
 MAX_ROWS = 64
 

@@ -14,8 +14,8 @@ from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.units import Unit, finite, is_measured
 from penstock.trace.bubbles import idle_spans
 from penstock.trace.events import Activity, Trace
-from penstock.trace.memory_curve import memory_curve
-from penstock.trace.merged import merged_halves
+from penstock.trace.join import merged_halves
+from penstock.trace.messages import memory_curve
 
 MAX_CURVES = 12
 MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)

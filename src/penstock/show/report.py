@@ -13,7 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.page import render, write_page
 from penstock.show.page_data import step_data
-from penstock.show.report_page.run_facts import UNKNOWN, RunFacts
+from penstock.show.report_page import UNKNOWN, RunFacts
 from penstock.show.units import unit_of
 
 MAX_EVENTS = 150_000
@@ -81,7 +81,7 @@ def _page(
     reload_seconds: int,
 ) -> str:
     from penstock.show.figures import curves, figures, rank_colours
-    from penstock.show.report_page.overview import overview_figure
+    from penstock.show.report_page import overview_figure
 
     unit = unit_of(step.trace for step in steps)
     packed = [step_data(step, unit) for step in steps]

@@ -13,7 +13,7 @@ from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.errors import ConfigError, DataError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
-from penstock.show.report_page.run_facts import UNKNOWN, RunFacts, read_facts
+from penstock.show.report_page import UNKNOWN, RunFacts, read_facts
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder
 

@@ -21,7 +21,7 @@ from penstock.simulate.bounds import bound_of
 from penstock.simulate.costs import Costs, Table
 from penstock.trace.bubbles import bubbles, longest
 from penstock.trace.events import Trace
-from penstock.trace.memory_curve import peaks
+from penstock.trace.messages import peaks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

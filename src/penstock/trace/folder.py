@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import DataError
-from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
-from penstock.trace.join import join, present
+from penstock.trace.join import Alignment, join, present
 
 FOLDER = "traces"
 _MAX_CELLS, _MAX_CELLS_PER_EVENT = 1 << 22, 256  # enough to show a trace that lacks most of its ranks

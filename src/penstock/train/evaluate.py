@@ -19,10 +19,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.world import current_world
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config.mesh_config import shape_of
-from penstock.train.config.resolve import resolve
+from penstock.train.config.resolve import resolve, shape_of
 from penstock.train.data.run_data import batches_of, total_loss
-from penstock.train.data.samples.windows import WindowSamples
+from penstock.train.data.samples import WindowSamples
 from penstock.train.data.sources import open_sources, open_whole
 from penstock.train.data.text_tokens import Watch
 from penstock.train.loop import build_pipeline
@@ -38,7 +37,6 @@ class Evaluation:
     """Loss of a model on some data.
 
     Attributes:
-        tokens: number of tokens that were predicted.
         loss: mean loss in nats per token.
         perplexity: exponential of the loss; None if it is too large for a number.
         bits_per_token: the loss in bits.

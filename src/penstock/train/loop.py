@@ -30,23 +30,20 @@ from penstock.train.callbacks.callback import Callback, EndEvent, StartEvent, va
 from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.callbacks.receivers import find_callbacks, require_loggers
 from penstock.train.config.config import Config
-from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
-from penstock.train.config.optim_defaults import fine_tuning_note
-from penstock.train.config.resolve import resolve
+from penstock.train.config.optimizers import fine_tuning_note
+from penstock.train.config.resolve import describe, resolve, shape_of
 from penstock.train.data.run_data import RunData, bigram_baseline, open_data, steps_of, training_batch
 from penstock.train.model.precision import autocast_of
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
 from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
-from penstock.train.report.progress import Reporter
+from penstock.train.report.progress import Reporter, tokenizing_bar
 from penstock.train.report.run_log import LoggedReporter, level_of, run_log
 from penstock.train.report.run_page import RunPage
 from penstock.train.report.start_record import keep_start
-from penstock.train.report.step_profiler import StepProfiler
-from penstock.train.report.tokenizing import tokenizing_bar
-from penstock.train.report.traces import Traces
+from penstock.train.report.traces import StepProfiler, Traces
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
@@ -94,7 +91,6 @@ def train(
     """Train a model in threads, or as one of several processes, and leave a run folder.
 
     Args:
-        config: a checked config, not yet resolved.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.train.launch.signals.Interrupts` does so.
@@ -324,9 +320,6 @@ def build_pipeline(
     Args:
         data: data of the run, whose first batch has the microbatch that ``schedule.split = "measured"`` runs. None for an
             evaluation, where targets may be -100: the loss is then the mean over all other targets of the batch.
-
-    Raises:
-        ConfigError: if the pipeline cannot be built.
     """
     masked = data is None
     parallel, runtime, reduction = config.parallel, config.runtime, config.train.reduction

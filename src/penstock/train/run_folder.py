@@ -13,7 +13,7 @@ from penstock.base.run_lock import LOCK
 from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config.sections.train_section import TrainConfig
+from penstock.train.config.sections import TrainConfig
 
 AUTO = "auto"
 """Value of ``train.resume`` that means the run named ``train.name``."""

@@ -25,8 +25,7 @@ from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Reporter
 from penstock.train.report.run_page import RunPage
-from penstock.train.report.step_profiler import StepProfiler
-from penstock.train.report.traces import Traces
+from penstock.train.report.traces import StepProfiler, Traces
 from penstock.train.resume import RunCheckpointer, RunProgress
 
 Stopping = Callable[[], bool]

@@ -16,7 +16,7 @@ from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support.replicas import buckets_of, step
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.plan.cluster import Cluster, Device
-from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
+from penstock.plan.fitting import MeasuredLayout, fit_profile
 from penstock.plan.prediction import predict
 from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
-from penstock.plan.fitting.recalibration import recalibrate, residuals
+from penstock.plan.fitting import recalibrate, residuals
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import of_shape

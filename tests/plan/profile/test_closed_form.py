@@ -25,7 +25,7 @@ from penstock.plan.profile.closed_form import (
 from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_shape import ModelShape, read_shape
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 from tests.support import hf_models
 

@@ -19,7 +19,7 @@ from penstock.plan.profile.closed_form import Workload, block_cost
 from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.profile.model_shape import MODEL_TYPES, ModelShape, read_shape
 from penstock.profile.traced import trace_layers
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 
 SMALL = {

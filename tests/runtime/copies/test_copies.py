@@ -276,7 +276,7 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
 
 
 def cut(rank: int, alone: int) -> tuple[str, str]:
-    from penstock.train.config.sections.model_section import ModelConfig
+    from penstock.train.config.sections import ModelConfig
     from penstock.train.model.llama import layers, next_token_loss
 
     config = ModelConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=32)

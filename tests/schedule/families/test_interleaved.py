@@ -7,7 +7,7 @@ import pytest
 from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
-from penstock.schedule.families.interleaved import legal_group, smallest_group
+from penstock.schedule.families.full_backward import legal_group, smallest_group
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from tests.support.schedule_oracle import timed

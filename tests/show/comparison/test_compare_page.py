@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.show.comparison.compare_page import write_comparison
-from penstock.show.comparison.run_pair import pair_of
+from penstock.show.comparison import pair_of, write_comparison
 from penstock.show.run import read_run
 from tests.support.measured import kept_run, measured
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.show.comparison.run_pair import RunPair, pair_of
+from penstock.show.comparison import RunPair, pair_of
 from penstock.show.run import read_run
 from penstock.trace.folder import save_step
 from tests.support.measured import kept_run, measured

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.show.analysis import StepAnalysis
 from penstock.show.palette import CAUSES
-from penstock.show.report_page.overview import mean_times, overview_figure, overview_table
+from penstock.show.report_page import mean_times, overview_figure, overview_table
 from penstock.show.units import TICKS
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.show.report_page.run_facts import UNKNOWN, read_facts
+from penstock.show.report_page import UNKNOWN, read_facts
 
 CONFIG = """
 [model]

@@ -15,9 +15,8 @@ from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.config.mesh_config import describe, find_mesh, shape_of
-from penstock.train.config.resolve import resolve
-from penstock.train.config.sections.layout_section import ParallelConfig
+from penstock.train.config.resolve import describe, find_mesh, resolve, shape_of
+from penstock.train.config.sections import ParallelConfig
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
 from tests.support import hf_folders

@@ -9,8 +9,7 @@ import pytest
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.config.optim import build_optimizer, lr_factor
-from penstock.train.config.sections.model_section import ModelConfig
-from penstock.train.config.sections.optim_section import OptimConfig
+from penstock.train.config.sections import ModelConfig, OptimConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = OptimConfig(lr=2.0, final_lr=0.1, warmup=0.3, weight_decay=0.3)

@@ -11,8 +11,8 @@ from penstock.base.errors import ConfigError
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.optim import build_optimizer
-from penstock.train.config.optim_defaults import fine_tuning_note
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.optimizers import fine_tuning_note
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 USABLE = (

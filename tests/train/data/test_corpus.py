@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data import corpus
 from penstock.train.data.corpus import Corpus, Document
 from penstock.train.data.tokenizer import HFTokenizer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data import digest as data_digest
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import PIECE, PIECES, DataDigest

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.file_formats import find_files
 
 

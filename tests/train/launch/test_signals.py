@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.find import is_whole
-from penstock.train.launch.exit_codes import ExitCode, of_signal
-from penstock.train.launch.signals import SIGNALS, Interrupts
+from penstock.train.launch.signals import SIGNALS, ExitCode, Interrupts, of_signal
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same
 from tests.support.victim import started

@@ -16,7 +16,7 @@ from penstock.checkpoint.find import is_whole
 from penstock.cli import group
 from penstock.train.config.config import Config
 from penstock.train.launch import supervise as launch
-from penstock.train.launch.exit_codes import ExitCode
+from penstock.train.launch.signals import ExitCode
 from penstock.train.launch.supervise import supervise
 from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
@@ -63,7 +63,9 @@ def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
 
 def script(*lines: str) -> tuple[str, ...]:
     """Return a command for processes that start quickly."""
-    ready = "import os, signal, sys; from penstock.train.launch.parent_death import follow_launcher; follow_launcher()"
+    ready = (
+        "import os, signal, sys; from penstock.train.launch.signals import follow_launcher; follow_launcher()"
+    )
     return (sys.executable, "-c", "\n".join([ready, *lines]))
 
 
@@ -118,7 +120,7 @@ def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
     pid = tmp_path / "pid"
     command = script(
         "from penstock.base.errors import PenstockError, PeerError",
-        "from penstock.train.launch.parent_death import record_failure",
+        "from penstock.train.launch.signals import record_failure",
         "if os.environ['RANK'] == '0':",
         f"    open({str(pid)!r} + '.making', 'w').write(str(os.getpid()))",
         f"    os.rename({str(pid)!r} + '.making', {str(pid)!r})",

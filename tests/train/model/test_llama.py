@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.stage.module import StageModule
 from penstock.stage.split import split_layers
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import Attention, layers, next_token_loss, rotary_table, rotate
 
 CONFIG = ModelConfig(vocabulary=11, width=24, layers=3, heads=6, kv_heads=2, hidden=20)

@@ -11,8 +11,7 @@ from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.config.sections.model_section import ModelConfig
-from penstock.train.config.sections.train_section import SampleConfig
+from penstock.train.config.sections import ModelConfig, SampleConfig
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.model.llama import layers
 from penstock.train.model.sampling import generate, sample_run, unsplit_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.show.report_page.run_facts import read_facts
+from penstock.show.report_page import read_facts
 from penstock.train.report.start_record import command_line, keep_start
 
 

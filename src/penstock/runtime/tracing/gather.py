@@ -14,9 +14,8 @@ from penstock.base.encoding import sendable
 from penstock.runtime.executor import Executor
 from penstock.runtime.tracing.clocks import Readings
 from penstock.runtime.workers.world import World
-from penstock.trace.clock import Alignment, align
 from penstock.trace.events import Trace
-from penstock.trace.join import join
+from penstock.trace.join import Alignment, align, join
 
 # The tightest bounds of all meetings count (see `align`), so a few are enough.
 MEETINGS = 12

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.base.errors import ScheduleError
-from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.closed_forms import BUBBLES, PEAKS, Bubble, Peak
 from penstock.schedule.families.controllable import v_half, v_min
 from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.families.family import Family
-from penstock.schedule.families.gpipe import gpipe
-from penstock.schedule.families.interleaved import interleaved_1f1b
-from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.full_backward import (
+    breadth_first,
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+)
 from penstock.schedule.families.searched import searched, zb_auto
 from penstock.schedule.families.slots import chimera, hanayo
 from penstock.schedule.families.zb_v import zb_v

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.schedule.families.controllable import half_limit, third_limit
-from penstock.schedule.families.interleaved import smallest_group
+from penstock.schedule.families.full_backward import smallest_group
 
 
 @dataclass(frozen=True)

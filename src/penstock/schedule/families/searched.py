@@ -29,11 +29,7 @@ ROUNDS = 16
 
 
 def shaped_placement(shape: str, ranks: int, virtual_stages: int) -> Placement:
-    """Return the placement of a shape: "loop", "v" (down and up again), or "bidirectional" (two opposite pipes).
-
-    Raises:
-        ScheduleError: if there is no such shape, or it does not allow the counts.
-    """
+    """Return the placement of a shape: "loop", "v" (down and up again), or "bidirectional" (two opposite pipes)."""
     if shape == "loop":
         return Placement.loop(ranks, virtual_stages)
     if shape == "v":

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.base.errors import ScheduleError
-from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.controllable import v_half, v_min
 from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v
-from penstock.schedule.families.gpipe import gpipe
-from penstock.schedule.families.interleaved import interleaved_1f1b
-from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.full_backward import (
+    breadth_first,
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+)
 from penstock.schedule.families.slots import chimera, hanayo
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2

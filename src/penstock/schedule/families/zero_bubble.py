@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.schedule.families.interleaved import chosen_group, visits
+from penstock.schedule.families.full_backward import chosen_group, visits
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Columns, Schedule, plain_columns

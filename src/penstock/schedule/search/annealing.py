@@ -71,7 +71,6 @@ def anneal(tables: CodeTables, codes: Ints, microbatches: int, heat: Heat) -> tu
     """Return the best order that fits the memory, with its makespan; infinite if none of the run's orders does.
 
     Args:
-        codes: a complete order to begin with.
         microbatches: largest number of microbatches of a pipe.
     """
     state = _state(tables, codes, microbatches, heat.seed)

@@ -47,7 +47,6 @@ class FoundOrder:
     """Result of a search.
 
     Attributes:
-        makespan: its makespan, in seconds.
         start: family or rule of the first order.
         ended: reason for the end: the lower bound is reached ("proved"), rounds brought nothing ("converged"), the time was
             over ("time"), or Ctrl-C ("interrupted").

@@ -35,11 +35,7 @@ UNLIMITED = 2**60
 
 
 def pipes_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the stages along each pipe.
-
-    Raises:
-        ScheduleError: if stages have copies, and the placement is not two opposite pipes.
-    """
+    """Return the ranks of the stages along each pipe."""
     if not placement.has_copies:
         return (tuple(held[0] for held in placement.holders),)
     if placement.stages != placement.ranks or placement != Placement.two_way(placement.ranks):

@@ -13,14 +13,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.train.config.fields import Table
-from penstock.train.config.help.hints import KeyHints, assignments
-from penstock.train.config.optim_defaults import optim_defaults
-from penstock.train.config.optimizers import require_optimizer
-from penstock.train.config.sections.data_section import DataConfig
-from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
-from penstock.train.config.sections.model_section import ModelConfig
-from penstock.train.config.sections.optim_section import OptimConfig
-from penstock.train.config.sections.train_section import RuntimeConfig, SampleConfig, TrainConfig
+from penstock.train.config.hints import KeyHints, assignments
+from penstock.train.config.optimizers import optim_defaults, require_optimizer
+from penstock.train.config.sections import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    SampleConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -13,7 +13,7 @@ import tomli_w
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.errors import ConfigError
 from penstock.train.config.config import HINTS, Config, from_mapping
-from penstock.train.config.help.hints import assignments
+from penstock.train.config.hints import assignments
 
 _MAX_BYTES = 4 * MEGABYTE
 

@@ -12,7 +12,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.config.optimizers import has_weight_decay, keywords, optimizer_class
-from penstock.train.config.sections.optim_section import OptimConfig
+from penstock.train.config.sections import OptimConfig
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

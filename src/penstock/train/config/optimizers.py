@@ -1,7 +1,12 @@
-"""Optimizers by name: the classes of ``torch.optim`` with the arguments that ``[optim]`` gives them."""
+"""Optimizers by name, and the defaults of ``[optim]`` that depend on other keys.
+
+The optimizers are the classes of ``torch.optim`` with the arguments that ``[optim]`` gives them. Defaults are for
+fine-tuning, and for each of torch's optimizers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -9,7 +14,7 @@ import torch
 
 from penstock.base.errors import ConfigError, first_line, nearest
 from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
-from penstock.train.config.sections.optim_section import OptimConfig
+from penstock.train.config.sections import OptimConfig
 
 _REFUSED = {
     "LBFGS": "it runs the model itself, several times a step, through a closure",
@@ -130,3 +135,42 @@ def _parameters(name: str) -> dict[str, inspect.Parameter]:
 def _as_tuple(value: Any) -> Any:
     """Return a list of TOML as the tuple that torch expects."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+OURS = "AdamW"
+"""Optimizer that the defaults of `OptimConfig` are for."""
+FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.01, "beta2": 0.999}
+"""Defaults with ``model.path``, of AdamW; the rate suits all optimizers of Adam's kind."""
+
+
+def optim_defaults(config: OptimConfig, given: set[str], *, fine_tunes: bool) -> OptimConfig:
+    """Fill in the keys that are not given and whose default depends on the optimizer or the model.
+
+    Args:
+        fine_tunes: whether the run starts from trained weights (``model.path``).
+    """
+    values = {} if config.name == OURS else torch_defaults(config.name)
+    if fine_tunes and config.name == OURS:
+        values |= FINE_TUNING
+    elif fine_tunes and is_of_adam(config.name):
+        values["lr"] = FINE_TUNING["lr"]
+    elif fine_tunes and "lr" not in given:
+        raise ConfigError(
+            f"optim.lr must be given with model.path and optim.name = {config.name}: torch's default of {values['lr']:g} "
+            "may destroy the weights that the run starts from"
+        )
+    unset: dict[str, Any] = {key: value for key, value in values.items() if key not in given}
+    return dataclasses.replace(config, **unset)
+
+
+def fine_tuning_note(config: OptimConfig) -> str:
+    """Return a sentence about the learning rate and the weight decay of a run that starts from trained weights."""
+    course = (
+        "constant"
+        if config.lr_schedule == "constant"
+        else f"{config.lr_schedule} to {config.final_lr:.0%} of it"
+    )
+    return (
+        f"fine-tuning with {config.name}: learning rate {config.lr:g} (warm-up over {config.warmup:.0%} of the steps, then "
+        f"{course}), weight decay {config.weight_decay:g} (none for norms, biases and embeddings); set [optim] for others"
+    )

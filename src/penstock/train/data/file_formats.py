@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.base.bounded_io import open_regular, parse_json
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
@@ -67,10 +67,6 @@ def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
 
     Args:
         key: key of the path, for messages (default ``data.path``).
-
-    Raises:
-        DataError: if there are none, or one is in a format that is not understood; names the file
-            and says what to set.
     """
     if not config.path:
         root = Path(sysconfig.get_paths()["stdlib"])

@@ -17,8 +17,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import DataDigest
-from penstock.train.data.samples.batches import Batch, Row, batch_of, blank
-from penstock.train.data.samples.windows import WindowSamples
+from penstock.train.data.samples import Batch, Row, WindowSamples, batch_of, blank
 from penstock.train.data.sources import open_sources
 from penstock.train.data.text_tokens import Watch
 from penstock.train.data.tokenizer import BYTES, ByteTokenizer
@@ -33,7 +32,6 @@ class RunData:
 
     Attributes:
         digest: a digest of the tokens of both.
-        summary: sizes, for the first line of a run.
     """
 
     training: WindowSamples

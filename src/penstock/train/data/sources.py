@@ -7,10 +7,10 @@ from pathlib import Path
 
 from penstock.base.counts import plural
 from penstock.base.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.corpus import divide, open_corpus
 from penstock.train.data.file_formats import DataFiles, find_files
-from penstock.train.data.samples.windows import WindowSamples
+from penstock.train.data.samples import WindowSamples
 from penstock.train.data.text_tokens import Watch
 from penstock.train.data.tokenizer import Tokenizer
 
@@ -21,7 +21,6 @@ class OpenData:
 
     Attributes:
         text: a file that is text, not tokens; None if there is none.
-        summary: sizes, for the first line of a run.
     """
 
     training: WindowSamples
@@ -31,12 +30,7 @@ class OpenData:
 
 
 def open_sources(config: DataConfig, tokenizer: Tokenizer, seed: int, watch: Watch) -> OpenData:
-    """Open the data of a run.
-
-    Raises:
-        DataError: if files cannot be read, are not understood, or hold too little.
-        ConfigError: if a library is missing, or the data does not suit the config.
-    """
+    """Open the data of a run."""
     files = find_files(config)
     training, texts = open_corpus(files, config, tokenizer, watch), _texts(files)
     if config.held_out_path:
@@ -55,11 +49,7 @@ def open_sources(config: DataConfig, tokenizer: Tokenizer, seed: int, watch: Wat
 
 
 def open_whole(config: DataConfig, tokenizer: Tokenizer, watch: Watch) -> OpenData:
-    """Open all of the data for an evaluation, without dividing it; `training` and `held_out` are both all of it.
-
-    Raises:
-        DataError, ConfigError: as `open_sources`.
-    """
+    """Open all of the data for an evaluation, without dividing it; `training` and `held_out` are both all of it."""
     files = find_files(config)
     corpus, texts = open_corpus(files, config, tokenizer, watch), _texts(files)
     known = files.format != "datasets" and len(texts) == len(files.paths)

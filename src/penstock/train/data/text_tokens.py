@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.base.bounded_io import open_regular
 from penstock.base.errors import ConfigError, DataError, nearest
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections import DataConfig
 from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 
 Tokens = npt.NDArray[np.uint32]
@@ -29,11 +29,7 @@ _TEXT = 1 << 24
 
 
 def tokens_of_files(paths: Sequence[Path], tokenizer: HFTokenizer, watch: Watch) -> dict[Path, Tokens]:
-    """Return the tokens of each text file, without an end token.
-
-    Raises:
-        DataError: if a file cannot be read, or is not UTF-8.
-    """
+    """Return the tokens of each text file, without an end token."""
     tokens: dict[Path, Tokens] = {}
     for start in range(0, len(paths), _BATCH):
         group = paths[start : start + _BATCH]
@@ -49,12 +45,7 @@ def tokens_of_files(paths: Sequence[Path], tokenizer: HFTokenizer, watch: Watch)
 
 
 def tokens_of_dataset(folder: Path, config: DataConfig, tokenizer: Tokenizer, watch: Watch) -> Tokens:
-    """Return the tokens of all rows of a folder that ``datasets`` saved, each row followed by the end token.
-
-    Raises:
-        DataError: if the folder cannot be read, has no such column, or a row is not text.
-        ConfigError: if ``datasets`` is not installed, there is no such split, or the model has no tokenizer.
-    """
+    """Return the tokens of all rows of a folder that ``datasets`` saved, each row followed by the end token."""
     if not isinstance(tokenizer, ByteTokenizer | HFTokenizer):
         raise ConfigError(
             f"the rows of {folder} are text, but the model has no tokenizer; data.path must then name .npy files of tokens"

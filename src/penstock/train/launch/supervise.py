@@ -35,10 +35,8 @@ from penstock.runtime.workers.pool import require_processes
 from penstock.train import run_folder
 from penstock.train.config.config import Config
 from penstock.train.config.file import dump
-from penstock.train.config.mesh_config import processes_of
-from penstock.train.launch.exit_codes import ExitCode
-from penstock.train.launch.parent_death import LAUNCHER
-from penstock.train.launch.signals import SIGNALS, Interrupts
+from penstock.train.config.resolve import processes_of
+from penstock.train.launch.signals import LAUNCHER, SIGNALS, ExitCode, Interrupts
 
 TRAIN = (sys.executable, "-P", "-m", "penstock", "train")
 

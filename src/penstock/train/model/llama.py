@@ -17,7 +17,7 @@ from torch import nn
 from penstock.huggingface.loss import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
-from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections import ModelConfig
 
 
 def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:

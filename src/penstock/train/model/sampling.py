@@ -16,7 +16,7 @@ from penstock.stage.module import StageModule
 from penstock.stage.rng.initial import generator_for
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.config.sections.train_section import SampleConfig
+from penstock.train.config.sections import SampleConfig
 from penstock.train.model.trainable import TrainableModel, build_model
 
 

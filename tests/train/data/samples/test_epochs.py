@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.data.samples.epochs import permute
+from penstock.train.data.samples import permute
 
 
 def test_every_epoch_and_seed_has_an_order_of_its_own():

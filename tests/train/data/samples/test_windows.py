@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.train.data.corpus import Corpus, Document
-from penstock.train.data.samples.batches import Batch, batch_of
-from penstock.train.data.samples.epochs import window_positions
-from penstock.train.data.samples.windows import WindowSamples
+from penstock.train.data.samples import Batch, WindowSamples, batch_of, window_positions
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.train.config.config import Config
-from penstock.train.config.help.config_keys import config_keys, keys_page, keys_text
+from penstock.train.config.config_keys import config_keys, keys_page, keys_text
 
-PAGE = Path(__file__).parents[4] / "docs" / "config.md"
+PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
 
 def test_the_page_is_up_to_date():

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.train.config import hints
 from penstock.train.config.config import HINTS, Config, from_mapping
 from penstock.train.config.file import load
-from penstock.train.config.help import hints
 
 
 @pytest.mark.parametrize(
