@@ -64,7 +64,9 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
         convert = partial(_convert, model, by_pattern[members[0][1]], first, members)
         other = next((source.dtype for source in sources if not is_floating(source)), None)
         if other is not None:
-            raise DataError(f"{members[0][0]} in {folder} is {other}, of which {first} cannot be made")
+            raise DataError(
+                f"{members[0][0]} in {folder} is {other}; {first} must be made of floating-point numbers"
+            )
         try:
             made = convert([torch.empty(s.shape, dtype=DTYPES[s.dtype], device="meta") for s in sources])
         except (
