@@ -13,6 +13,9 @@ _SIZES: dict[str, int] = {
     "dim": 32,
     "word_embed_proj_dim": 32,
     "embedding_size": 32,
+    "embedding_dim": 32,
+    "emb_dim": 32,
+    "n_words": 64,
     "intermediate_size": 48,
     "n_inner": 48,
     "ffn_dim": 48,
@@ -27,6 +30,7 @@ _SIZES: dict[str, int] = {
     "num_key_value_heads": 2,
     "num_kv_heads": 2,
     "head_dim": 8,
+    "d_head": 8,
     "max_position_embeddings": 64,
     "n_positions": 64,
     "n_ctx": 64,
@@ -40,6 +44,7 @@ _SIZES: dict[str, int] = {
     "moe_k": 2,
     "moe_top_k": 2,
     "n_group": 2,
+    "num_expert_group": 2,
     "topk_group": 1,
     "moe_intermediate_size": 16,
     "expert_ffn_hidden_size": 16,
@@ -61,8 +66,12 @@ _SIZES: dict[str, int] = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     "mamba_d_state": 8,
     "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_headdim": 8,
     "mamba_n_heads": 8,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
@@ -119,19 +128,27 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key] = type(value)(dropout)
         elif key in _TOKENS:
             result[key] = None if value is None else 0
+        elif key == "per_layer_config" and isinstance(value, dict):
+            result[key] = {layer: options for layer, options in value.items() if int(layer) < few}
         elif isinstance(value, list) and len(value) == count and count > few:
             result[key] = value[:few]
         elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool):
             result[key] = min(value, _SIZES[key])
         else:
             result[key] = value
-    if "qk_rope_head_dim" in result and "head_dim" in result:
+    # Sizes that follow from others stay what they were: in latent attention the rotated part of a head, and as many keys as
+    # heads; in Mamba-2 the heads of the expanded state.
+    if _same(table, "qk_rope_head_dim", "head_dim"):
         result["head_dim"] = result["qk_rope_head_dim"]
-    if (
-        "qk_rope_head_dim" in result and "num_key_value_heads" in result
-    ):  # latent attention has a key for every head
+    if "qk_rope_head_dim" in result and _same(table, "num_attention_heads", "num_key_value_heads"):
         result["num_key_value_heads"] = result["num_attention_heads"]
+    if {"expand", "num_heads", "head_dim", "state_size"} <= result.keys():
+        result["num_heads"] = result["hidden_size"] * result["expand"] // result["head_dim"]
     return result
+
+
+def _same(table: dict[str, Any], key: str, other: str) -> bool:
+    return key in table and other in table and table[key] == table[other]
 
 
 def _is_dropout(key: str) -> bool:
