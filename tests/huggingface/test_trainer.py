@@ -228,7 +228,11 @@ def all_logits(outputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | Non
         ({"optim": "lomo"}, {}, "optim='lomo' cannot be used"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True cannot be used"),
         ({"use_liger_kernel": True}, {}, "use_liger_kernel=True cannot be used"),
-        ({}, {"model": None, "model_init": lambda: model()}, "model_init makes a new model when training begins"),
+        (
+            {},
+            {"model": None, "model_init": lambda: model()},
+            "model_init makes a new model when training begins",
+        ),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
         ({}, {"compute_loss_func": all_logits}, "compute_loss_func needs the logits of the whole batch"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),

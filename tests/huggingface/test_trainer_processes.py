@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
-from torch.utils.data import BatchSampler, SequentialSampler
-from transformers import AutoModelForCausalLM, Trainer
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import penstock
 from penstock.huggingface.one_process import FilledSampler
@@ -32,6 +33,20 @@ def seeded_by_rank() -> Any:
     return model(seed=torch.distributed.get_rank())
 
 
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Rows whose number is not known before they have been read."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(rows(64))
+
+
+class Generates(TrainerCallback):
+    """A callback that writes text in the middle of training."""
+
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        model.generate(torch.ones((1, 2), dtype=torch.int64), max_new_tokens=2)
+
+
 KINDS = {"whole": model, "adapted": adapted, "seeded by rank": seeded_by_rank}
 
 
@@ -47,10 +62,11 @@ def job(
     trainer = penstock.PipelineTrainer(
         model=KINDS[kind](**more.get("model", {})),
         args=arguments(folder, **changes),
-        train_dataset=rows(more.get("rows", 44)),
+        train_dataset=Stream() if more.get("streamed") else rows(more.get("rows", 44)),
         eval_dataset=rows(10),
         compute_metrics=accuracy,
         pipeline=pipeline,
+        callbacks=[Generates()] if more.get("generates") else [],
     )
     trainer.train(resume_from_checkpoint=more.get("resume"))
     trainer.save_model(str(folder / "saved"))
@@ -122,6 +138,22 @@ def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: Lo
         assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
 
 
+def test_replicas_take_the_rows_of_a_stream(tmp_path: Path, processes: LocalProcesses):
+    """The rows are those of a list, in its order, for as many steps as there are whole batches."""
+    args = arguments(tmp_path / "plain", max_steps=4, per_device_train_batch_size=16)
+    theirs = Trainer(model=model(), args=args, train_dataset=Stream())
+    theirs.train()
+    told = processes.run(4, job, tmp_path / "piped", "whole", {"max_steps": 4}, PIPELINE, {"streamed": True})
+    assert_close(told[0][0], [line for line in theirs.state.log_history if "loss" in line])
+
+
+def test_a_callback_that_generates_is_refused_where_the_weights_are_divided(
+    tmp_path: Path, processes: LocalProcesses
+):
+    with pytest.raises(penstock.PenstockError, match=r"model\.generate needs all weights"):
+        processes.run(2, job, tmp_path, "whole", {"max_steps": 2}, PIPELINE, {"generates": True})
+
+
 def test_replicas_of_another_model_are_refused(tmp_path: Path, processes: LocalProcesses):
     with pytest.raises(penstock.PenstockError, match="differ"):
         processes.run(4, job, tmp_path, "seeded by rank", {"max_steps": 1}, PIPELINE, {})
@@ -156,6 +188,7 @@ def test_what_is_saved_is_whole(tmp_path: Path, processes: LocalProcesses, tied:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "piped" / "saved")
     x = torch.arange(2, 14)[None]
     assert torch.allclose(again(x).logits, theirs.model.eval()(x).logits, atol=1e-5)
+    assert saved_weights(tmp_path / "piped").keys() == saved_weights(tmp_path / "plain").keys()
     assert sorted(path.name for path in (tmp_path / "piped" / "saved").iterdir()) == sorted(
         path.name for path in (tmp_path / "plain" / "saved").iterdir()
     )

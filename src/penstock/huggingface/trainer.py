@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -141,6 +141,8 @@ class PipelineTrainerMixin:
             **options,
         )
         self._whole_optimizer: WholeOptimizer | None = None
+        if self._in_processes:
+            vars(base)["generate"] = partial(_generate, base, base.generate)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; in processes, Trainer and Accelerate then see one process with a batch for all replicas."""
@@ -173,7 +175,8 @@ class PipelineTrainerMixin:
         batches = loader.batch_sampler
         trainer: Any = self
         fills = trainer.args.accelerator_config.even_batches and not trainer.args.dataloader_drop_last
-        if self._replicas > 1 and fills and hasattr(batches, "sampler"):
+        # The sampler of a streamed data set has no length: how many rows its last batch lacks is not known.
+        if self._replicas > 1 and fills and isinstance(getattr(batches, "sampler", None), Sized):
             batches.sampler = FilledSampler(batches.sampler, batches.batch_size)
         return loader
 
@@ -299,6 +302,10 @@ class PipelineTrainerMixin:
         whole = gather_state(
             {name: value.detach().cpu() for name, value in own.items()}, world, keeps=self._rank == 0
         )
+        # Tied weights come from two processes; one tensor under both names is written once.
+        for name, tied_to in getattr(trainer.model, "all_tied_weights_keys", {}).items():
+            if name in whole and tied_to in whole:
+                whole[name] = whole[tied_to]
         self._lead(lambda: base._save(output_dir, whole))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -348,6 +355,16 @@ class PipelineTrainerMixin:
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
     """``transformers.Trainer`` that trains a causal language model by a pipeline; see `PipelineTrainerMixin`."""
+
+
+def _generate(model: Any, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Generate, unless this process has only the weights of its own stages."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            "model.generate needs all weights, and while it trains in processes each has those of its own stages alone: "
+            "train in one process, with ranks as threads, or generate from a saved model in another script"
+        )
+    return generate(*args, **kwargs)
 
 
 class _Saved:

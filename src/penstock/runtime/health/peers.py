@@ -194,6 +194,13 @@ class PeerRegistry:
             failed.append((bool(error), f"{text}; its error: {error}" if error else text))
         return min(failed)[1] if failed else None
 
+    def find_error(self) -> str:
+        """Describe a process that has told its error, though it may not have ended; empty if none has."""
+        return next(
+            (f"{entry.name} failed; its error: {page.error}" for entry, page in self._others if page.error),
+            "",
+        )
+
     def close(self) -> None:
         """Mark the pipeline as closed; may be called twice."""
         if self._page is not None and not self._page.progress[_CLOSED]:
