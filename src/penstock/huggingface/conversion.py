@@ -61,7 +61,7 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
         found[new] = stored[name]
     for first, members in groups.items():
         sources = tuple(stored[name] for name, _ in members)
-        convert = partial(_convert, model, by_pattern[members[0][1]], first, members)
+        convert = partial(_convert, model, by_pattern[members[0][1]], first, members, wanted[first].dtype)
         other = next((source.dtype for source in sources if not is_floating(source)), None)
         if other is not None:
             raise DataError(
@@ -69,9 +69,7 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
             )
         try:
             made = convert([torch.empty(s.shape, dtype=DTYPES[s.dtype], device="meta") for s in sources])
-        except (
-            Exception
-        ) as error:  # the library's operations fail in many ways on lists that are not complete
+        except Exception as error:  # operations on lists that are not complete fail in many ways
             raise DataError(
                 f"transformers cannot make {first} of {members[0][0]} and {len(members) - 1} more tensors in {folder}: "
                 f"{describe_error(error)}"
@@ -88,16 +86,21 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
 
 
 def _convert(
-    model: Any, converter: Any, first: str, members: Sequence[tuple[str, str]], tensors: Sequence[Tensor]
+    model: Any,
+    converter: Any,
+    first: str,
+    members: Sequence[tuple[str, str]],
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     """Return the tensors of the model that a converter makes of stored ones.
 
     Args:
         first: name of the first tensor that is made.
         members: names of the stored tensors, and the converter's pattern of each.
+        dtype: that of the model, in which the tensors are put together.
     """
     own = copy.deepcopy(converter)
-    dtype = model.state_dict()[first].dtype
     for (name, pattern), tensor in zip(members, tensors, strict=True):
         own.add_tensor(first, name, pattern, tensor.to(dtype))
     made = own.convert(first, model=model, config=model.config)

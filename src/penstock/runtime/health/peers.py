@@ -175,11 +175,17 @@ class PeerRegistry:
         """Describe the process that is stopped or gone, and its error; None if none is seen to be.
 
         Args:
-            patience: seconds to keep checking, since connections break a moment before their process has ended (default 0).
+            patience: seconds to keep checking, since connections break a moment before their process has ended. If it has
+                not ended by then, an error that a process has told counts (default 0: check once, for an end alone).
         """
         deadline = monotonic() + patience
         while (failed := self._first_failed()) is None and monotonic() < deadline:
             sleep(0.02)
+        if failed is None and patience:
+            told = (
+                f"{entry.name} failed; its error: {page.error}" for entry, page in self._others if page.error
+            )
+            return next(told, None)
         return failed
 
     def _first_failed(self) -> str | None:
@@ -193,13 +199,6 @@ class PeerRegistry:
             text = f"{entry.name} {state} (process id {entry.pid}), {self.describe(page.progress)}"
             failed.append((bool(error), f"{text}; its error: {error}" if error else text))
         return min(failed)[1] if failed else None
-
-    def find_error(self) -> str:
-        """Describe a process that has told its error, though it may not have ended; empty if none has."""
-        return next(
-            (f"{entry.name} failed; its error: {page.error}" for entry, page in self._others if page.error),
-            "",
-        )
 
     def close(self) -> None:
         """Mark the pipeline as closed; may be called twice."""

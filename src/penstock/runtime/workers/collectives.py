@@ -113,8 +113,7 @@ class Collectives:
             raise
 
     def _connection_error(self, action: str, error: RuntimeError, visit: Visit | None) -> PeerError:
-        # A process that has closed its connections may take seconds to end.
-        failed = self.peer_registry.find_failed(patience=1.0) or self.peer_registry.find_error()
+        failed = self.peer_registry.find_failed(patience=1.0)
         if failed:
             return PeerError(f"{failed}, while the other processes were to {action}")
         missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
