@@ -74,7 +74,6 @@ class Browser:
         for kind in ("browser", "performance"):
             self.driver.get_log(kind)
         self.driver.get(url)
-        self.wait("return document.body.dataset.ready === 'yes'")
         self.wait_until_still()
 
     def run(self, script: str, *arguments: object) -> Any:
@@ -85,10 +84,19 @@ class Browser:
         return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.05).until(lambda _: self.run(script))
 
     def wait_until_still(self) -> None:
-        """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen."""
-        self.driver.execute_async_script(
-            "const done = arguments[0];"
-            "setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(() => done())), 150)"
+        """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen.
+
+        The wait is a state of the page, so that it begins again on a page that reloads itself in the middle.
+        """
+        self.run("window.still = undefined")
+        self.wait(
+            "if (document.body?.dataset.ready !== 'yes') return false;"
+            "if (window.still === undefined) {"
+            " const frame = (then) => requestAnimationFrame(then);"
+            " window.still = false;"
+            " setTimeout(() => frame(() => frame(() => { window.still = true; })), 150);"
+            "}"
+            "return window.still"
         )
 
     def complaints(self) -> list[str]:

@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const QUIET = 2000; // milliseconds without the reader's hand before a reload
+  const SHARE = 4; // a page stays at least this many times as long as it took to draw, so that it can be read on a slow machine
   const STALE = 300000; // milliseconds without a new version after which the page says so
   const note = document.getElementById("note");
   const said = note?.textContent;
@@ -10,7 +11,7 @@
   const place = history.state?.penstock ?? null;
   const loaded = Date.now();
   const since = every && place?.note === said ? place.since : loaded;
-  let acted = 0;
+  let acted = 0, due = Infinity;
 
   const opened = () => [...document.querySelectorAll("details")].filter((one) => one.open).map((one) => one.querySelector("summary").textContent);
   const label = () => chosen?.selectedOptions[0].textContent;
@@ -48,7 +49,7 @@
       const minutes = Math.floor((now - since) / 60000);
       note.textContent = `${said} No new version for ${minutes} minutes: a step takes long, or the run was killed. Its folder has logs.`;
     }
-    if (now - loaded >= every && now - acted >= QUIET && !document.hidden) reload();
+    if (now >= due && now - acted >= QUIET && !document.hidden) reload();
   }
 
   if (place) {
@@ -62,6 +63,8 @@
   penstock.drawn.then(() => {
     if (place) restore();
     if (!every) return;
+    const drawn = Date.now();
+    due = drawn + Math.max(every, SHARE * (drawn - loaded));
     follow();
     setInterval(follow, 500);
   });
