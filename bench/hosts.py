@@ -24,9 +24,9 @@ from tests.support.hosts.hosts import Hosts, every, missing
 from bench.compare import Figures, main
 from bench.sleep import alone, batch, loss, model, oversleep, step_seconds, virtual_of
 from penstock.measure.links import Edges, round_trips
+from penstock.runtime.gather_trace import align_clocks
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.program import lower

@@ -33,11 +33,11 @@ from penstock.measure.calibration import calibrate
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.cost_split import blocks_by_cost
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import held_activations
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import Effort, measure_layers
+from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

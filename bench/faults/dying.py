@@ -13,7 +13,7 @@ from bench.faults.fault import Fault
 from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
 from penstock.checkpoint.find import damage, read_manifest, steps_in
-from penstock.train.launch.signals import SAME_REQUEST, ExitCode
+from penstock.train.signals import SAME_REQUEST, ExitCode
 
 KILLED_IN = ("F", "B", "reduction", "optimizer")
 MESH: dict[str, object] = {"parallel.pp": 2, "parallel.dp": 2}

@@ -98,7 +98,7 @@ def spoil_checkpoint(rng: Random, folder: Path, sprung: Path) -> bool:
     else:
         change(rng, rng.choice((table, table["values"], table["tensors"], table["files"])))
     if rng.random() < 0.7 and isinstance(table.get("config"), dict):
-        from penstock.checkpoint.format.manifest import digest_of_config
+        from penstock.checkpoint.manifest import digest_of_config
 
         table["config_sha256"] = digest_of_config(table["config"])
     rest = to_json(rng, table)[1:]

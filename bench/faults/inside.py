@@ -11,7 +11,7 @@ from bench.faults.fault import Fault
 from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
 from penstock.checkpoint.find import path_of, read_manifest
-from penstock.train.launch.signals import ExitCode
+from penstock.train.signals import ExitCode
 
 
 def told(ended: Ended) -> float:

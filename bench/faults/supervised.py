@@ -11,8 +11,8 @@ import sys
 from dataclasses import replace
 
 from penstock.train.config.file import load
-from penstock.train.launch.supervise import supervise
 from penstock.train.run_folder import AUTO
+from penstock.train.supervise import supervise
 
 
 def main() -> None:

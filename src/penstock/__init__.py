@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from penstock.measure.calibration import profile_layers as profile_layers
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
-    from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
+    from penstock.parallel.tensor import tensor_parallel as tensor_parallel
     from penstock.runtime.batch.work import StepResult as StepResult
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
@@ -142,7 +142,7 @@ _HOME = {
     "save_adapters": "penstock.huggingface.adapters.save_adapters",
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.forward.own_layers",
-    "tensor_parallel": "penstock.parallel.tensor.plan",
+    "tensor_parallel": "penstock.parallel.tensor",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }

@@ -13,7 +13,7 @@ from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.base.run_lock import locked
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import read_manifest, steps_in
-from penstock.checkpoint.format.manifest import MANIFEST
+from penstock.checkpoint.manifest import MANIFEST
 from penstock.checkpoint.read import Reader
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses

@@ -13,7 +13,7 @@ from penstock.base.errors import DataError
 from penstock.base.tensor_file import write_tensors
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import damage, read_manifest, steps_in
-from penstock.checkpoint.format.manifest import MANIFEST, Manifest, dump
+from penstock.checkpoint.manifest import MANIFEST, Manifest, dump
 from penstock.checkpoint.read import Reader
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps

@@ -15,9 +15,9 @@ from torch import nn
 from penstock.base.errors import PenstockError
 from penstock.cli import main
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.gather_trace import align_clocks
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.tracing.gather import align_clocks
 from tests.support import plain
 
 LAYERS, MICROBATCHES = 8, 4

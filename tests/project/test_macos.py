@@ -16,7 +16,7 @@ import torch
 import penstock
 from penstock.base import host
 from penstock.doctor.machine import machine_facts
-from penstock.train.launch.supervise import supervise
+from penstock.train.supervise import supervise
 from penstock.runtime.health.peers import supported
 from penstock.train.config.config import Config
 

@@ -17,10 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.cli import main
-from penstock.train import trainer
+from penstock.train import signals, trainer
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from penstock.train.launch import signals
 from tests.support.listening_rank import listening
 
 PLAN = "VICTIM"

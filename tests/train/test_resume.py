@@ -15,7 +15,7 @@ import torch
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.run_lock import LOCK
 from penstock.checkpoint.find import damage, read_manifest, steps_in
-from penstock.checkpoint.format.manifest import MANIFEST, digest_of_config, dump
+from penstock.checkpoint.manifest import MANIFEST, digest_of_config, dump
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config

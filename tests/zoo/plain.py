@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.forward.loss_piece import loss_in
 from penstock.stage.named import Context, names_taken, set_context
-from penstock.stage.rng.seeds import seed_of
+from penstock.stage.rng.isolated_rng import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS
 from tests.zoo.record import copied, dense

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
-from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import FrozenDigests
+from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.read import Prepared, load_into, prepare
 from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together

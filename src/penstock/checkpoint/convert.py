@@ -15,10 +15,10 @@ from penstock.base.atomic import replacing
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.tensor_file import write_tensors
+from penstock.checkpoint import whole_folder
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
-from penstock.checkpoint.format import files
-from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import require_all_weights
+from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.read import Reader
 from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
@@ -71,7 +71,7 @@ def rewrite(
         by_stage[_stage(name, stage_of)].append(name)
     tensors = ((stage, {name: tensor(name) for name in held}) for stage, held in enumerate(by_stage))
     try:
-        written, listed = write_stages(files.begin(target), tensors, len(by_stage))
+        written, listed = write_stages(whole_folder.begin(target), tensors, len(by_stage))
         rewritten = replace(manifest, files=written, tensors=listed)
         finish(target, rewritten)
     except OSError as error:

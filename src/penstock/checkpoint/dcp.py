@@ -24,8 +24,7 @@ from penstock.base.errors import ConfigError, DataError
 from penstock.base.tensor_file import DTYPES
 from penstock.checkpoint.convert import model_weights, open_sound, require_new, rewrite
 from penstock.checkpoint.find import is_checkpoint, step_of
-from penstock.checkpoint.format.json_values import decode, encode
-from penstock.checkpoint.format.manifest import Manifest
+from penstock.checkpoint.manifest import Manifest, decode_value, encode_value
 from penstock.checkpoint.read import Reader
 
 OPTIMIZER_KEYS = ("optim", "optimizer")
@@ -300,7 +299,7 @@ def _optimizer(
                     f"{source}: {key} of {name} is of shape {list(value.shape)}, not {parameters[name]['shape']}"
                 )
         entries[name] = {
-            key: encode(value, f"optimizer/{key}/{name}", tensors.__setitem__)
+            key: encode_value(value, f"optimizer/{key}/{name}", tensors.__setitem__)
             for key, value in values.items()
         }
     saved_main = state.get("main_weights")
@@ -308,7 +307,7 @@ def _optimizer(
     main = {}
     for name in ours["main_weights"]:
         value = saved_main[name] if name in saved_main else tensors[f"model/{name}"].float()
-        main[name] = encode(value, f"main/{name}", tensors.__setitem__)
+        main[name] = encode_value(value, f"main/{name}", tensors.__setitem__)
     return {
         **ours,
         "steps": step,
@@ -334,7 +333,7 @@ def _groups(ours: Mapping[str, Any], theirs: list[Any], source: Path) -> list[di
                 f"{min(names, default='no parameter')}: group them there as the run does"
             )
         groups.append(
-            {**options, **{k: encode(same[0][k], k, _refuse_tensor) for k in options if k in same[0]}}
+            {**options, **{k: encode_value(same[0][k], k, _refuse_tensor) for k in options if k in same[0]}}
         )
     return groups
 
@@ -345,7 +344,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 def _schedule(ours: Any, theirs: Any, step: int) -> Any:
     if ours is None or (isinstance(theirs, dict) and theirs.keys() == ours.keys()):
-        return None if ours is None else encode(theirs, "lr_scheduler", _refuse_tensor)
+        return None if ours is None else encode_value(theirs, "lr_scheduler", _refuse_tensor)
     moved = {"last_epoch": step, "_step_count": step + 1}
     if not isinstance(ours, dict) or not moved.keys() <= ours.keys():
         raise DataError(f"the run's schedule of learning rates cannot be moved to step {step}")
@@ -364,7 +363,7 @@ def export_dcp(source: Path, target: Path) -> None:
     require_new(target)
     manifest = open_sound(source)
     with Reader(source, manifest) as reader:
-        optimizer = decode(manifest.values.get("optimizer"), reader.tensor)
+        optimizer = decode_value(manifest.values.get("optimizer"), reader.tensor)
     state: dict[str, Any] = {"model": model_weights(source, manifest), "step": manifest.step}
     if optimizer is not None:
         groups = [{**group, "params": []} for group in optimizer["groups"]]

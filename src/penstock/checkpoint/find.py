@@ -10,8 +10,8 @@ from pathlib import Path
 from penstock.base.bounded_io import MEGABYTE, read_bytes, require_regular
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.tensor_file import TensorEntry, TensorFile
-from penstock.checkpoint.format.files import digest_of
-from penstock.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor, parse
+from penstock.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, parse
+from penstock.checkpoint.whole_folder import digest_of
 
 FOLDER = "checkpoints"
 """Name of the checkpoints' folder in a run's folder."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.tensor_file import TensorFile
 from penstock.checkpoint.find import difference
-from penstock.checkpoint.format.json_values import decode
-from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import digests_in, require_same
+from penstock.checkpoint.manifest import Manifest, decode_value
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import from_local_like, is_dtensor, is_sharded, local, local_slices
@@ -119,7 +118,7 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: StatefulO
     with Reader(path, manifest) as reader:
         weights = _weights(reader, pipe)
         state = None if optimizer is None else _optimizer_state(reader, pipe, optimizer)
-        extra = decode(manifest.values.get("extra"), reader.tensor)
+        extra = decode_value(manifest.values.get("extra"), reader.tensor)
         if not isinstance(extra, dict):
             raise DataError(f"{path}: 'extra' must be a dictionary, got {extra!r:.80}")
         generators = _generators(reader, pipe)
@@ -149,7 +148,7 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
     for name in held:
         key = f"model/{name}"
         if name in values:
-            weights[name] = decode(values[name], reader.tensor)
+            weights[name] = decode_value(values[name], reader.tensor)
         elif key in reader.manifest.tensors:
             parameter = parameters.get(name)
             weights[name] = reader.tensor(key) if parameter is None else reader.like(key, parameter)
@@ -170,7 +169,9 @@ def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: StatefulOptimize
         raise ConfigError(f"{reader.path} was saved without an optimizer; load it without one")
     _require_alike(reader, values, optimizer_state.common(optimizer))
     parameters = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
-    plain = {k: decode(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")}
+    plain = {
+        k: decode_value(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")
+    }
     parts = {
         name: optimizer.shards.find(p) if optimizer.shards is not None else None
         for name, p in parameters.items()
@@ -197,7 +198,7 @@ def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: Sharde
         return (
             reader.piece(key, value["$tensor"], part) if part.shard is not None else ShardValues(_ELSEWHERE)
         )
-    return decode(value, reader.tensor)
+    return decode_value(value, reader.tensor)
 
 
 def _require_alike(reader: Reader, values: Any, fresh: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError
 from penstock.base.tensor_file import dtype_name
-from penstock.checkpoint.format.json_values import encode
 from penstock.checkpoint.frozen_weights import KEY, FrozenDigests
+from penstock.checkpoint.manifest import encode_value
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -104,11 +104,11 @@ def take_snapshot(
             if keeps and stage is not None:
                 values[KEY][name] = frozen.of(name, parameter, value)
             continue
-        encoded = encode(value, f"model/{name}", put_for(stage))
+        encoded = encode_value(value, f"model/{name}", put_for(stage))
         if not isinstance(value, Tensor) and stage is not None:
             values["model"][name] = encoded
     first_stage = next(iter(held), None)  # its file has what belongs to no stage
-    values["extra"] = encode(dict(extra), "extra", put_for(first_stage))
+    values["extra"] = encode_value(dict(extra), "extra", put_for(first_stage))
     if state is not None:
         values["optimizer"] = _optimizer(state, stage_for, put_for)
     if keeps and first_stage is not None:
@@ -129,19 +129,21 @@ def _optimizer(
         )
 
     values = {
-        key: encode(value, f"optimizer/{key}", refuse) for key, value in state.items() if key not in BY_NAME
+        key: encode_value(value, f"optimizer/{key}", refuse)
+        for key, value in state.items()
+        if key not in BY_NAME
     }
     values |= {key: {} for key in BY_NAME}
     for name, parameter in state["parameters"].items():
         stage = stage_for(name)
         put = put_for(stage)
         entries = {
-            key: encode(value, f"optimizer/{key}/{name}", put)
+            key: encode_value(value, f"optimizer/{key}/{name}", put)
             for key, value in state["state"].get(name, {}).items()
         }
         main = state["main_weights"].get(name)
         if main is not None:
-            main = encode(main, f"main/{name}", put)
+            main = encode_value(main, f"main/{name}", put)
         if stage is None:
             continue
         values["parameters"][name] = parameter

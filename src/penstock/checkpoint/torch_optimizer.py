@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
-from penstock.checkpoint.format.json_values import encode
+from penstock.checkpoint.manifest import encode_value
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named
@@ -52,7 +52,7 @@ class TorchOptimizer:
         # What a save could not keep is refused now, not at the first save.
         self.parts(pipe.rank)
         for key in ("groups", "lr_scheduler"):
-            encode(optimizer_state.common(self)[key], f"optimizer/{key}", lambda name, tensor: None)
+            encode_value(optimizer_state.common(self)[key], f"optimizer/{key}", lambda name, tensor: None)
 
     @property
     def scaler(self) -> GradScaler | None:

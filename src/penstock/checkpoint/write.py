@@ -18,9 +18,9 @@ from penstock.base.atomic import open_synced
 from penstock.base.host import to_stderr
 from penstock.base.run_lock import locked
 from penstock.base.tensor_file import StoredFile, dtype_name, write_tensors
+from penstock.checkpoint import whole_folder
 from penstock.checkpoint.find import is_whole, path_of, steps_in
-from penstock.checkpoint.format import files
-from penstock.checkpoint.format.manifest import (
+from penstock.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     StoredTensor,
@@ -56,11 +56,11 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: T
     with ExitStack() as held:
         together.each(lambda: _begin(path, held) if together.leads else None)
         try:
-            parts = together.each(lambda: _write_part(files.unfinished(path), snapshot, facts.stages))
+            parts = together.each(lambda: _write_part(whole_folder.unfinished(path), snapshot, facts.stages))
             together.each(lambda: _finish(path, snapshot.step, facts, parts) if together.leads else None)
         except BaseException:
             if together.leads:
-                shutil.rmtree(files.unfinished(path), ignore_errors=True)  # the next save tries again
+                shutil.rmtree(whole_folder.unfinished(path), ignore_errors=True)  # the next save tries again
             raise
     return path
 
@@ -68,7 +68,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: T
 def _begin(path: Path, held: ExitStack) -> None:
     """Lock and make the unfinished folder; two runs that write at once would delete each other's."""
     held.enter_context(locked(path.parent, say=to_stderr))
-    files.begin(path)
+    whole_folder.begin(path)
 
 
 _Files = dict[str, StoredFile]
@@ -116,13 +116,13 @@ def _finish(path: Path, step: int, facts: Facts, parts: list[_Part]) -> None:
 
 def finish(path: Path, manifest: Manifest) -> None:
     """Write the manifest, and give the folder its name."""
-    folder = files.unfinished(path)
+    folder = whole_folder.unfinished(path)
     for name, file in manifest.files.items():
         if (folder / name).stat().st_size != file.bytes:
             raise OSError(0, "does not have the size that was written; is the folder shared?", folder / name)
     with open_synced(folder / MANIFEST) as stream:
         stream.write(dump(manifest))
-    files.commit(path)
+    whole_folder.commit(path)
 
 
 def versions() -> dict[str, str]:
@@ -149,5 +149,5 @@ def prune(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
     complete = [(step, path) for step, path in steps_in(folder) if is_whole(path)]
     old = [path for step, path in complete[keep_last:] if not (keep_every and step % keep_every == 0)]
     for path in old:
-        files.remove(path)
+        whole_folder.remove(path)
     return old

@@ -25,7 +25,7 @@ from penstock.base.errors import (
 )
 from penstock.base.garbage import begin_loading
 from penstock.cli.output import UNWRITTEN, drop_output
-from penstock.train.launch.signals import ExitCode, of_signal, record_failure
+from penstock.train.signals import ExitCode, of_signal, record_failure
 
 FIRST_STEPS = f"""\
 Penstock {__version__}: train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does.

@@ -37,8 +37,8 @@ def command(
     The loss is in nats per token, and the perplexity is its exponential. Bits per byte can be compared across tokenizers.
     """
     from penstock.train.evaluate import evaluate
-    from penstock.train.launch.signals import follow_launcher
     from penstock.train.report.progress import tokenizing_bar
+    from penstock.train.signals import follow_launcher
 
     follow_launcher()
     paths = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]

@@ -15,7 +15,7 @@ import click
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, parse_bytes, priced, stage_bytes
-from penstock.train.launch.signals import of_signal
+from penstock.train.signals import of_signal
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget

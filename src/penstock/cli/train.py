@@ -14,7 +14,7 @@ import click
 from penstock.base.counts import plural
 from penstock.base.garbage import end_loading
 from penstock.cli.output import outlive_readers
-from penstock.train.launch.signals import follow_launcher
+from penstock.train.signals import follow_launcher
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -149,9 +149,9 @@ def command(
     from penstock.runtime.start.launch_environment import find_launch
     from penstock.train.config.config import HINTS
     from penstock.train.config.file import load
-    from penstock.train.launch.signals import Interrupts
     from penstock.train.loop import train
     from penstock.train.report.progress import reporter
+    from penstock.train.signals import Interrupts
 
     files = [argument for argument in arguments if "=" not in argument]
     for name in files:
@@ -234,7 +234,7 @@ def _print(config: Config) -> None:
 
 def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
     from penstock.runtime.start.launch_environment import find_launch
-    from penstock.train.launch.supervise import supervise
+    from penstock.train.supervise import supervise
 
     if "RANK" in os.environ or find_launch() is not None:
         raise click.UsageError(

@@ -21,9 +21,9 @@ from penstock.doctor.shared_folder import check_folder
 from penstock.measure.links import measure, unanswered
 from penstock.measure.measured_cluster import require_writable, write_measured_cluster
 from penstock.measure.rounds import Answer, Rounds
+from penstock.runtime.gather_trace import align_clocks
 from penstock.runtime.health.hang import require_timeout
 from penstock.runtime.start.launch_environment import meeting_url
-from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
 

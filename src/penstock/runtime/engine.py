@@ -18,11 +18,11 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
+from penstock.runtime.gather_trace import gather_trace, measured_trace
 from penstock.runtime.health.hang import HangDetector, Timeout, Watchdog
 from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
-from penstock.runtime.tracing.gather import gather_trace, measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.shared import broadcast_shared

@@ -14,6 +14,7 @@ import torch
 
 from penstock.base.errors import CallOrderError, PenstockError, WaitTimeoutError, describe_error
 from penstock.runtime.batch.work import Work
+from penstock.runtime.clocks import clock
 from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,
@@ -30,7 +31,6 @@ from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.health.failure_report import explain_error, failure_of
 from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
-from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients

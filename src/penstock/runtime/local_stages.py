@@ -12,7 +12,7 @@ from torch import nn
 from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import is_dtensor
-from penstock.parallel.tensor.plan import tensor_parallel
+from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor

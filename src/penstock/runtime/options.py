@@ -26,7 +26,7 @@ class ParallelOptions:
         check_replicas: training steps between two comparisons of the copies' parameters and buffers (default 100); 0 never
             compares.
         family: model family whose matrices tensor parallelism shards (default "penstock", the built-in model); see
-            `penstock.parallel.tensor.plan.tensor_parallel`.
+            `penstock.parallel.tensor.tensor_parallel`.
         sequence_parallel: also shard activations between the blocks along the sequence (default False).
 
     Raises:

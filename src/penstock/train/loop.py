@@ -93,7 +93,7 @@ def train(
     Args:
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
-            `penstock.train.launch.signals.Interrupts` does so.
+            `penstock.train.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
 
     Returns:

@@ -20,7 +20,7 @@ from penstock.checkpoint.find import (
     step_of,
     steps_in,
 )
-from penstock.checkpoint.format.manifest import Manifest
+from penstock.checkpoint.manifest import Manifest
 from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline

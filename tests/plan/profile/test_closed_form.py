@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
-from penstock.parallel.tensor.plan import tensor_parallel
+from penstock.parallel.tensor import tensor_parallel
 from penstock.plan.profile.closed_form import (
     Workload,
     block_cost,

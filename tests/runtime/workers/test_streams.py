@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.tracing.clocks import Readings, clock
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams

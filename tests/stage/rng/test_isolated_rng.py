@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
-from penstock.stage.rng.isolated_rng import _REPLACED, isolated_rng
-from penstock.stage.rng.seeds import seed_of
+from penstock.stage.rng.isolated_rng import _REPLACED, isolated_rng, seed_of
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import WeightGradQueue
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from penstock.base.errors import ConfigError
 from penstock.stage.rng.initial import build_seeded
+from penstock.stage.rng.isolated_rng import seed_of
 from penstock.stage.rng.random_state import RandomState
-from penstock.stage.rng.seeds import seed_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

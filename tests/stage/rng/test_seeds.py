@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from penstock.stage.rng.seeds import seed_of
+from penstock.stage.rng.isolated_rng import seed_of
 
 
 def test_a_seed_is_the_digest_of_its_parts_with_their_kinds_and_lengths():

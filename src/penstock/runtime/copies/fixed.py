@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, ReplicaError
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.tensor.plan import sums_gradients
+from penstock.parallel.tensor import sums_gradients
 from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError, first_line
+from penstock.stage.rng.isolated_rng import digest_seed, seed_of
 from penstock.stage.rng.random_state import cuda_generators
-from penstock.stage.rng.seeds import digest_seed, seed_of
 
 T = TypeVar("T")
 

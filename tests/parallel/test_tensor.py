@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from penstock.base.errors import BatchError, ConfigError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import make_mesh
-from penstock.parallel.tensor.plan import PLANS, plan_of, tensor_parallel
+from penstock.parallel.tensor import PLANS, plan_of, tensor_parallel
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage

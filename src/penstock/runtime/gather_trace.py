@@ -11,8 +11,8 @@ import torch
 
 from penstock.base import host
 from penstock.base.encoding import sendable
+from penstock.runtime.clocks import Readings
 from penstock.runtime.executor import Executor
-from penstock.runtime.tracing.clocks import Readings
 from penstock.runtime.workers.world import World
 from penstock.trace.events import Trace
 from penstock.trace.join import Alignment, align, join

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.base.errors import DataError
-from penstock.checkpoint.format.json_values import decode
-from penstock.checkpoint.format.manifest import (
+from penstock.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredTensor,
+    decode_value,
     digest_of_config,
     dump,
     parse,
@@ -86,7 +86,7 @@ def test_any_json_is_a_value_or_refused(value):
         raise DataError("no tensor")
 
     with contextlib.suppress(DataError):
-        decode(value, none)
+        decode_value(value, none)
 
 
 @pytest.mark.parametrize(

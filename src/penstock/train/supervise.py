@@ -36,7 +36,7 @@ from penstock.train import run_folder
 from penstock.train.config.config import Config
 from penstock.train.config.file import dump
 from penstock.train.config.resolve import processes_of
-from penstock.train.launch.signals import LAUNCHER, SIGNALS, ExitCode, Interrupts
+from penstock.train.signals import LAUNCHER, SIGNALS, ExitCode, Interrupts
 
 TRAIN = (sys.executable, "-P", "-m", "penstock", "train")
 

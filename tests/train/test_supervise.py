@@ -14,10 +14,10 @@ from penstock.base.errors import ConfigError
 from penstock.base.run_lock import locked
 from penstock.checkpoint.find import is_whole
 from penstock.cli import group
+from penstock.train import supervise as launch
 from penstock.train.config.config import Config
-from penstock.train.launch import supervise as launch
-from penstock.train.launch.signals import ExitCode
-from penstock.train.launch.supervise import supervise
+from penstock.train.signals import ExitCode
+from penstock.train.supervise import supervise
 from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, run, same
@@ -63,9 +63,7 @@ def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
 
 def script(*lines: str) -> tuple[str, ...]:
     """Return a command for processes that start quickly."""
-    ready = (
-        "import os, signal, sys; from penstock.train.launch.signals import follow_launcher; follow_launcher()"
-    )
+    ready = "import os, signal, sys; from penstock.train.signals import follow_launcher; follow_launcher()"
     return (sys.executable, "-c", "\n".join([ready, *lines]))
 
 
@@ -120,7 +118,7 @@ def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
     pid = tmp_path / "pid"
     command = script(
         "from penstock.base.errors import PenstockError, PeerError",
-        "from penstock.train.launch.signals import record_failure",
+        "from penstock.train.signals import record_failure",
         "if os.environ['RANK'] == '0':",
         f"    open({str(pid)!r} + '.making', 'w').write(str(os.getpid()))",
         f"    os.rename({str(pid)!r} + '.making', {str(pid)!r})",
@@ -146,7 +144,7 @@ def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
     )
     lines = [
         "from penstock.train.config.config import Config",
-        "from penstock.train.launch.supervise import supervise",
+        "from penstock.train.supervise import supervise",
         f"supervise(Config(), restarts=0, command={command!r})",
     ]
     with subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path) as launcher:

@@ -5,10 +5,10 @@ signal to every process they started, and a launcher passes on its own copy, so 
 repeat within `SAME_REQUEST` seconds therefore changes nothing. Before the first step there is nothing to save, and a
 process may have to wait long for that step: the first signal ends it.
 
-Exit codes are for scripts, schedulers and `penstock.train.launch.supervise`. A process that a second signal ends at once
+Exit codes are for scripts, schedulers and `penstock.train.supervise`. A process that a second signal ends at once
 has the shell's code for that signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
 
-Processes started by `penstock.train.launch.supervise` end with their launcher and report failures to it.
+Processes started by `penstock.train.supervise` end with their launcher and report failures to it.
 """
 
 from __future__ import annotations

@@ -3,19 +3,28 @@
 A checkpoint is a folder with safetensors files and a ``manifest.json``. The manifest is written last, and its first line
 is the SHA-256 digest of the rest. So a folder with a sound manifest was complete, and later changes are detected: in the
 manifest by its own digest, in the files by the digests in it.
+
+Values of states of optimizers and schedules are encoded as JSON. It has no tuples, no NaN and only text as keys, so these
+are written as objects with one key that begins with ``$``. A tensor becomes ``{"$tensor": NAME}`` and is stored in a file.
+Decoding gives only plain values, whatever the JSON.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from penstock.base.bounded_io import parse_json
 from penstock.base.encoding import sendable
-from penstock.base.errors import DataError
+from penstock.base.errors import ConfigError, DataError
 from penstock.base.tensor_file import DTYPES, StoredFile
 
 MANIFEST = "manifest.json"
@@ -24,6 +33,7 @@ VERSION = 1
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[a-z]+-\d{5,}-of-\d{5,}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @sendable
@@ -162,3 +172,68 @@ def _layers(errors: _ErrorAt, stages: list[Any]) -> tuple[tuple[str, ...], ...]:
         if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
             raise errors(f"'layers' must be a list of names for every stage, got {names!r:.80}")
     return tuple(tuple(names) for names in stages)
+
+
+def encode_value(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
+    """Encode a value for JSON; each tensor within it goes to `put`, with a name made of `name` and its place."""
+    if isinstance(value, Tensor):
+        put(name, value)
+        return {"$tensor": name}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(float(value))}
+    # Before the numbers: a bool is an int, and would become one.
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        # Of subclasses, as NumPy's float64 is, the plain number.
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, tuple | list):
+        items = [encode_value(item, f"{name}/{n}", put) for n, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        pairs = [
+            [encode_value(key, f"{name}/key", put), encode_value(item, f"{name}/{key}", put)]
+            for key, item in value.items()
+        ]
+        if isinstance(value, Counter):
+            return {"$counter": pairs}
+        if any(not isinstance(key, str) or key.startswith("$") for key in value):
+            return {"$dict": pairs}
+        return dict(pairs)
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot keep; it keeps numbers, text, None, lists, "
+        "tuples, dictionaries and tensors, so that loading cannot run code"
+    )
+
+
+def decode_value(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """Decode a value that `encode_value` made."""
+    if isinstance(value, list):
+        return [decode_value(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if not kind.startswith("$"):
+        return {key: decode_value(item, read) for key, item in value.items()}
+    inner = value[kind]
+    if kind == "$tensor" and isinstance(inner, str):
+        return read(inner)
+    if kind == "$float" and isinstance(inner, str) and inner in _NONFINITE:
+        return _NONFINITE[inner]
+    if kind == "$tuple" and isinstance(inner, list):
+        return tuple(decode_value(item, read) for item in inner)
+    if kind in ("$dict", "$counter") and isinstance(inner, list):
+        return _pairs(kind, inner, read)
+    raise DataError(f"{value!r:.80} is not a value of a checkpoint")
+
+
+def _pairs(kind: str, pairs: list[Any], read: Callable[[str], Tensor]) -> dict[Any, Any]:
+    table: dict[Any, Any] = Counter() if kind == "$counter" else {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(f"{pair!r:.80} is not a key with its value")
+        key = decode_value(pair[0], read)
+        if not isinstance(key, str | int | float | bool | None):
+            raise DataError(f"{key!r:.80} is not a key of a checkpoint's dictionary")
+        table[key] = decode_value(pair[1], read)
+    return table

@@ -9,8 +9,8 @@ from torch import nn
 
 from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.gather_trace import align_clocks
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.trace.join import present
 from penstock.trace.messages import producers

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.find import is_whole
-from penstock.train.launch.signals import SIGNALS, ExitCode, Interrupts, of_signal
+from penstock.train.signals import SIGNALS, ExitCode, Interrupts, of_signal
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same
 from tests.support.victim import started
@@ -84,7 +84,7 @@ def test_under_nohup_a_hangup_stays_ignored():
 def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
     lines = [
         "import os, signal, threading",
-        "from penstock.train.launch.signals import Interrupts",
+        "from penstock.train.signals import Interrupts",
         "with Interrupts(announce=True):",
         f"    os.kill(os.getpid(), {int(number)})",
         "    threading.Event().wait(60)",
