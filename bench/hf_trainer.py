@@ -203,7 +203,7 @@ def run(
     else:
         processes, ranks = LAYOUTS[layout]
         replicas = max(1, processes // ranks)
-        pipeline = {"ranks": ranks, "microbatches": 4 // replicas}
+        pipeline = {"ranks": ranks, "microbatches": 4 // replicas, "report": False}
     given = (tokenizer, str(folder), pipeline, replicas, steps, options)
     first: dict[str, Any] = pool.run(processes, _started, *given)[0]
     return first

@@ -14,7 +14,7 @@ import penstock
 from tests.support import hf_models
 
 VOCABULARY, TOKENS = 64, 12
-PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v"}
+PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v", "report": False}
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import penstock
 from penstock.huggingface.one_process import FilledSampler
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.show.run import read_run
+from penstock.trace.join import present
 from tests.huggingface.test_trainer import (
     accuracy,
     adapted,
@@ -26,7 +28,7 @@ from tests.huggingface.test_trainer import (
     rows,
 )
 
-PIPELINE = {"ranks": 2, "microbatches": 2}
+PIPELINE = {"ranks": 2, "microbatches": 2, "report": False}
 
 
 def seeded_by_rank() -> Any:
@@ -127,10 +129,16 @@ def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: Lo
     double = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     accumulated = {"gradient_accumulation_steps": 2, "max_steps": 4}
     theirs, logged = plainly(tmp_path / "plain", "whole", {**double, **accumulated}, 64)
+    pipeline = PIPELINE | {"report": True, "trace_every": 2}
     told = processes.run(
-        4, job, tmp_path / "piped", "whole", accumulated, PIPELINE, {"rows": 64, "evaluates": True}
+        4, job, tmp_path / "piped", "whole", accumulated, pipeline, {"rows": 64, "evaluates": True}
     )
     assert_close(told[0][0], logged)
+    seen = read_run(tmp_path / "piped")
+    assert {step: (trace.ranks, len(present(trace))) for step, trace in seen.traces.items()} == {
+        step: (2, 2) for step in (1, 2, 4)
+    }
+    assert (tmp_path / "piped" / "report.html").exists()
     assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
     expected = theirs.evaluate()
     for _, evaluated, _ in told:

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.base.errors import PenstockError, StoppedError
 from penstock.checkpoint.find import steps_in
+from penstock.trace.metrics_writer import MetricsWriter
 from penstock.train.loop import train
-from penstock.train.report.metrics_writer import MetricsWriter
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import Said, config_of, lines, run, stopped_at
 

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.base.run_lock import LOCK
+from penstock.trace.metrics_writer import MetricsWriter, final_values, go_back
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
 from penstock.train.config.sections import TrainConfig
-from penstock.train.report.metrics_writer import MetricsWriter, final_values, go_back
 from penstock.train.run_folder import choose, create
 
 

@@ -18,6 +18,7 @@ from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.loss import IGNORED
 from penstock.huggingface.one_process import FilledSampler, as_one_process, make_one_process
+from penstock.huggingface.run_report import RunReport
 from penstock.huggingface.whole_optimizer import WholeOptimizer
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
@@ -75,7 +76,9 @@ class PipelineTrainerMixin:
     Args:
         pipeline: keyword arguments of `Pipeline`: ``microbatches`` (required), ``ranks``, ``schedule``, ``virtual_stages``,
             ``split``, ``recompute``, ``timeout``, ``execution``. A batch whose rows do not divide into the microbatches is
-            filled up with rows that count for nothing.
+            filled up with rows that count for nothing. Two more are about what a run leaves in ``output_dir``:
+            ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and ``trace_every=50`` keeps the
+            trace of every 50th update beside the first and the last.
         model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
@@ -98,6 +101,14 @@ class PipelineTrainerMixin:
         if "microbatches" not in options:
             raise ConfigError(
                 'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}'
+            )
+        reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
+        if not isinstance(reports, bool):
+            raise ConfigError(f"pipeline['report'] must be True or False, got {reports!r}")
+        if trace_every != 0 and not is_count(trace_every):
+            raise ConfigError(
+                f"pipeline['trace_every'] must be a number of updates, or 0 for the first and the last alone, got "
+                f"{trace_every!r}"
             )
         _require_known_loss(type(self))
         world = current_world()
@@ -140,6 +151,15 @@ class PipelineTrainerMixin:
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        self._report: RunReport | None = None
+        if reports:
+            self._report = RunReport(
+                self.pipe,
+                trace_every=trace_every,
+                dtype="bf16" if settings.bf16 else str(base.dtype).removeprefix("torch."),
+                mean_of_tokens=not settings.label_smoothing_factor,
+            )
+            trainer.add_callback(self._report)
         self._whole_optimizer: WholeOptimizer | None = None
         if self._in_processes:
             vars(base)["generate"] = partial(_generate, base, base.generate)
@@ -164,6 +184,9 @@ class PipelineTrainerMixin:
             if self.pipe.world is not None:
                 self.pipe.world.peer_registry.report_error(describe_error(error))
             raise
+        finally:
+            if self._report is not None:
+                self._report.close()
 
     def get_train_dataloader(self) -> Any:
         """Return the batches of a run: with replicas, the last one of an epoch is filled up as Accelerate does."""

@@ -21,10 +21,13 @@ from penstock.runtime.health.hang import Timeout
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
+from penstock.runtime.start.start_record import keep_start
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
+from penstock.show.run_page import RunPage
 from penstock.stage.split import Split
 from penstock.trace.folder import drop_after
+from penstock.trace.metrics_writer import MetricsWriter, go_back
 from penstock.train import run_folder
 from penstock.train.callbacks.callback import Callback, EndEvent, StartEvent, values_of
 from penstock.train.callbacks.callback_list import CallbackList
@@ -38,11 +41,8 @@ from penstock.train.model.precision import autocast_of
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
 from penstock.train.report.device import choose_device, sharing_cores
-from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter, tokenizing_bar
 from penstock.train.report.run_log import LoggedReporter, level_of, run_log
-from penstock.train.report.run_page import RunPage
-from penstock.train.report.start_record import keep_start
 from penstock.train.report.traces import StepProfiler, Traces
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun

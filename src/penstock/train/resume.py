@@ -25,11 +25,11 @@ from penstock.huggingface.model_folder import INDEX, WEIGHTS
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.trace.metrics_writer import final_values
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
-from penstock.train.report.metrics_writer import final_values
 from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 

@@ -16,15 +16,15 @@ from penstock.runtime.batch.work import StepResult
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.show.run_page import RunPage
 from penstock.trace.bubbles import busy
+from penstock.trace.metrics_writer import MetricsWriter
 from penstock.train.callbacks.callback import EvaluateEvent, StepEvent, values_of
 from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.config.config import Config
 from penstock.train.data.run_data import RunData, held_out_bits, mean_loss, training_batch
 from penstock.train.model.trainable import TrainableModel
-from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Reporter
-from penstock.train.report.run_page import RunPage
 from penstock.train.report.traces import StepProfiler, Traces
 from penstock.train.resume import RunCheckpointer, RunProgress
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import penstock
+from penstock.runtime.start.start_record import command_line, keep_start
 from penstock.show.report_page import read_facts
-from penstock.train.report.start_record import command_line, keep_start
 
 
 def keep(run: Path, step: int = 0) -> list[str]:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import PenstockError, StoppedError
+from penstock.show import run_page
 from penstock.show.run import read_run, write_report
+from penstock.show.run_page import RunPage
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
-from penstock.train.report import run_page
 from penstock.train.report.progress import Reporter
-from penstock.train.report.run_page import RunPage
 from tests.support.measured import kept_run
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import Said

@@ -1,0 +1,115 @@
+"""Traces, metrics and page that a run of the trainer leaves in its output folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.base.counts import plural
+from penstock.base.errors import DataError
+from penstock.base.host import to_stderr
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.start_record import keep_start
+from penstock.runtime.workers.run_group import RunGroup
+from penstock.schedule.check import check
+from penstock.show.run_page import RunPage
+from penstock.simulate.costs import Costs
+from penstock.simulate.metrics import measure
+from penstock.simulate.simulator import simulate
+from penstock.trace.folder import drop_after, save_step
+from penstock.trace.metrics_writer import MetricsWriter, go_back
+
+_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
+"""Names in Trainer's logs, and in the lines of ``metrics.jsonl``."""
+
+
+class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Callback that writes ``traces/``, ``metrics.jsonl``, ``run.json`` and ``report.html`` into the output folder.
+
+    Args:
+        trace_every: updates between two traces; 0 for the first and the last update alone.
+        dtype: precision of the run.
+        mean_of_tokens: whether the loss is the mean over tokens, so that it can be told in bits per token.
+    """
+
+    def __init__(self, pipe: Pipeline, *, trace_every: int, dtype: str, mean_of_tokens: bool) -> None:
+        self._pipe, self._every, self._dtype, self._in_bits = pipe, trace_every, dtype, mean_of_tokens
+        self._group = RunGroup.of(pipe)
+        self._page: RunPage | None = None
+        self._metrics = MetricsWriter(None)
+        self._traced = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        self._traced = False
+        self._group.decide(lambda: self._begin(Path(args.output_dir), state, args.device))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, first = state.global_step, not self._traced
+        due = first or step >= state.max_steps or (self._every and step % self._every == 0)
+        self._traced = True
+        if due and self._pipe.is_first:  # replicas are alike
+            trace = self._pipe.gather_trace()
+            if trace is not None and self._page is not None:
+                try:
+                    save_step(args.output_dir, step, trace)
+                except DataError as error:
+                    to_stderr(f"{error}. Training continues")
+        if self._page is not None:
+            self._page.after_step(step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        values = {ours: float(logs[name]) for name, ours in _NAMES.items() if name in logs}
+        if "loss" in values:
+            finite = {name: value for name, value in values.items() if math.isfinite(value)}
+            self._metrics.write("train", step=state.global_step, **finite)
+        if self._in_bits and math.isfinite(loss := logs.get("eval_loss", math.nan)):
+            self._metrics.write("held_out", step=state.global_step, held_out_bits=loss / math.log(2))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._page is not None:
+            self._page.finish()
+        self.close()
+
+    def close(self) -> None:
+        """End what still draws; the page then is the last one that was drawn."""
+        if self._page is not None:
+            self._page.__exit__(None, None, None)
+            self._metrics.__exit__()
+        self._page, self._metrics = None, MetricsWriter(None)
+
+    def _begin(self, run: Path, state: Any, device: torch.device) -> None:
+        pipe = self._pipe
+        to_stderr(plan_line(pipe))
+        run.mkdir(parents=True, exist_ok=True)
+        drop_after(run, state.global_step)
+        go_back(run, state.global_step)
+        processes = pipe.ranks * pipe.replicas if pipe.in_processes else 1
+        keep_start(
+            run, to_stderr, step=state.global_step, layout=_layout(pipe), device=device, processes=processes,
+            threads=pipe.threads, dtype=self._dtype,
+        )  # fmt: skip
+        self._metrics = MetricsWriter(run, to_stderr)
+        self._page = RunPage(run, state.max_steps, to_stderr)
+
+
+def plan_line(pipe: Pipeline) -> str:
+    """Return a line about a pipeline, with the idle time of its schedule where all stages cost the same."""
+    schedule = pipe.schedule
+    costs = Costs.of(schedule.placement, 1, 1, 1)  # a backward takes twice as long as a forward
+    figures = measure(schedule, costs, simulate(check(schedule).program, costs))
+    kind = "processes" if pipe.in_processes else "threads"
+    return (
+        f"pipeline: {_layout(pipe)} ({kind}), {plural(schedule.stages, 'stage')}, {plural(pipe.microbatches, 'microbatch')} "
+        f"of a batch each; with stages of equal cost {figures.bubble_of_makespan:.1%} of the ranks' time is idle"
+    )
+
+
+def _layout(pipe: Pipeline) -> str:
+    replicas = f" x {pipe.replicas} replicas" if pipe.replicas > 1 else ""
+    return f"{pipe.schedule.name} on {plural(pipe.ranks, 'rank')}{replicas}"

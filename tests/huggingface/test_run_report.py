@@ -1,0 +1,88 @@
+"""What a run of the trainer leaves in its output folder: traces, metrics and a page that shows them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import penstock
+from penstock.base.errors import ConfigError
+from penstock.huggingface import run_report
+from penstock.show.run import read_run
+from tests.huggingface.test_trainer import PIPELINE, arguments, model, rows
+
+
+def trainer(folder: Path, steps: int, **pipeline: Any) -> Any:
+    args = arguments(
+        folder, max_steps=steps, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, save_strategy="steps"
+    )  # fmt: skip
+    return penstock.PipelineTrainer(
+        model=model(), args=args, train_dataset=rows(40), eval_dataset=rows(8), pipeline=PIPELINE | {"report": True} | pipeline
+    )
+
+
+def logged(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in history if name in row]
+
+
+def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = trainer(tmp_path, 4, trace_every=2)
+    run.train()
+    ranks = run.pipe.ranks
+    assert f"pipeline: {run.pipe.schedule.name} on {ranks} ranks (threads)" in capfd.readouterr().err
+    seen = read_run(tmp_path)
+    assert sorted(seen.traces) == [1, 2, 4]
+    assert all(trace.ranks == ranks for trace in seen.traces.values())
+    assert seen.problems == ()
+    history = run.state.log_history
+    for name, ours in (("loss", "loss"), ("learning_rate", "lr"), ("grad_norm", "grad_norm")):
+        lines = [(row["step"], row[ours]) for row in seen.metrics if row["kind"] == "train"]
+        assert lines == [(step, pytest.approx(value)) for step, value in logged(history, name)]
+    bits = [(row["step"], row["held_out_bits"]) for row in seen.metrics if row["kind"] == "held_out"]
+    assert bits == [(step, pytest.approx(loss / math.log(2))) for step, loss in logged(history, "eval_loss")]
+    assert run.pipe.schedule.name in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path):
+    trainer(tmp_path, 4).train()
+    trainer(tmp_path, 6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    seen = read_run(tmp_path)
+    assert [row["step"] for row in seen.metrics if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert sorted(seen.traces) == [
+        1,
+        3,
+        6,
+    ]  # the first and the last of each start, without the steps done again
+    assert "resumed" in str(seen.facts.lines)
+
+
+def test_without_a_report_nothing_is_left(tmp_path: Path):
+    trainer(tmp_path, 1, report=False).train()
+    assert not [
+        name for name in ("traces", "metrics.jsonl", "run.json", "report.html") if (tmp_path / name).exists()
+    ]
+
+
+def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path):
+    run = trainer(tmp_path, 4)
+
+    class Stop(transformers.TrainerCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("stopped here")
+
+    run.add_callback(Stop())
+    with pytest.raises(RuntimeError, match="stopped here"):
+        run.train()
+    report = next(one for one in run.callback_handler.callbacks if isinstance(one, run_report.RunReport))
+    assert report._page is None
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("trace_every", -1), ("trace_every", True), ("report", "yes")])
+def test_other_values_are_refused(tmp_path: Path, name: str, value: object):
+    with pytest.raises(ConfigError, match=rf"pipeline\['{name}'\] must be"):
+        trainer(tmp_path, 1, **{name: value})
