@@ -21,7 +21,11 @@ def trainer(folder: Path, steps: int, **pipeline: Any) -> Any:
         folder, max_steps=steps, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, save_strategy="steps"
     )  # fmt: skip
     return penstock.PipelineTrainer(
-        model=model(), args=args, train_dataset=rows(40), eval_dataset=rows(8), pipeline=PIPELINE | {"report": True} | pipeline
+        model=model(),
+        args=args,
+        train_dataset=rows(40),
+        eval_dataset=rows(8),
+        pipeline=PIPELINE | {"report": True} | pipeline,
     )
 
 

@@ -135,9 +135,9 @@ def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: Lo
     )
     assert_close(told[0][0], logged)
     seen = read_run(tmp_path / "piped")
-    assert {step: (trace.ranks, len(present(trace))) for step, trace in seen.traces.items()} == {
-        step: (2, 2) for step in (1, 2, 4)
-    }
+    assert {step: (trace.ranks, len(present(trace))) for step, trace in seen.traces.items()} == dict.fromkeys(
+        (1, 2, 4), (2, 2)
+    )
     assert (tmp_path / "piped" / "report.html").exists()
     assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
     expected = theirs.evaluate()

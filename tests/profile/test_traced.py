@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
+import penstock
 from penstock.base.errors import ProfileError, SplitError
 from penstock.plan.profile.closed_form import Workload, block_cost
 from penstock.plan.profile.model_profile import read_profile
@@ -218,3 +220,20 @@ def test_a_wrong_shape_is_one_error_and_nothing_is_logged():
         log.removeHandler(records)
     assert records.messages == []
     assert not log.filters
+
+
+def test_experts_of_fp32_count_the_products_of_the_chosen_ones():
+    """Each token passes two of the eight experts, with three matrices each."""
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2,
+        num_local_experts=8, num_experts_per_tok=2, vocab_size=64,
+    )  # fmt: skip
+    rows, tokens = 2, 16
+    ids = torch.zeros((rows, tokens), dtype=torch.int64)
+    profile = penstock.profile_layers(
+        penstock.from_transformers(config), ids, target=ids, loss_fn=penstock.causal_lm_loss, measure=False
+    )
+    block = profile.kinds[1].points[0][1]
+    attention, router, experts = 4 * 32 * 32, 32 * 8, 2 * 3 * 32 * 64
+    products = 2 * rows * tokens * (attention + router + experts)
+    assert block.model_flops - block.attention_flops == products

@@ -54,7 +54,7 @@ class OpCounter(TorchDispatchMode):
         self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _grouped(func, args, kwargs or {}) if func in _GROUPED else func(*args, **(kwargs or {}))
         if func.namespace != "aten":
             return out
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -138,6 +138,15 @@ class OpCounter(TorchDispatchMode):
                 max(0, each.calls - less.calls),
             )
         return rest
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a product of groups; torch 2.13 computes those of fp32 matrices, and gives shapes of 16-bit ones alone."""
+    wide = args[0].dtype
+    if wide != torch.float32:
+        return func(*args, **kwargs)
+    narrow = [x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    return func(*narrow, **kwargs).to(wide)
 
 
 def _grouped_flops(a: Tensor, b: Tensor) -> float:
