@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import socket
 import urllib.request
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import penstock
 from penstock.train.config.file import load
@@ -47,6 +49,52 @@ def test_a_loader_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     first, second = (float(number) for number in re.findall(r"loss ([\d.]+)", out))
     assert second < first < 3
     assert "right letters of answers: " in out
+
+
+@pytest.mark.slow
+def test_preference_pairs_train_as_in_plain_pytorch(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    module = loaded("dpo")
+    generator = torch.Generator().manual_seed(0)
+    batches = [module.preferences(generator) for _ in range(module.BATCHES)]
+    model, plain = module.small_model(), module.small_model()
+    reference = module.small_model().eval()
+    losses = module.train(model, batches)
+
+    expected = []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=module.LEARNING_RATE)
+    for batch in batches * module.EPOCHS:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        labels = batch["labels"]
+        answers = labels[:, 1:] != -100
+        chosen = labels[:, 1:].clamp(min=0).unsqueeze(2)
+
+        def answer(
+            logits: torch.Tensor, chosen: torch.Tensor = chosen, answers: torch.Tensor = answers
+        ) -> torch.Tensor:
+            return (logits[:, :-1].log_softmax(2).gather(2, chosen).squeeze(2) * answers).sum(1)
+
+        with torch.no_grad():
+            before = answer(reference(**inputs).logits)
+        ratio = answer(plain(**inputs).logits) - before
+        margin = module.BETA * (ratio[0::2] - ratio[1::2])
+        loss = (1 + (-margin).exp()).log().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the reference prefers nothing to itself
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: name + text
+        )
+
+    module.main()
+    printed = [float(number) for number in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert printed == pytest.approx(losses, abs=1e-4)
 
 
 @pytest.fixture
