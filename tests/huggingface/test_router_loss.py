@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, TrainingArguments
 
 import penstock
@@ -142,6 +143,14 @@ def test_families_with_dense_layers_shared_experts_and_tied_weights(family: str,
     expected = plain(net, given, 2)
     tied = "model.embed_tokens.weight" if net.config.tie_word_embeddings else ""
     assert_same(piped(net, given, 2, ranks=2, schedule="zb-h1"), expected, tied)
+
+
+def test_adapters_have_the_gradients_of_peft_alone():
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    net, given = get_peft_model(model("mixtral"), adapters).train(), batch("right")
+    expected = plain(net, given, 4)
+    assert len(expected[1]) == 16
+    assert_same(piped(net, given, 4, ranks=2, schedule="zb-v", recompute="full"), expected)
 
 
 def test_autocast_and_a_stage_on_two_ranks():
