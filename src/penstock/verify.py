@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 
 import torch
@@ -27,6 +27,7 @@ from penstock.schedule.families import FAMILIES, require_family
 from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.module import StageModule
+from penstock.stage.named import Context, within
 from penstock.stage.values import split_batch
 
 __all__ = ["VerifyTarget"]
@@ -191,12 +192,11 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
         )
         weights = loss_weights(labels_of, rows, given.reduction)
         for inputs, labels, weight in zip(inputs_of, labels_of, weights, strict=True):
-            losses_by_name = given.loss_fn(model(inputs), labels)
-            loss = (
-                losses_by_name
-                if isinstance(losses_by_name, Tensor)
-                else torch.stack(list(losses_by_name.values())).sum()
-            )
+            with within(Context({}, {}, model.gives)) as context:
+                output = model.run(inputs, context, 0, len(model.layers))
+            returned = given.loss_fn(output, labels)
+            terms = [returned] if isinstance(returned, Tensor) else [*returned.values()]
+            loss = reduce(torch.add, [*terms, *context.losses.values()])
             weight.apply(loss).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import penstock
 from penstock.base.errors import ConfigError
 from penstock.cli import group
 from penstock.verify import VerifyTarget
@@ -62,6 +63,31 @@ def odd() -> VerifyTarget:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Counting(), torch.nn.Linear(4, 4))
     return VerifyTarget(model, torch.nn.functional.mse_loss, batch)
+
+
+class Penalised(torch.nn.Linear):
+    """A layer with an auxiliary loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        penstock.add_loss(output.square().mean())
+        return output
+
+
+def penalised() -> VerifyTarget:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Penalised(4, 4), torch.nn.Linear(4, 4))
+    return VerifyTarget(model, torch.nn.functional.mse_loss, odd().batch)
+
+
+def test_auxiliary_losses_are_part_of_the_loss():
+    model = f"{__name__}:penalised"
+    result = run(
+        "-p", "2", "-m", "2", "--schedule", "1f1b", "--transport", "threads", "--model", model, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.output)
+    assert row["loss"] == row["weights"] == row["gradients"] == 0.0
 
 
 def test_a_difference_ends_with_exit_code_1():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, OPTConfig, RwkvConfig, T5Config
+from transformers import AutoModelForCausalLM, OPTConfig, RwkvConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import penstock
@@ -246,8 +246,6 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
         SplitError, match="RwkvForCausalLM cannot be cut: its blocks take more than the hidden state"
     ):
         penstock.from_transformers(RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=61))
-    with pytest.raises(SplitError, match="output_router_logits is set"):
-        penstock.from_transformers(MixtralConfig(output_router_logits=True))
     with pytest.raises(SplitError, match="layerdrop is set"):
         penstock.from_transformers(OPTConfig(layerdrop=0.1))
     with pytest.raises(SplitError, match="add_cross_attention"):

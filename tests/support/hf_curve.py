@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -31,6 +32,38 @@ def plain_losses(config: Config) -> list[float]:
         scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+def by_microbatches(
+    config: Config, kept: Collection[int] = ()
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """The same training over microbatches: losses, and the weights after the kept steps and the last one."""
+    language = build_model(config)
+    text, m = open_data(config, language), config.schedule.microbatches
+    model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
+    optimizer, scheduler = adamw(model.named_parameters(), config.optim, config.train.steps)
+    losses, weights = [], []
+    for step in range(config.train.steps):
+        parts = []
+        for x in training_batch(text, config, language, step).x.chunk(m):
+            loss = model(input_ids=x, labels=x).loss
+            (loss / m).backward()
+            parts.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(torch.stack(parts).mean().item())
+        if step + 1 in (*kept, config.train.steps):
+            weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    return losses, weights
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of all weights, relative to their norm."""
+    assert one.keys() == other.keys()
+    ours, theirs = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in (one, other))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def assert_same_curve(config: Config, falls_to: float = 0.7) -> None:

@@ -15,7 +15,7 @@ from penstock.base.errors import SplitError
 from penstock.forward.loss_piece import loss_in
 from penstock.stage.layers import Layer, is_joint, plain_attributes, read_instead
 from penstock.stage.module import StageModule
-from penstock.stage.named import Context, set_context
+from penstock.stage.named import Context, within
 from penstock.stage.rng.random_state import cuda_generators, cuda_in_use
 from penstock.stage.values import Message, flatten, leaves_of, pack, unpack
 
@@ -146,14 +146,11 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size]:
 def _same_draws() -> Iterator[None]:
     """Return a context in which torch draws from the same seed each time; its generators are as before afterwards."""
     devices = range(torch.cuda.device_count()) if cuda_in_use() else ()
-    previous = set_context(Context({}, {}))  # a forward may call penstock.add_loss
-    try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            for generator in (torch.default_generator, *cuda_generators()):
-                generator.manual_seed(SEED)
-            yield
-    finally:
-        set_context(previous)
+    # A forward may call penstock.add_loss.
+    with within(Context({}, {})), torch.random.fork_rng(devices), torch.enable_grad():
+        for generator in (torch.default_generator, *cuda_generators()):
+            generator.manual_seed(SEED)
+        yield
 
 
 @contextmanager

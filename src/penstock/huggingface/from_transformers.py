@@ -62,6 +62,9 @@ def from_transformers(
     The layers run the model's own forward, with stubs in the place of its blocks. So every family of the library is taken
     whose forward calls its blocks one after the other, and does nothing between them.
 
+    With the config's ``output_router_logits``, layers also pass on sums over their routers, and the last one adds the
+    auxiliary loss of the microbatch to its loss, as the model does (`penstock.add_loss`).
+
     Args:
         model: one of
 
@@ -108,8 +111,7 @@ def from_transformers(
     if isinstance(model, PreTrainedConfig):
         require_variant(model)
         pattern = on_meta(model)
-        if check:
-            _prove(pattern)
+        _prove(pattern, check)
         _require_known_ties(pattern)
         return _layers(pattern, partial(_initialised, pattern, seed))
     raise ConfigError(
@@ -196,8 +198,7 @@ def _of_model(model: Any, check: bool) -> list[Layer]:
         )
     causal: Any = model
     built = [(layer, layer.build()) for layer in _layers(causal, causal.get_submodule)]
-    if check:
-        _prove(causal)
+    _prove(causal, check)
     # The modules show which weights are tied, also those that the user has tied.
     return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
 
@@ -214,11 +215,6 @@ def require_variant(config: Any) -> None:
     reason = refused_variant({key: getattr(config, key, None) for key in VARIANT_KEYS})
     if reason is not None:
         raise SplitError(reason)
-    if getattr(config, "output_router_logits", False):
-        raise SplitError(
-            "the config's output_router_logits is set: the router's auxiliary loss is over all layers of the model, and "
-            "stages do not add it up. Set output_router_logits to false"
-        )
     for key in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, key, 0):
             raise SplitError(
@@ -236,8 +232,10 @@ def _classes(config: Any) -> tuple[type, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _prove(model: Any) -> None:
-    require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()))
+def _prove(model: Any, check: bool) -> None:
+    # A loss of routers is computed by a formula, which only the proof shows to be the model's.
+    if check or getattr(model.config, "output_router_logits", False):
+        require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _base_of(model: Any) -> Any:
@@ -258,8 +256,7 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
     pattern = on_meta(config, config.dtype or model_folder.dtype_of(stored))
     renamed = {other: name for name, other in STORED_NAMES.get(config.model_type, {}).items()}
     stored = converted(folder, pattern, {renamed.get(name, name): one for name, one in stored.items()})
-    if check:
-        _prove(pattern)
+    _prove(pattern, check)
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}
     # Old files have the rotary frequencies, which the library now computes.
     ignored = [*(pattern._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
+from penstock.huggingface.router_loss import router_loss_of
 from penstock.stage.layers import INTERNAL, Live, follow, live_copy
 
 NAMED = ("attention_mask", "position_ids")
@@ -165,6 +166,8 @@ class OwnForward:
         parent: module with the list of blocks.
         before, after: paths of modules with parameters that run before the first block, and after the last or never.
         named: names of `NAMED` that the forward takes.
+        router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
+            beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
 
     Raises:
         SplitError: if the forward does more than call the blocks one after the other; says what.
@@ -182,6 +185,7 @@ class OwnForward:
         self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
         self._around = _around(self.blocks)
         self._require_plain()
+        self.router_loss = router_loss_of(model, self.parent)
         taken = inspect.signature(model.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         self.named = tuple(name for name in NAMED if name in taken)
@@ -191,6 +195,8 @@ class OwnForward:
             "output_hidden_states": False,
             "output_attentions": False,
         }
+        if self.router_loss is not None:
+            constants["output_router_logits"] = False  # the layers compute the loss
         self._constants = {name: value for name, value in constants.items() if anything or name in taken}
         self._form = 0
         self.before, self.after = self._order()
@@ -477,18 +483,24 @@ class OwnEmbedding(_OwnLayer):
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
-        return self.own.embed(
+    ) -> Any:
+        hidden = self.own.embed(
             self, input_ids, {"attention_mask": attention_mask, "position_ids": position_ids}
         )
+        router_loss = self.own.router_loss
+        return hidden if router_loss is None else (hidden, *router_loss.zeros(hidden.device))
 
 
 class OwnHead(_OwnLayer):
     """Part of a model's forward after its blocks: (batch, sequence, width) → (batch, sequence, vocabulary)."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self, hidden_states: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
+        if self.own.router_loss is not None:
+            hidden_states, count, probability = hidden_states
+            tokens = hidden_states.shape[:2].numel()
+            self.own.router_loss.add_to_loss(count, probability, tokens, attention_mask)
         return self.own.logits(
             self, hidden_states, {"attention_mask": attention_mask, "position_ids": position_ids}
         )
@@ -501,9 +513,18 @@ class OwnBlock(nn.Module):
     number: int
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
+        self, hidden_states: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Any:
         named = {"attention_mask": attention_mask, "position_ids": position_ids}
+        router_loss = self.own.router_loss
+        if router_loss is None:
+            return self._hidden(hidden_states, named)
+        hidden, count, probability = hidden_states
+        with router_loss.logits_of(self) as logits:
+            hidden = self._hidden(hidden, named)
+        return hidden, *router_loss.added(count, probability, logits, attention_mask)
+
+    def _hidden(self, hidden_states: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
         call = self.own.call(self.number, hidden_states, named)
         if call.keyword:
             output = super().forward(*call.args, **{call.keyword: hidden_states}, **call.kwargs)

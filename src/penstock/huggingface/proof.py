@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.loss import IGNORED, causal_lm_loss
 from penstock.huggingface.own_forward import OwnForward, own_layers
+from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
+from penstock.stage.named import Context, within
 
 _MOST_WEIGHTS = 2_000_000
 """Weights up to which a model itself is small enough, and no smaller one is made."""
@@ -93,10 +95,17 @@ class _Sample:
         takes = signature(self.model.forward).parameters
         return {"attention_mask": self.mask} if "attention_mask" in takes else {}
 
+    def _adds_router_loss(self) -> bool:
+        # Of other models, the layers are refused with the reason.
+        asked = getattr(self.model.config, "output_router_logits", False)
+        return bool(asked) and hasattr(self.model, "router_aux_loss_coef")
+
     def _whole(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
         torch.manual_seed(_SEED)
         output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **self._named())
         loss = causal_lm_loss(output.logits, self.labels)
+        if self._adds_router_loss():
+            loss = loss + self.model.router_aux_loss_coef * output.aux_loss
         loss.backward()
         return output.logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
 
@@ -117,12 +126,14 @@ class _Sample:
             raise SplitError(f"{name} cannot be proved: a small random model of it gives no finite numbers")
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(_SEED)
-            found = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
-            ours = causal_lm_loss(found, self.labels)
+            found, added = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
+            ours = sum(added.values(), causal_lm_loss(found, self.labels))
             ours.backward()
             seen = self._gradients()
         if not torch.equal(found, logits):
             raise SplitError(f"{name} cannot be cut: its layers give other logits than its forward")
+        if not torch.equal(ours, loss):
+            raise SplitError(f"{name} cannot be cut: {UNKNOWN}")
         for parameter, expected in gradients.items():
             gradient = seen[parameter]
             if (expected is None) != (gradient is None) or (
@@ -137,11 +148,13 @@ class _Sample:
                 f"penstock.causal_lm_loss ({loss.item():.4f})"
             )
 
-    def _through(self, layers: list[nn.Module]) -> Tensor:
+    def _through(self, layers: list[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the logits, and the losses that layers add to the model's."""
         value: Tensor = self.ids
-        for layer in layers:
-            value = layer(value, **self._named())
-        return value
+        with within(Context({}, {})) as context:
+            for layer in layers:
+                value = layer(value, **self._named())
+        return value, context.losses
 
 
 def _without_dropout(model: nn.Module) -> None:

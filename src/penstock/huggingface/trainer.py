@@ -561,6 +561,12 @@ def _require_supported_trainer(trainer: Any, in_processes: bool) -> None:
         raise ConfigError(
             "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
         )
+    if getattr(trainer.model.config, "output_router_logits", False):
+        raise ConfigError(
+            "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
+            "which a pipeline never has at once; set it to False, or use penstock.Pipeline, which adds that of each "
+            "microbatch"
+        )
     if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
         raise ConfigError(
             "in processes the optimizer is made of each rank's own parameters, by the training arguments (optim, "

@@ -28,7 +28,7 @@ from penstock.profile.op_counter import OpCounter, storage_key
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.named import Context, set_context
+from penstock.stage.named import Context, within
 
 _TWO_DEVICES = re.compile("two (different )?devices")  # not every torch has a class of its own for this error
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -143,15 +143,11 @@ def _run_layer(
     inputs = _leaves_of_a_stage(value)
     leaves = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
     forward, backward, input_half = (OpCounter(excluded) for _ in range(3))
-    previous = set_context(context)
-    try:
-        precision = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-        with precision, saved_tensors_hooks(pack, lambda tensor: tensor), forward:
-            output = module.run(inputs, context, 0, 1)
-            if loss is not None:
-                output = _loss(loss[0](output, loss[1]))
-    finally:
-        set_context(previous)
+    precision = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    with within(context), precision, saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+        output = module.run(inputs, context, 0, 1)
+        if loss is not None:
+            output = _loss(loss[0](output, loss[1]))
     roots = [
         x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and x.grad_fn
     ]

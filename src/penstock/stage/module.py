@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.base.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, inner_name, require_initialized, whole_name
-from penstock.stage.named import Context, IsolatedCall, names_given, names_taken, set_context
+from penstock.stage.named import Context, IsolatedCall, names_given, names_taken, within
 from penstock.stage.rng.initial import build_seeded
 
 
@@ -46,12 +46,8 @@ class StageModule(nn.Module):
 
     def forward(self, value: Any, /, **named: Any) -> Any:
         """Run all layers, with the named values they take; auxiliary losses are ignored."""
-        context = Context(dict(named), {}, self.gives)
-        previous = set_context(context)
-        try:
+        with within(Context(dict(named), {}, self.gives)) as context:
             return self.run(value, context, 0, len(self.layers))
-        finally:
-            set_context(previous)
 
     def run(self, value: Any, context: Context, start: int, stop: int) -> Any:
         """Run layers `start` to `stop` - 1; `context` must be this thread's current one."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,6 +77,16 @@ def set_context(context: Context | None) -> Context | None:
     previous: Context | None = getattr(_thread, "context", None)
     _thread.context = context
     return previous
+
+
+@contextmanager
+def within(context: Context) -> Iterator[Context]:
+    """Return a context manager in which `give` and `add_loss` on this thread reach a context."""
+    previous = set_context(context)
+    try:
+        yield context
+    finally:
+        set_context(previous)
 
 
 def give(name: str, value: object) -> None:

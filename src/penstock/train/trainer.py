@@ -141,7 +141,7 @@ class Trainer:
                 if update.skipped:
                     self._overflow(done, scale)
                 else:
-                    losses = [mean_loss(pipe, result) for result in results]
+                    losses = [mean_loss(pipe, result.loss) for result in results]
                     event = self._applied(done, sum(losses) / len(losses), update)
             except NonFiniteError as error:
                 pipe.steps = done  # a skipped step counts as well

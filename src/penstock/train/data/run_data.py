@@ -10,9 +10,9 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.corpus import Corpus
@@ -98,21 +98,21 @@ def held_out_bits(pipe: Pipeline, data: RunData) -> float:
 
 
 def total_loss(pipe: Pipeline, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the loss of all tokens of some batches in nats, and their number.
+    """Return the loss of all tokens of some batches in nats, and their number, without losses that layers add to it.
 
     Each batch's loss is the mean over its tokens; every process of the pipeline calls this with the same batches.
     """
     nats, tokens = 0.0, 0
     for batch in batches:
-        loss = mean_loss(pipe, pipe.evaluate(batch.x, batch.y))
+        loss = mean_loss(pipe, pipe.evaluate(batch.x, batch.y).parts["loss"])
         nats, tokens = nats + loss * batch.valid, tokens + batch.valid
     return nats, tokens
 
 
-def mean_loss(pipe: Pipeline, result: StepResult) -> float:
+def mean_loss(pipe: Pipeline, loss: Tensor | None) -> float:
     """Return the loss of a batch in nats per token, also where the pipeline adds the losses of its microbatches."""
-    assert result.loss is not None, "the batch has a target"
-    return float(result.loss) / (pipe.microbatches * pipe.replicas if pipe.reduction == "sum" else 1)
+    assert loss is not None, "the batch has a target"
+    return float(loss) / (pipe.microbatches * pipe.replicas if pipe.reduction == "sum" else 1)
 
 
 def steps_of(epochs: float, samples: int, data: RunData) -> int:

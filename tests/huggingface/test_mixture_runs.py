@@ -1,0 +1,184 @@
+"""`penstock train` of mixtures of experts under torchrun, and what follows from a checkpoint in the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import penstock
+from penstock.cli import group
+from penstock.huggingface.small_config import small_config
+from penstock.train.config.file import load
+from tests.support.commands import python
+from tests.support.hf_curve import by_microbatches, distance
+from tests.support.trainer import lines, same, stopped_at
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+STEPS, SAVED = 4, 2
+LONGEST = 12
+"""Tokens of a sample."""
+
+
+class Trained(NamedTuple):
+    """Runs of all families in one launch, and those that another launch went on with from the middle.
+
+    Attributes:
+        evaluated: what ``penstock eval`` printed of each family's checkpoint, under torchrun.
+    """
+
+    folder: Path
+    evaluated: dict[str, dict[str, Any]]
+
+
+def config_of(family: str, dropout: float) -> Any:
+    return small_config(CONFIG_MAPPING[family](), dropout=dropout, eos_token_id=None)
+
+
+def started(folder: Path, family: str, dropout: bool) -> list[str]:
+    """The command of a run: from a folder's weights, or with dropout and random weights from a config."""
+    name, schedule = (f"{family}-dropout", "zb-h1") if dropout else (family, "zb-v")
+    model = f"model.config={folder / name / 'config.json'}" if dropout else f"model.path={folder / name}"
+    return [
+        "train", model, f"data.path={folder / 'tokens.npy'}", "data.held_out=0.2", f"data.sequence={LONGEST}",
+        "train.batch=8", "schedule.microbatches=4", f"schedule.name={schedule}", "runtime.recompute=full",
+        "runtime.threads=1", "optim.lr=3e-3", f"train.steps={STEPS}", f"train.checkpoint_every={SAVED}", "train.log_every=1",
+        f"train.eval_every={SAVED}", "train.eval_batches=2", "train.trace_every=0", "train.report=false", "sample.length=4",
+        f"train.folder={folder / 'runs'}", f"train.name={name}",
+    ]  # fmt: skip
+
+
+def gone_on(run: Path, copy: Path, schedule: str, *others: str) -> list[str]:
+    """The command that goes on, from its middle, with a copy of a run, with another schedule and without recompute."""
+    if not copy.exists():
+        shutil.copytree(run, copy)
+        (left := copy.with_name(f"{copy.name}-left")).mkdir()
+        stopped_at(left, copy, SAVED)
+    return [
+        "train", "--resume", str(copy), f"schedule.name={schedule}", "runtime.recompute=none", "parallel.virtual_stages=1",
+        *others,
+    ]  # fmt: skip
+
+
+def launched(folder: Path, processes: int, commands: Sequence[list[str]]) -> str:
+    told = folder / "commands.json"
+    told.write_text(json.dumps(commands))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script = ROOT / "tests" / "support" / "commands_under_torchrun.py"
+    done = python([*torchrun, str(script), str(told)], folder, environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def checkpoint_of(folder: Path, family: str) -> Path:
+    return folder / "runs" / family / "checkpoints" / f"step-{SAVED:08}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("mixtures")
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(3, 60, 1200) // 4)
+    np.save(folder / "others.npy", np.random.default_rng(1).integers(3, 60, 100))
+    runs = []
+    for family in MIXTURES:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config_of(family, 0.0)).save_pretrained(folder / family)
+        config_of(family, 0.1).save_pretrained(folder / f"{family}-dropout")
+        runs += [(family, False), (family, True)]
+    launched(folder, 2, [started(folder, *run) for run in runs])
+    evaluations = [
+        [
+            "eval", str(checkpoint_of(folder, family)), str(folder / "others.npy"), "--json", "schedule.name=1f1b",
+            "parallel.virtual_stages=1", "parallel.pp=3",
+        ]
+        for family in MIXTURES
+    ]  # fmt: skip
+    ran = folder / "runs"
+    resumed = [
+        gone_on(ran / f"{family}-dropout", folder / f"{family}-dropout-on-3", "1f1b", "parallel.pp=3")
+        for family in MIXTURES
+    ]
+    said = launched(folder, 3, [*evaluations, *resumed])
+    results = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert [Path(result["model"]) for result in results] == [checkpoint_of(folder, f) for f in MIXTURES]
+    return Trained(folder, {family: r["results"][0] for family, r in zip(MIXTURES, results, strict=True)})
+
+
+def commanded(*words: str) -> str:
+    result = CliRunner().invoke(group, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_run_goes_on_at_any_layout_in_processes_and_threads_as_if_it_was_never_stopped(
+    trained: Trained, family: str
+):
+    folder = trained.folder
+    for name, ranks in ((family, 4), (f"{family}-dropout", 1)):
+        straight = folder / "runs" / name
+        commanded(*gone_on(straight, folder / f"{name}-in-threads", "gpipe", f"parallel.pp={ranks}"))
+        same(folder / f"{name}-in-threads", straight)
+    same(folder / f"{family}-dropout-on-3", folder / "runs" / f"{family}-dropout")
+    assert AutoConfig.from_pretrained(folder / "runs" / f"{family}-dropout").attention_dropout == 0.1
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_losses_and_weights_are_those_of_plain_transformers(trained: Trained, family: str, tmp_path: Path):
+    run = trained.folder / "runs" / family
+    losses, weights = by_microbatches(load(run / "config.toml"), (SAVED,))
+    assert [line["loss"] for line in lines(run, "train")] == pytest.approx(losses, rel=1e-6)
+    commanded("checkpoint", "export-hf", str(checkpoint_of(trained.folder, family)), str(tmp_path / "middle"))
+    for exported, expected in zip((tmp_path / "middle", run), weights, strict=True):
+        ours, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        assert distance(ours.state_dict(), expected) < 1e-6
+    assert distance(*weights) > 1e-3
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_checkpoint_is_evaluated_and_exported_with_its_own_weights(
+    trained: Trained, family: str, tmp_path: Path
+):
+    saved, run = checkpoint_of(trained.folder, family), trained.folder / "runs" / family
+    commanded("checkpoint", "export-hf", str(saved), str(tmp_path / "model"))
+    commanded("checkpoint", "export", str(saved), str(tmp_path / "weights.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    state = load_file(tmp_path / "weights.safetensors")
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for parameter in model.parameters():  # where a file is mapped, kernels may sum in another order
+        parameter.data = parameter.data.clone()
+
+    tokens = torch.from_numpy(np.load(trained.folder / "tokens.npy")[:48]).view(4, LONGEST)
+    with torch.no_grad():
+        logits = [model(rows).logits for rows in tokens.chunk(2)]
+    layers = penstock.from_transformers(trained.folder / family)
+    with (
+        penstock.Pipeline(layers, penstock.causal_lm_loss, ranks=3, microbatches=2) as pipe,
+        penstock.Checkpoints(run / "checkpoints", pipe) as checkpoints,
+    ):
+        checkpoints.load(saved)
+        outputs = pipe.evaluate(tokens, outputs=True).outputs
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, logits, strict=True))
+
+    seen, nats, counted = trained.evaluated[family], 0.0, 0
+    for window in torch.from_numpy(np.load(trained.folder / "others.npy")).split(LONGEST):
+        with torch.no_grad():
+            nats += model(window[None], labels=window[None]).loss.item() * (len(window) - 1)
+        counted += len(window) - 1
+    assert seen["tokens"] == counted
+    assert seen["loss"] == pytest.approx(nats / counted, rel=1e-6)

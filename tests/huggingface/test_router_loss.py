@@ -1,0 +1,265 @@
+"""The routers' auxiliary loss: that of the uncut model, run over the same microbatches one after the other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, TrainingArguments
+
+import penstock
+from penstock.base.errors import ConfigError, SplitError
+from penstock.huggingface.router_loss import NAME
+from penstock.huggingface.small_config import small_config
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.data.run_data import open_data
+from penstock.train.evaluate import evaluate
+from penstock.train.loop import train
+from penstock.train.model.trainable import build_model
+from penstock.train.report.progress import Reporter
+from tests.support.hf_curve import by_microbatches, distance
+from tests.support.tiny_run import tiny
+from tests.support.trainer import lines
+
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+ROWS, TOKENS = 8, 8
+Step = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses by microbatch, and gradients by name."""
+
+
+def config(family: str, **changes: Any) -> Any:
+    small = small_config(CONFIG_MAPPING[family](), **changes)
+    # As large as the loss itself, so that no difference of it is lost in rounding.
+    small.output_router_logits, small.router_aux_loss_coef = True, 0.9
+    return small
+
+
+def model(family: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(config(family, **changes)).train()
+    with torch.no_grad():  # routers of the initial weights choose all experts alike
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return net
+
+
+def batch(padded: str) -> dict[str, torch.Tensor]:
+    """Rows of other lengths in each microbatch, padded on one side; "none" for full rows without a mask."""
+    ids = torch.randint(3, 60, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    if padded == "none":
+        return {"input_ids": ids, "labels": ids}
+    lengths = TOKENS - torch.arange(ROWS)[:, None] % 6
+    places = torch.arange(TOKENS)[None] if padded == "right" else torch.arange(TOKENS).flip(0)[None]
+    mask = (places < lengths).long()
+    return {"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask}
+
+
+def taken(net: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    return found
+
+
+def plain(net: Any, given: dict[str, torch.Tensor], microbatches: int, autocast: bool = False) -> Step:
+    """The model's own loss of each microbatch, weighed by its valid tokens."""
+    counts = [penstock.valid_tokens(labels) for labels in given["labels"].chunk(microbatches)]
+    losses = []
+    for n, count in enumerate(counts):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(**{name: value.chunk(microbatches)[n] for name, value in given.items()}).loss
+        weighed = loss / microbatches if len(set(counts)) == 1 else loss * (count / sum(counts))
+        weighed.backward()
+        losses.append(loss.item())
+    return losses, taken(net)
+
+
+def piped(net: Any, given: dict[str, torch.Tensor], microbatches: int, **options: Any) -> Step:
+    layers = penstock.from_transformers(net)
+    with penstock.Pipeline(layers, penstock.causal_lm_loss, microbatches=microbatches, **options) as pipe:
+        result = pipe.step(given)
+        assert result.losses is not None
+        assert result.loss == pytest.approx(float(sum(result.parts.values())), rel=1e-6)
+        assert result.parts[NAME] > 0.5
+    return [float(loss) for loss in result.losses], taken(net)
+
+
+def assert_same(seen: Step, expected: Step, tied: str = "") -> None:
+    assert seen[0] == expected[0]
+    assert seen[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        if name == tied:  # a sum of the gradients of two stages, in another order
+            assert (seen[1][name] - gradient).norm() <= 1e-6 * gradient.norm()
+        else:
+            assert torch.equal(seen[1][name], gradient), name
+
+
+@pytest.mark.parametrize(
+    ("padded", "schedule", "recompute"),
+    [
+        ("right", "zb-v", "full"),
+        ("left", "zb-h1", "none"),
+        ("none", "1f1b", "full"),
+        ("none", "zb-v", "none"),
+    ],
+)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_losses_and_gradients_have_the_bits_of_the_model_over_the_microbatches(
+    family: str, padded: str, schedule: str, recompute: str
+):
+    net, given = model(family), batch(padded)
+    expected = plain(net, given, 4)
+    assert_same(piped(net, given, 4, ranks=2, schedule=schedule, recompute=recompute), expected)
+    net.config.output_router_logits = False
+    without = plain(net, given, 4)
+    assert without[0] != expected[0]
+    routers = [name for name in expected[1] if "gate.weight" in name or "router.weight" in name]
+    assert len(routers) == 4
+    assert not any(torch.equal(without[1][name], expected[1][name]) for name in routers)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}),  # layers without a router, among them the first
+        ("ernie4_5_moe", {"moe_layer_start_index": 2}),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}),
+        ("mixtral", {"tie_word_embeddings": True}),
+        ("qwen2_moe", {}),
+        ("granitemoe", {}),
+        ("phimoe", {}),
+        ("minimax", {}),
+        ("qwen3_next", {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_families_with_dense_layers_shared_experts_and_tied_weights(family: str, changes: dict[str, Any]):
+    net, given = model(family, **changes), batch("right")
+    expected = plain(net, given, 2)
+    tied = "model.embed_tokens.weight" if net.config.tie_word_embeddings else ""
+    assert_same(piped(net, given, 2, ranks=2, schedule="zb-h1"), expected, tied)
+
+
+def test_adapters_have_the_gradients_of_peft_alone():
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    net, given = get_peft_model(model("mixtral"), adapters).train(), batch("right")
+    expected = plain(net, given, 4)
+    assert len(expected[1]) == 16
+    assert_same(piped(net, given, 4, ranks=2, schedule="zb-v", recompute="full"), expected)
+
+
+def test_autocast_and_a_stage_on_two_ranks():
+    net, given = model("mixtral"), batch("right")
+    expected = plain(net, given, 4, autocast=True)
+    assert_same(piped(net, given, 4, ranks=2, schedule="1f1b", autocast=torch.bfloat16), expected)
+    losses, gradients = plain(net, given, 4)
+    seen, found = piped(net, given, 4, ranks=2, schedule="dualpipe")
+    assert seen == losses
+    for name, gradient in gradients.items():  # the two ranks' sums are added
+        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+
+def test_an_evaluation_has_the_loss_of_the_model_and_its_parts():
+    net, given = model("olmoe").eval(), batch("right")
+    with torch.no_grad():
+        outputs = [net(**{name: value.chunk(2)[n] for name, value in given.items()}) for n in range(2)]
+    layers = penstock.from_transformers(net)
+    with penstock.Pipeline(layers, penstock.causal_lm_loss, ranks=2, microbatches=2) as pipe:
+        result = pipe.evaluate(given, outputs=True)
+        labels = given.pop("labels")
+        logits = pipe.evaluate(**given, outputs=True).outputs
+    assert result.losses is not None
+    assert [float(loss) for loss in result.losses] == [float(output.loss) for output in outputs]
+    for n, output in enumerate(outputs):
+        assert torch.equal(result.outputs[n], output.logits)
+        assert torch.equal(logits[n], output.logits)
+    counts = [penstock.valid_tokens(part) for part in labels.chunk(2)]
+    auxiliary = sum(float(o.aux_loss) * n for o, n in zip(outputs, counts, strict=True)) / sum(counts)
+    assert float(result.parts[NAME]) == pytest.approx(0.9 * auxiliary, rel=1e-6)
+
+
+def in_a_process(rank: int, folder: str, mesh: MeshShape) -> Step:
+    torch.set_num_threads(1)
+    layers = penstock.from_transformers(folder)
+    schedule = "zb-v" if mesh.pp > 1 else "1f1b"
+    with penstock.Pipeline(
+        layers,
+        penstock.causal_lm_loss,
+        microbatches=4 // mesh.dp,
+        schedule=schedule,
+        recompute="full",
+        mesh=mesh,
+    ) as pipe:
+        losses = pipe.step(batch("right")).losses
+        assert losses is not None
+        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        return [float(loss) for loss in losses], gradients
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_processes_and_replicas_of_a_folder(processes: LocalProcesses, family: str, tmp_path: Path):
+    net = model(family)
+    net.save_pretrained(tmp_path)
+    expected = plain(net, batch("right"), 4)
+    first, second = processes.run(2, in_a_process, str(tmp_path), MeshShape(pp=2), timeout=300)
+    assert first[0] == second[0]
+    assert_same((first[0], first[1] | second[1]), expected)
+    for losses, gradients in processes.run(
+        2, in_a_process, str(tmp_path), MeshShape(pp=1, dp=2), timeout=300
+    ):
+        assert losses == expected[0]
+        for name, gradient in expected[1].items():  # the replicas' sums are added
+            assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+
+def test_a_run_of_penstock_train_has_the_curve_of_the_model_and_evaluates_its_cross_entropy(tmp_path: Path):
+    model("mixtral").save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(3, 60, 1200) // 4)
+    settings = tiny(
+        tmp_path,
+        tmp_path / "tokens.npy",
+        model={"path": str(tmp_path / "model")},
+        optim={"lr": 1e-3},
+        schedule={"name": "zb-v"},
+        runtime={"threads": 1, "recompute": "full"},
+    )
+    outcome = train(settings, lambda steps, leads: Reporter())
+    assert outcome is not None
+    losses, weights = by_microbatches(settings)
+    run = tmp_path / "runs" / "tiny"
+    assert [line["loss"] for line in lines(run, "train")] == pytest.approx(losses, rel=1e-6)
+    trained = AutoModelForCausalLM.from_pretrained(run)
+    assert trained.config.output_router_logits
+    assert distance(trained.state_dict(), weights[-1]) < 1e-6
+    trained.config.output_router_logits = False
+    bits = []
+    for held_out in open_data(settings, build_model(settings)).held_out:
+        with torch.no_grad():
+            bits.append(trained.eval()(held_out.x, labels=held_out.x).loss.item() / math.log(2))
+    assert outcome.held_out_bits == pytest.approx(sum(bits) / len(bits), rel=1e-6)
+    (evaluated,) = evaluate(run, [], []) or [None]
+    assert evaluated is not None
+    assert evaluated.loss < losses[-1] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("deepseek_v3", {}), ("glm4_moe", {}), ("llama", {}), ("doge", {"is_moe": True})]
+)
+def test_models_with_another_loss_or_none_are_refused_by_name_also_without_a_check(
+    family: str, changes: dict[str, Any]
+):
+    with pytest.raises(SplitError, match="output_router_logits is set, and how this model computes"):
+        penstock.from_transformers(config(family, **changes), check=False)
+
+
+def test_the_trainer_whose_loss_is_of_the_whole_batch_is_refused(tmp_path: Path):
+    settings = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ConfigError, match="adds the auxiliary loss of the whole batch's routers"):
+        penstock.PipelineTrainer(
+            model=model("mixtral"), args=settings, pipeline={"ranks": 2, "microbatches": 2}
+        )
