@@ -35,8 +35,6 @@ def picture(chromium: Browser, page: Path, until: str) -> bytes:
     def resize(height: int) -> None:
         size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
         chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        chromium.wait_until_still()
-        chromium.wait_until_still()
 
     resize(900)
     chromium.open(page)
@@ -44,6 +42,8 @@ def picture(chromium: Browser, page: Path, until: str) -> bytes:
         "return Math.round(document.querySelector(arguments[0]).getBoundingClientRect().top)", until
     )
     resize(height - 8)
+    for _ in range(2):  # the figures draw once more after the page has its size
+        chromium.wait_until_still()
     shot = chromium.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
     small = io.BytesIO()
