@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import transformers
 
 import penstock
 from penstock.base.errors import ConfigError
-from penstock.huggingface import run_report
+from penstock.show import run_page
 from penstock.show.run import read_run
 from tests.huggingface.test_trainer import PIPELINE, arguments, model, rows
+from tests.support.waiting import until
 
 
 def trainer(folder: Path, steps: int, **pipeline: Any) -> Any:
@@ -71,19 +75,52 @@ def test_without_a_report_nothing_is_left(tmp_path: Path):
     ]
 
 
-def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path):
+class At(transformers.TrainerCallback):
+    """Does something after a step, once the report has seen it."""
+
+    def __init__(self, step: int, job: Callable[[], None]) -> None:
+        self.step, self.job = step, job
+
+    def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.job()
+
+
+def test_the_page_is_drawn_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_page, "EVERY", 0)
+    page = tmp_path / "report.html"
+    run = trainer(tmp_path, 3)
+    during: list[str] = []
+
+    def look() -> None:
+        until(page.exists, limit=300)
+        during.append(page.read_text())
+
+    run.add_callback(At(2, look))
+    run.train()
+    assert "The run is under way: step 2 of 3" in during[0]
+    assert "The run is under way" not in page.read_text()
+
+
+def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_page, "EVERY", 0)
+    started: list[subprocess.Popen[str]] = []
+
+    class Noted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(run_page.subprocess, "Popen", Noted)
     run = trainer(tmp_path, 4)
 
-    class Stop(transformers.TrainerCallback):
-        def on_log(self, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("stopped here")
+    def stop() -> None:
+        raise RuntimeError("stopped here")
 
-    run.add_callback(Stop())
+    run.add_callback(At(2, stop))
     with pytest.raises(RuntimeError, match="stopped here"):
         run.train()
-    report = next(one for one in run.callback_handler.callbacks if isinstance(one, run_report.RunReport))
-    assert report._page is None
-    assert not (tmp_path / "report.html").exists()
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("name", "value"), [("trace_every", -1), ("trace_every", True), ("report", "yes")])

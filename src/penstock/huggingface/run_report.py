@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 import transformers
 
 from penstock.base.counts import plural
-from penstock.base.errors import DataError
 from penstock.base.host import to_stderr
+from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.start_record import keep_start
 from penstock.runtime.workers.run_group import RunGroup
@@ -20,7 +21,7 @@ from penstock.show.run_page import RunPage
 from penstock.simulate.costs import Costs
 from penstock.simulate.metrics import measure
 from penstock.simulate.simulator import simulate
-from penstock.trace.folder import drop_after, save_step
+from penstock.trace.folder import drop_after
 from penstock.trace.metrics_writer import MetricsWriter, go_back
 
 _NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
@@ -39,28 +40,21 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
     def __init__(self, pipe: Pipeline, *, trace_every: int, dtype: str, mean_of_tokens: bool) -> None:
         self._pipe, self._every, self._dtype, self._in_bits = pipe, trace_every, dtype, mean_of_tokens
         self._group = RunGroup.of(pipe)
-        self._page: RunPage | None = None
+        self._open = ExitStack()
+        self._traces: KeptTraces | None = None
+        self._page = RunPage(None, 0, to_stderr)
         self._metrics = MetricsWriter(None)
-        self._traced = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        self._traced = False
-        self._group.decide(lambda: self._begin(Path(args.output_dir), state, args.device))
+        run, leads = Path(args.output_dir), self._group.leads
+        self._group.decide(lambda: self._begin(run, state, args.device))
+        self._traces = KeptTraces(run, state.max_steps, self._every, leads, to_stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step, first = state.global_step, not self._traced
-        due = first or step >= state.max_steps or (self._every and step % self._every == 0)
-        self._traced = True
-        if due and self._pipe.is_first:  # replicas are alike
-            trace = self._pipe.gather_trace()
-            if trace is not None and self._page is not None:
-                try:
-                    save_step(args.output_dir, step, trace)
-                except DataError as error:
-                    to_stderr(f"{error}. Training continues")
-        if self._page is not None:
-            self._page.after_step(step)
+        assert self._traces is not None, "training has begun"
+        self._traces.after(state.global_step, self._pipe)
+        self._page.after_step(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
@@ -72,16 +66,13 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
             self._metrics.write("held_out", step=state.global_step, held_out_bits=loss / math.log(2))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._page is not None:
-            self._page.finish()
+        self._page.finish()
         self.close()
 
     def close(self) -> None:
         """End what still draws; the page then is the last one that was drawn."""
-        if self._page is not None:
-            self._page.__exit__(None, None, None)
-            self._metrics.__exit__()
-        self._page, self._metrics = None, MetricsWriter(None)
+        self._open.close()
+        self._page, self._metrics = RunPage(None, 0, to_stderr), MetricsWriter(None)
 
     def _begin(self, run: Path, state: Any, device: torch.device) -> None:
         pipe = self._pipe
@@ -94,8 +85,8 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
             run, to_stderr, step=state.global_step, layout=_layout(pipe), device=device, processes=processes,
             threads=pipe.threads, dtype=self._dtype,
         )  # fmt: skip
-        self._metrics = MetricsWriter(run, to_stderr)
-        self._page = RunPage(run, state.max_steps, to_stderr)
+        self._metrics = self._open.enter_context(MetricsWriter(run, to_stderr))
+        self._page = self._open.enter_context(RunPage(run, state.max_steps, to_stderr))
 
 
 def plan_line(pipe: Pipeline) -> str:

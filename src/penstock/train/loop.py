@@ -18,6 +18,7 @@ from penstock.base.run_lock import locked, may_be_restart
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
 from penstock.runtime.health.hang import Timeout
+from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
@@ -43,7 +44,7 @@ from penstock.train.model.trainable import TrainableModel, build_model, default_
 from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.progress import Reporter, tokenizing_bar
 from penstock.train.report.run_log import LoggedReporter, level_of, run_log
-from penstock.train.report.traces import StepProfiler, Traces
+from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
@@ -174,8 +175,8 @@ def train(
                         reporter=reporter,
                         metrics=metrics,
                         checkpointer=checkpointer,
-                        traces=Traces(
-                            path, steps, config.train.trace_every, metrics.writes, calls, reporter.say
+                        traces=KeptTraces(
+                            path, steps, config.train.trace_every, metrics.writes, reporter.say
                         ),
                         profiles=StepProfiler(path if profile else None, steps, run_group.rank),
                         callbacks=calls,

@@ -13,19 +13,20 @@ import torch
 from penstock.base.errors import NonFiniteError
 from penstock.base.host import process_memory
 from penstock.runtime.batch.work import StepResult
+from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.show.run_page import RunPage
 from penstock.trace.bubbles import busy
 from penstock.trace.metrics_writer import MetricsWriter
-from penstock.train.callbacks.callback import EvaluateEvent, StepEvent, values_of
+from penstock.train.callbacks.callback import EvaluateEvent, StepEvent, TraceEvent, values_of
 from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.config.config import Config
 from penstock.train.data.run_data import RunData, held_out_bits, mean_loss, training_batch
 from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.progress import Reporter
-from penstock.train.report.traces import StepProfiler, Traces
+from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.resume import RunCheckpointer, RunProgress
 
 Stopping = Callable[[], bool]
@@ -45,7 +46,7 @@ class TrainingRun:
     reporter: Reporter
     metrics: MetricsWriter
     checkpointer: RunCheckpointer
-    traces: Traces
+    traces: KeptTraces
     profiles: StepProfiler
     callbacks: CallbackList
     page: RunPage
@@ -157,7 +158,9 @@ class Trainer:
                 self._log(event, in_pipe)
             elif run.callbacks:
                 run.callbacks.on_step(event)
-            run.traces.after(done, pipe)
+            trace = run.traces.after(done, pipe)
+            if trace is not None:
+                run.callbacks.on_trace(TraceEvent(done, trace))
         if done % train.eval_every == 0 or last:
             self._evaluate()
         run.checkpointer.after_step(self.progress)

@@ -13,7 +13,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
-from penstock.train.report.traces import WARM
+from penstock.train.report.step_profiler import WARM
 from tests.support.tiny_run import text_folder, tiny
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.show.run import read_run
 from penstock.trace.events import Trace
-from penstock.train.callbacks.callback import Callback
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
-from penstock.train.report import traces
 from penstock.train.report.progress import Reporter
 from tests.support import plain
 from tests.support.tiny_run import text_folder, tiny
@@ -72,7 +71,7 @@ def side_by_side(rank: int, folder: Path) -> int:
             plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
         ) as pipe,
     ):
-        kept = traces.Traces(folder, 2, 0, rank == 0, Callback())
+        kept = KeptTraces(folder, 2, 0, rank == 0, pytest.fail)
         for step in (1, 2):
             pipe.step(*plain.batch(step, 8))
             kept.after(step, pipe)
