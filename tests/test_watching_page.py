@@ -45,7 +45,7 @@ def test_the_table_has_every_field_of_real_lines_and_no_other(tmp_path: Path):
 def lines_of_a_run_with_a_bad_step(tmp_path: Path) -> list[dict[str, object]]:
     """The first step's loss is infinite: a weight is set to it, and put back."""
     from penstock.train import loop
-    from penstock.train.report.progress import Reporter
+    from penstock.train.run_log import Reporter
 
     build, spoiled = loop.build_pipeline, []
 

@@ -1,8 +1,8 @@
 """Print the files of Penstock that a training step enters: ``python -m tools.walk [--markdown]``.
 
 The second ``Pipeline.step`` and ``optimizer.step`` of a pipeline of two ranks that are threads are watched with
-`sys.setprofile`, in all threads. Each file has the name of its public function that does most. ``--markdown`` prints the
-list of CONTRIBUTING's *How a step runs*, by phase.
+`sys.setprofile`, in all threads. Each file has the name of its public function that does most in the phase that enters it.
+``--markdown`` prints the list of CONTRIBUTING's *How a step runs*, by phase.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCE = Path(penstock.__file__).parent
 PHASES = {
     "Pipeline.step": "Check, and split the batch",
     "Executor.run": "Run the ops of a rank",
-    "Executor._finish_gradients": "Sum gradients, and agree on the outcome",
+    "Executor._finish_gradients": "Sum gradients that several ranks hold, and agree on the outcome",
     "PipelineOptimizer.step": "Update the weights",
 }
 """Function whose first call begins a phase of the step, and the phase."""
@@ -45,7 +45,9 @@ class Walk:
         self.watching = False
         self._phase = ""
         self._made: Counter[int] = Counter()  # by thread, the calls so far
-        self._before: dict[int, int] = {}  # by frame, the calls of its thread before it
+        self._before: dict[
+            int, tuple[int, str]
+        ] = {}  # by frame, the calls of its thread before it, and the phase
         self._work: dict[str, Counter[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
@@ -60,14 +62,16 @@ class Walk:
             if name not in self.phases:
                 self.files.append(name)
                 self.phases[name] = self._phase
-            self._before[id(frame)] = self._made[thread]
+            self._before[id(frame)] = self._made[thread], self._phase
         self._made[thread] += event in ("call", "c_call")
         if event == "return" and id(frame) in self._before:
-            calls = self._made[thread] - self._before.pop(id(frame))
-            self._work.setdefault(path.relative_to(SOURCE).as_posix(), Counter())[function] += calls
+            before, phase = self._before.pop(id(frame))
+            name = path.relative_to(SOURCE).as_posix()
+            if self.phases[name] == phase:
+                self._work.setdefault(name, Counter())[function] += self._made[thread] - before
 
     def function(self, name: str) -> str:
-        """Return the function of a file within which most calls are made, a public one if there is one."""
+        """Return the function of a file within which most calls of its phase are made, a public one if there is one."""
         calls = self._work.get(name, Counter())
         public = [f for f in calls if not f.rpartition(".")[2].startswith("_")]
         return max(public or calls, key=calls.__getitem__, default="").replace("<locals>.", "")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.checkpoint.torch_optimizer import TorchOptimizer
+from penstock.checkpoint.checkpoints import Checkpoints, TorchOptimizer
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions

@@ -14,7 +14,7 @@ from penstock.checkpoint.find import steps_in
 from penstock.cli import group
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support import hf_folders, own_models
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 from tests.support.tiny_run import text_folder, tiny

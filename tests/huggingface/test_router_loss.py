@@ -22,7 +22,7 @@ from penstock.train.data.run_data import open_data
 from penstock.train.evaluate import evaluate
 from penstock.train.loop import train
 from penstock.train.model.trainable import build_model
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.hf_curve import by_microbatches, distance
 from tests.support.tiny_run import tiny
 from tests.support.trainer import lines

@@ -16,7 +16,7 @@ from penstock.show.run import read_run, write_report
 from penstock.show.run_page import RunPage
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.measured import kept_run
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import Said

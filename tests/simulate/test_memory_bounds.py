@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import Budget
 from penstock.schedule.placement import Placement
-from penstock.simulate.bounds import lower_bound
+from penstock.simulate.bounds import bound_in_memory, lower_bound
 from penstock.simulate.costs import Costs
-from penstock.simulate.memory_bounds import bound_in_memory
 from penstock.trace.bubbles import makespan
 from tests.support.simulated import built, timed
 

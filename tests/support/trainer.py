@@ -11,7 +11,7 @@ from penstock.checkpoint.find import steps_in
 from penstock.huggingface import weights
 from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.tiny_run import tiny
 
 TIMES = ("tokens_per_second", "bubble", "seconds", "time", "step_seconds", "rss", "rss_peak")

@@ -19,7 +19,7 @@ from penstock.train.loop import train
 from penstock.train.model import llama
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.trainable import build_model
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
 from tests.support.unsplit import unsplit

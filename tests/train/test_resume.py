@@ -20,7 +20,7 @@ from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, metrics, run, same, stopped_at
 

@@ -132,7 +132,7 @@ def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from penstock.base.errors import StoppedError
     from penstock.train.loop import train
-    from penstock.train.report.progress import Reporter
+    from penstock.train.run_log import Reporter
 
     config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
     with pytest.raises(

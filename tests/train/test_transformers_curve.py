@@ -12,7 +12,7 @@ from penstock.train.config.config import Config
 from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.loop import train
 from penstock.train.model.trainable import build_model
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support import hf_folders
 from tests.support.hf_curve import assert_same_curve
 from tests.support.tiny_run import WORDS, text_folder, tiny

@@ -37,7 +37,7 @@ def command(
     The loss is in nats per token, and the perplexity is its exponential. Bits per byte can be compared across tokenizers.
     """
     from penstock.train.evaluate import evaluate
-    from penstock.train.report.progress import tokenizing_bar
+    from penstock.train.run_log import tokenizing_bar
     from penstock.train.signals import follow_launcher
 
     follow_launcher()

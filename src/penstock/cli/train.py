@@ -18,7 +18,7 @@ from penstock.train.signals import follow_launcher
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
-    from penstock.train.report.progress import Reporter
+    from penstock.train.run_log import Reporter
 
 
 class _TrainCommand(click.Command):
@@ -150,7 +150,7 @@ def command(
     from penstock.train.config.config import HINTS
     from penstock.train.config.file import load
     from penstock.train.loop import train
-    from penstock.train.report.progress import reporter
+    from penstock.train.run_log import reporter
     from penstock.train.signals import Interrupts
 
     files = [argument for argument in arguments if "=" not in argument]

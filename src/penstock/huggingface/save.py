@@ -13,8 +13,7 @@ from torch import Tensor
 
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
-from penstock.huggingface.adapters.adapted_model import adapters_of
-from penstock.huggingface.adapters.merge import merged_state
+from penstock.huggingface.adapters.adapted_model import adapters_of, merged_state
 from penstock.huggingface.from_transformers import (
     STORED_NAMES,
     config_from,

@@ -17,9 +17,8 @@ from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.loss import IGNORED
-from penstock.huggingface.one_process import FilledSampler, as_one_process, make_one_process
+from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.run_report import RunReport
-from penstock.huggingface.whole_optimizer import WholeOptimizer
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state

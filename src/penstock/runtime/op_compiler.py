@@ -2,7 +2,7 @@
 
 Each function receives the op's inputs, computes, records times and memory, and sends the outputs. Two kinds of
 instruction need no function. POST belongs to the transport, which keeps as many receives posted as the edge has slots,
-across steps. FREE happens in the stage, at the end of its B or W.
+across steps. FREE happens in the stage: its B or I drops the graph, and W the products that I left for it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class OpCompiler:
     def _compile_op(self, row: int, receives: list[_Receive], sends: list[_Send]) -> Callable[[], None]:
         op = self._program.schedule.op(row)
         stage, microbatch = self._stages[op.stage], op.microbatch
-        slot = row - self._first_row
+        index = row - self._first_row
 
         def run_weight_backward(_: Messages | None) -> None:
             stage.backward_weight(microbatch)
@@ -209,24 +209,24 @@ class OpCompiler:
             inputs = [self._compile_input(microbatch), *receives] if op.stage == 0 else receives
             if op.stage == self._last_stage:
                 run_last_forward = self._compile_last_forward(stage, microbatch)
-                return self._timed(stage, slot, run_last_forward, _receive_all(inputs))
+                return self._timed(stage, index, run_last_forward, _receive_all(inputs))
             run_forward = self._compile_forward(stage, microbatch)
-            return self._timed(stage, slot, run_forward, _receive_all(inputs), _send_all(sends))
+            return self._timed(stage, index, run_forward, _receive_all(inputs), _send_all(sends))
         if op.kind == Kind.W:  # does nothing if the I before it was merged with it and ran the full backward
-            return self._timed(stage, slot, run_weight_backward)
+            return self._timed(stage, index, run_weight_backward)
         if op.kind == Kind.R:
-            return self._timed(stage, slot, run_recompute)
+            return self._timed(stage, index, run_recompute)
         half = op.kind == Kind.I and op not in self._backwards.merged
         run_backward = partial(stage.backward_input if half else stage.backward, microbatch)
         grads = _receive_all(receives) if receives else None
         if op.stage == 0:
             sends = [self._compile_input_gradient(microbatch), *sends]
-        return self._timed(stage, slot, run_backward, grads, _send_all(sends))
+        return self._timed(stage, index, run_backward, grads, _send_all(sends))
 
     def _timed(
         self,
         stage: Stage,
-        slot: int,
+        index: int,
         run: Callable[[Any], Any],
         receive: _ReceiveAll | None = None,
         send: Callable[[Any], None] | None = None,
@@ -237,10 +237,10 @@ class OpCompiler:
 
         def run_op() -> None:
             state.inputs = inputs = receive() if receive is not None else None
-            start[slot] = now()
+            start[index] = now()
             outputs = run(inputs)
-            end[slot] = now()
-            held[slot] = stage.held_bytes
+            end[index] = now()
+            held[index] = stage.held_bytes
             if send is not None:
                 send(outputs)
 
@@ -248,7 +248,7 @@ class OpCompiler:
 
     def _forward_options(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         key = (stage.index, microbatch)
-        options = {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
+        options = {"split": key in self._backwards.split, "inputs_only": key in self._backwards.dropped}
         return {name: True for name, given in options.items() if given}  # a call without keywords is faster
 
     def _compile_input(self, microbatch: int) -> _Receive:

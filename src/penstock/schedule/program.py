@@ -13,8 +13,8 @@ lists the instructions of one rank, which the executor compiles:
     REDUCE the stage's gradients are complete: reduce them over its copies and replicas
 
 The executor compiles neither POST nor FREE. The transport between processes posts receives itself, as many as the edge
-has slots, and a stage drops its activations at the end of B or W. They are listed because people read the program, and
-because the tests replay it with sends that block until the receive is posted.
+has slots. A stage drops the graph of a microbatch as it runs B or I, and what I left for W in W. They are listed because
+people read the program, and because the tests replay it with sends that block until the receive is posted.
 
 A stage with copies on several ranks is reduced once on each of them, also on a rank that saw none of its microbatches.
 Its REDUCE is placed after the unit-time step in which the last copy is complete. Stages that are complete together are

@@ -18,8 +18,8 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.best_order import Ended, FoundOrder, OrderSearch
 from penstock.schedule.search.order_problem import BackwardMode, OrderProblem, pipes_of
+from penstock.simulate.bounds import bound_in_memory
 from penstock.simulate.costs import Costs
-from penstock.simulate.memory_bounds import bound_in_memory
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
 from penstock.trace.events import Trace

@@ -23,9 +23,9 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
 from penstock.train.config.resolve import find_mesh
+from penstock.train.device import choose_device, sharing_cores
 from penstock.train.model.precision import autocast_of
 from penstock.train.model.trainable import TrainableModel, build_model
-from penstock.train.report.device import choose_device, sharing_cores
 
 # Most samples of the microbatches that are measured.
 _MAX_ROWS = 8

@@ -24,9 +24,9 @@ from penstock.train.data.run_data import batches_of, total_loss
 from penstock.train.data.samples import WindowSamples
 from penstock.train.data.sources import open_sources, open_whole
 from penstock.train.data.text_tokens import Watch
+from penstock.train.device import choose_device, sharing_cores
 from penstock.train.loop import build_pipeline
 from penstock.train.model.trainable import TrainableModel, build_model, require_readable
-from penstock.train.report.device import choose_device, sharing_cores
 
 # Tokens of a sample for a Hugging Face folder, whose config has no data.sequence.
 _SEQUENCE = 1024

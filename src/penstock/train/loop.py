@@ -38,14 +38,13 @@ from penstock.train.config.optim import build_optimizer
 from penstock.train.config.optimizers import fine_tuning_note
 from penstock.train.config.resolve import describe, resolve, shape_of
 from penstock.train.data.run_data import RunData, bigram_baseline, open_data, steps_of, training_batch
+from penstock.train.device import choose_device, sharing_cores
 from penstock.train.model.precision import autocast_of
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
-from penstock.train.report.device import choose_device, sharing_cores
-from penstock.train.report.progress import Reporter, tokenizing_bar
-from penstock.train.report.run_log import LoggedReporter, level_of, run_log
-from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.resume import RunCheckpointer
+from penstock.train.run_log import LoggedReporter, Reporter, level_of, run_log, tokenizing_bar
+from penstock.train.step_profiler import StepProfiler
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
 MakeReporter = Callable[[int, bool], Reporter]

@@ -30,8 +30,8 @@ from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
-from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
+from penstock.train.run_log import Reporter
 
 SET_ASIDE = ".set-aside"
 _LOGGER = logging.getLogger(__name__)

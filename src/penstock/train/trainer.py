@@ -25,9 +25,9 @@ from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.config.config import Config
 from penstock.train.data.run_data import RunData, held_out_bits, mean_loss, training_batch
 from penstock.train.model.trainable import TrainableModel
-from penstock.train.report.progress import Reporter
-from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.resume import RunCheckpointer, RunProgress
+from penstock.train.run_log import Reporter
+from penstock.train.step_profiler import StepProfiler
 
 Stopping = Callable[[], bool]
 """Function that returns True if this process has been asked to stop; all processes stop if one has been asked."""

@@ -22,7 +22,7 @@ def test_a_stage_holds_no_bytes_when_every_backward_has_run(policy: str, layers:
     for step in range(2):
         stage.begin(step)
         for microbatch in range(2):
-            stage.forward(microbatch, (Message((torch.ones(2, 4),), None, (True,)),), drop=drop)
+            stage.forward(microbatch, (Message((torch.ones(2, 4),), None, (True,)),), inputs_only=drop)
             assert stage.held_bytes > 0
             if drop:
                 stage.recompute(microbatch)

@@ -27,7 +27,7 @@ from penstock.train.callbacks.callback import (
 )
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import Said, lines
 

@@ -14,7 +14,7 @@ from penstock.show.run import read_run
 from penstock.train.callbacks import receivers
 from penstock.train.config.config import from_mapping
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
 

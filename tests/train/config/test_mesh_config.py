@@ -18,7 +18,7 @@ from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.resolve import describe, find_mesh, resolve, shape_of
 from penstock.train.config.sections import ParallelConfig
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support import hf_folders
 from tests.support.commands import python
 from tests.support.hf_curve import assert_same_curve

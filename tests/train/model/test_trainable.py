@@ -20,7 +20,7 @@ from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import build_model, default_text_note
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support import hf_folders, hf_models
 from tests.support.tiny_run import WORDS, text_folder, tiny
 from tests.support.trainer import run

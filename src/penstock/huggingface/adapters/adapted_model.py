@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.adapters.supported import require_peft, require_supported
-from penstock.stage.layers import Layer
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import Layer, whole_name
 
 _PREFIX = "base_model.model."  # of the names in a PeftModel, before those of the base model
 
@@ -223,3 +224,41 @@ def _require_low_rank(pattern: Any, rank: int) -> None:
             f"the rank of the adapters must be at most that of the largest matrix, {max(sides)}, got {rank}; 8 to 64 are "
             "usual"
         )
+
+
+def merged_state(pipe: Pipeline, state: Mapping[str, Any], adapters: Adapters) -> dict[str, Any]:
+    """Return this process's weights by their names in the base model, with the adapters merged by peft's own rules.
+
+    The pipeline's own weights are not changed: one module at a time is copied and merged.
+
+    Args:
+        pipe: pipeline of the model with adapters.
+        state: this process's weights by their names in that model.
+        adapters: adapters of the whole model.
+
+    Raises:
+        ConfigError: if an adapter cannot be merged, as one that is not finite.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    of_base = {name: value for name, value in state.items() if not adapters.is_added(name)}
+    merged = {adapters.base_name(n): value for n, value in of_base.items() if n in adapters.saved_names}
+    for stage in pipe.stages.values():
+        for layer_name, layer in stage.module.named_layers():
+            for inner, module in layer.named_modules():
+                weight = whole_name(layer_name, f"{inner}.weight")
+                name = weight.removesuffix(".weight")
+                if isinstance(module, LoraLayer) and f"{name}.base_layer.weight" in state:
+                    merged[weight] = _merged_weight(name, module)
+    for name, value in of_base.items():
+        merged.setdefault(adapters.base_name(name), value)
+    return merged
+
+
+def _merged_weight(name: str, module: nn.Module) -> Any:
+    copied: Any = copy.deepcopy(module)
+    try:
+        copied.merge(safe_merge=True)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"peft cannot merge the adapter of {name}: {error}") from error
+    return copied.get_base_layer().weight.detach()

@@ -177,7 +177,8 @@ class BatchSplitter:
         holds_last: bool,
         compares: bool,
     ) -> None:
-        self.microbatches = microbatches * replicas
+        # Each loss is divided by this number, so that the gradients add up to those of the mean.
+        self.global_microbatches = microbatches * replicas
         self.local = slice(replica * microbatches, (replica + 1) * microbatches)
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
@@ -192,7 +193,7 @@ class BatchSplitter:
         """Split a step's batch into microbatches, and keep this pipeline's."""
         inputs: list[object] = []
         targets: list[object] = []
-        weights = [LossWeight(divisor=self.microbatches)] * self.microbatches
+        weights = [LossWeight(divisor=self.global_microbatches)] * self.global_microbatches
         rows_in: list[int] = []
         rows_out: list[int] = []
         if self.holds_first:
@@ -200,13 +201,13 @@ class BatchSplitter:
                 raise BatchError("the rank of the first stage needs the input x")
             if named or self.routes.required:
                 self.routes.check_given(named)
-            inputs, rows_in = split_batch(x, self.microbatches, "the input x", self.device)
+            inputs, rows_in = split_batch(x, self.global_microbatches, "the input x", self.device)
             if named:
                 inputs = self._with_named(inputs, rows_in, named)
         if self.holds_last and y is None and options.trains:
             raise BatchError("the rank of the last stage needs the target y")
         if self.holds_last and y is not None:
-            targets, rows_out = split_batch(y, self.microbatches, "the target y", self.device)
+            targets, rows_out = split_batch(y, self.global_microbatches, "the target y", self.device)
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
@@ -253,7 +254,7 @@ class BatchSplitter:
                 by_name[name] = [value] * len(inputs)
                 continue
             by_name[name], rows = split_batch(
-                value, self.microbatches, f"the keyword input {name}", self.device
+                value, self.global_microbatches, f"the keyword input {name}", self.device
             )
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(

@@ -111,14 +111,16 @@ class Stage:
         if not self.module.before:
             self.isolation.require_constant()
 
-    def forward(self, microbatch: int, inputs: Messages, split: bool = False, drop: bool = False) -> Messages:
+    def forward(
+        self, microbatch: int, inputs: Messages, split: bool = False, inputs_only: bool = False
+    ) -> Messages:
         """Run the layers on a microbatch, keep the state for its backward, and return the output.
 
         Args:
             split: whether the backward comes in two halves, `backward_input` and `backward_weight` (default False).
-            drop: whether to keep only the inputs; `recompute` must come before the backward (default False).
+            inputs_only: whether to keep only the inputs; `recompute` must come before the backward (default False).
         """
-        return self._forward(microbatch, inputs, None, split, drop).messages
+        return self._forward(microbatch, inputs, None, split, inputs_only).messages
 
     def forward_with_loss(
         self,
@@ -126,15 +128,20 @@ class Stage:
         inputs: Messages,
         loss_inputs: LossInputs,
         split: bool = False,
-        drop: bool = False,
+        inputs_only: bool = False,
     ) -> LossReport:
         """Run `forward` on the last stage; return the microbatch's losses and, if requested, the detached output."""
-        report = self._forward(microbatch, inputs, loss_inputs, split, drop).report
+        report = self._forward(microbatch, inputs, loss_inputs, split, inputs_only).report
         assert report is not None, "a stage with a loss_fn"
         return report
 
     def _forward(
-        self, microbatch: int, inputs: Messages, loss_inputs: LossInputs | None, split: bool, drop: bool
+        self,
+        microbatch: int,
+        inputs: Messages,
+        loss_inputs: LossInputs | None,
+        split: bool,
+        inputs_only: bool,
     ) -> SegmentOutput:
         if microbatch in self._saved or microbatch in self._waiting:
             raise PenstockError(
@@ -144,23 +151,23 @@ class Stage:
         if split and self.split_checks.possible:
             leaves = [leaf for message in inputs for leaf in message.leaves]
             queue = self.split_checks.queue(self._begun, leaves)
-        measured = self.module.compiled is not None or (queue is not None, drop) in self._saved_bytes
+        measured = self.module.compiled is not None or (queue is not None, inputs_only) in self._saved_bytes
         saved = SavedMicrobatch([], tuple([sum(p.needs_grad) for p in inputs]), queue)
-        if measured and not drop and self._one_kept_segment:
+        if measured and not inputs_only and self._one_kept_segment:
             # The usual case, without the work of the others: one segment, kept, and already measured.
             state, input_grads = self._runner.join(inputs, self._segments[0])
             output = self._runner.advance(self._segments[0], microbatch, state, loss_inputs, queue)
             saved.segments.append(self._graph(input_grads, output))
         else:
             footprint = None if measured else Footprint(self.module)
-            for segment in (self._all_layers,) if drop else self._segments:
+            for segment in (self._all_layers,) if inputs_only else self._segments:
                 run = self._forward_dropped if segment.recompute else self._forward_kept
                 record, output = run(segment, microbatch, inputs, loss_inputs, queue, footprint)
                 saved.segments.append(record)
                 inputs = output.messages
             if footprint is not None:
-                self._saved_bytes[queue is not None, drop] = footprint.bytes
-        self.held_bytes += self._saved_bytes.get((queue is not None, drop), 0)
+                self._saved_bytes[queue is not None, inputs_only] = footprint.bytes
+        self.held_bytes += self._saved_bytes.get((queue is not None, inputs_only), 0)
         self._saved[microbatch] = saved
         return output
 
@@ -222,7 +229,7 @@ class Stage:
         """Run a dropped forward again, ahead of its backward (the op R)."""
         saved = self._require(microbatch)
         (record,) = saved.segments
-        assert isinstance(record, SavedInputs), "its forward had drop=True"
+        assert isinstance(record, SavedInputs), "its forward had inputs_only=True"
         split = saved.queue is not None
         if (split, False) in self._saved_bytes or self.module.compiled is not None:
             graph = self._recompute(record, microbatch, saved.queue)
@@ -305,7 +312,7 @@ class Stage:
         """Run the backward, but for the weight gradients that a split backward queued, which `backward_weight` computes."""
         records, grad_counts, queue = self._require(microbatch)
         del self._saved[microbatch]
-        drop = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers
+        inputs_only = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers
         output_grads: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
         hooked: Sequence[bool] = () if grads is None else [h for p in grads for h in p.hooked]
         check = queue.check if queue is not None else None
@@ -329,7 +336,7 @@ class Stage:
             self._first = False
         if check is not None and queue is not None:
             self.split_checks.end(queue)
-        self.held_bytes -= self._saved_bytes.get((queue is not None, drop), 0)
+        self.held_bytes -= self._saved_bytes.get((queue is not None, inputs_only), 0)
         if queue is not None and queue.pending:
             self._waiting[microbatch] = queue
             if self._waiting_bytes is None:

@@ -8,7 +8,7 @@ import pty
 import pytest
 from rich.console import Console
 
-from penstock.train.report.progress import Bar, Lines, Reporter, reporter
+from penstock.train.run_log import Bar, Lines, Reporter, reporter
 
 
 def drive(report: Reporter) -> None:

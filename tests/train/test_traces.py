@@ -15,7 +15,7 @@ from penstock.show.run import read_run
 from penstock.trace.events import Trace
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
-from penstock.train.report.progress import Reporter
+from penstock.train.run_log import Reporter
 from tests.support import plain
 from tests.support.tiny_run import text_folder, tiny
 

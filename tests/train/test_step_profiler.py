@@ -12,8 +12,8 @@ import torch
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
-from penstock.train.report.step_profiler import WARM
+from penstock.train.run_log import Reporter
+from penstock.train.step_profiler import WARM
 from tests.support.tiny_run import text_folder, tiny
 
 

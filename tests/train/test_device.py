@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.train.report.device import choose_device, sharing_cores
+from penstock.train.device import choose_device, sharing_cores
 
 
 def test_the_device_is_the_one_named_or_the_processs_own(monkeypatch: pytest.MonkeyPatch):

@@ -17,8 +17,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.callbacks.callback import Callback, StepEvent
 from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.report.progress import Reporter
-from penstock.train.report.run_log import run_log
+from penstock.train.run_log import Reporter, run_log
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import Said
 
