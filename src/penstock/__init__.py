@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule as Schedule
     from penstock.schedule.text import read_csv as read_csv
     from penstock.schedule.text import write_csv as write_csv
+    from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
     from penstock.stage.layers import Layer as Layer
     from penstock.stage.named import add_loss as add_loss
     from penstock.stage.named import give as give
@@ -95,6 +96,7 @@ _HOME = {
     "HangError": "penstock.base.errors",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
+    "LinearCrossEntropy": "penstock.stage.compute.linear_cross_entropy",
     "MeshShape": "penstock.parallel.mesh",
     "Microbatches": "penstock.stage.values",
     "NonFiniteError": "penstock.base.errors",

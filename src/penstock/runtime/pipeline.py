@@ -98,7 +98,8 @@ class Pipeline(PipelineModel):
         reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
             adds them, "valid" weighs each by its targets that are not `loss_fn`'s ``ignore_index`` (default -100), and a
             function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
-            uneven the microbatches are. By default `valid_tokens` with `causal_lm_loss`, otherwise "mean".
+            uneven the microbatches are. By default "mean", with `causal_lm_loss` and `LinearCrossEntropy` the number of
+            targets that they count.
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 

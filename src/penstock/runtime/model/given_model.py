@@ -11,6 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.forward.own_layers import ModelLayers, split
 from penstock.forward.unchanged import UnchangedModel
 from penstock.runtime.batch.splitter import Reduction
+from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, Layer, as_layers
 
@@ -36,8 +37,9 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
             "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
         )
     unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
-    by_tokens = loss is penstock.causal_lm_loss
-    reduction: Reduction = penstock.valid_tokens if by_tokens else "mean"
+    reduction: Reduction = penstock.valid_tokens if loss is penstock.causal_lm_loss else "mean"
+    if isinstance(loss, LinearCrossEntropy):
+        reduction = loss.valid_targets
     return GivenModel(layers, loss, module, unchanged or Container(model), reduction)
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
+from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy, PostponedLogits, postponing
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
@@ -150,6 +151,7 @@ class Runner:
         self._rng_free: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._device_type = "cpu"
+        self._postpones = False
 
     def begin(self, step: int, first_microbatch: int) -> None:
         """Begin a step; see `Stage.begin`."""
@@ -159,6 +161,7 @@ class Runner:
         self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
+        self._postpones = isinstance(self.loss_fn, LinearCrossEntropy) and self.module.compiled is None
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
@@ -194,9 +197,14 @@ class Runner:
         if queue is not None:
             queue.running = True
         try:
-            value = self._run_layers(segment, state.value, context, queue)
+            last = segment.stop == len(self.module.layers)
+            if last and loss_inputs is not None and self._postpones:
+                with postponing(self.module.layers[-1]):
+                    value = self._run_layers(segment, state.value, context, queue)
+            else:
+                value = self._run_layers(segment, state.value, context, queue)
             linked = self._require_unwritten() if self._watched else {}
-            if segment.stop < len(self.module.layers):
+            if not last:
                 state = StageState(value, context.named, context.losses)
                 message, roots = pack(state, travels=False, linked=linked)
                 return SegmentOutput((message,), roots, None)
@@ -275,6 +283,8 @@ class Runner:
     def _loss_output(self, value: object, context: Context, loss_inputs: LossInputs) -> SegmentOutput:
         isolated_call = context.isolated_call
         with self._autocast():
+            if loss_inputs.keep_output and isinstance(value, PostponedLogits):
+                value = value.logits()
             if isolated_call is None or _LOSS in self._rng_free:
                 parts = self._losses(value, loss_inputs.target)
             else:

@@ -1,0 +1,316 @@
+"""Cross entropy of a linear head without its logits.
+
+The logits of a microbatch, [tokens, vocabulary], are often the largest tensor of a step. `LinearCrossEntropy` takes the
+head's input instead, and goes through the tokens in chunks: it computes the logits of a chunk, its loss, and at once its
+gradients, and keeps only these: [tokens, width] for the input and, in fp32, [vocabulary, width] for the weight.
+
+While the last stage computes such a loss, its head, the last `nn.Linear` of the last layer, returns a `PostponedLogits`
+instead of logits. Scales, `tanh` and casts that the model applies to it (a soft cap, say) are kept for later. For any other
+function of torch it becomes the logits, and the loss is computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from penstock.base.errors import BatchError, ConfigError
+
+_SCALES = frozenset({"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide"})
+_MAPS = frozenset({"tanh", "float", "to"}) | _SCALES
+"""Functions of torch, by name, that change each logit by itself, with numbers or a dtype besides the logits."""
+
+_FACTS = frozenset({"size", "dim", "numel", "is_floating_point", "shape", "dtype", "device", "ndim"})
+"""Functions and attributes that do not need the logits."""
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class LinearCrossEntropy:
+    """Loss function: mean cross entropy in nats of a linear head, by chunks of tokens, so that whole logits never exist.
+
+    A `Pipeline` with this loss does not call the head, the last ``nn.Linear`` of the last layer, in training steps and
+    evaluations; it may be tied, and the model may scale, cast or cap the logits afterwards. Loss and gradients equal those
+    of ``torch.nn.functional.cross_entropy`` to summation order. Between the forward and the backward of a microbatch a
+    gradient of the weight's size is kept, in fp32, instead of the logits. Called with logits, as outside a pipeline, in a
+    compiled stage or with ``outputs=True``, it computes the same loss from them.
+
+    Args:
+        chunks: number of parts of the tokens of a microbatch (default 8).
+        ignore_index: target that does not count (default -100).
+        label_smoothing: share of the target's probability that is spread over the vocabulary (default 0).
+        z_loss: weight of the squared logarithm of the softmax's denominator, which is added to each token's loss
+            (default 0; PaLM, 2204.02311, has 1e-4).
+        shift: whether the target of a position is the next one's, as in `causal_lm_loss` (default False).
+
+    Raises:
+        ConfigError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        chunks: int = 8,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        *,
+        shift: bool = False,
+    ) -> None:
+        if type(chunks) is not int or chunks < 1:
+            raise ConfigError(f"chunks must be a whole number of at least 1, got {chunks!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing!r}")
+        if not 0 <= z_loss < float("inf"):
+            raise ConfigError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
+        self.chunks = chunks
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.shift = shift
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss; 0 if no target counts.
+
+        Args:
+            output: logits of shape (..., vocabulary), or what the head of a pipeline returns instead.
+            target: int64 tensor of shape (...).
+
+        Raises:
+            BatchError: if the target's shape or dtype is not the one above, or it has a class beyond the vocabulary.
+        """
+        shape, classes = tuple(output.shape[:-1]), output.shape[-1]
+        if tuple(target.shape) != shape or target.dtype != torch.int64:
+            raise BatchError(
+                f"the target of LinearCrossEntropy must be int64 of the output's shape without the vocabulary, {shape}; got "
+                f"{str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}"
+            )
+        target = self._shifted(target).reshape(-1)
+        counts = target != self.ignore_index
+        # On a GPU this would wait for the device, and torch's own assertion is there.
+        if target.device.type == "cpu" and bool(
+            (wrong := ((target < 0) | (target >= classes)) & counts).any()
+        ):
+            raise BatchError(
+                f"the target has class {int(target[wrong][0])}, and the vocabulary is 0 to {classes - 1}; only "
+                f"ignore_index={self.ignore_index} is left out"
+            )
+        if not isinstance(output, PostponedLogits):
+            return self._from_logits(output.flatten(0, -2), target, counts)
+        if output.computed is not None:
+            return self._from_logits(output.computed.flatten(0, -2), target, counts)
+        work = _Work(target, counts, self, output.maps, torch.is_grad_enabled())
+        loss: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
+            output.hidden.flatten(0, -2), output.weight, output.bias, work
+        )
+        return loss
+
+    def valid_targets(self, target: Tensor) -> int:
+        """Return the number of targets that count; a `Pipeline` weighs each microbatch by it unless it is told otherwise."""
+        return int((self._shifted(target) != self.ignore_index).sum())
+
+    def _shifted(self, target: Tensor) -> Tensor:
+        return F.pad(target[:, 1:], (0, 1), value=self.ignore_index) if self.shift else target
+
+    def _from_logits(self, logits: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+        logits = logits.float()
+        loss = F.cross_entropy(
+            logits,
+            target,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        if self.z_loss:
+            loss = loss + self.z_loss * logits.logsumexp(-1)[counts].square().sum()
+        return loss / counts.sum().clamp(min=1)
+
+
+class PostponedLogits(Tensor):
+    """Logits that are not computed: the head's input and weights, and the functions that were applied since.
+
+    Attributes:
+        maps: functions of the logits, each of which changes every logit by itself.
+        computed: the logits, once a function has needed them.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    maps: tuple[_Map, ...]
+    computed: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        maps: tuple[_Map, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> PostponedLogits:
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
+        )
+        made.hidden, made.weight, made.bias, made.maps, made.computed = hidden, weight, bias, maps, None
+        postponed: PostponedLogits = made
+        return postponed
+
+    def logits(self) -> Tensor:
+        """Compute the logits, once; from then on they are what functions get."""
+        if self.computed is None:
+            value = F.linear(self.hidden, self.weight, self.bias)
+            for function in self.maps:
+                value = function(value)
+            self.computed = value
+        return self.computed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        first = args[0] if args else None
+        if isinstance(first, PostponedLogits):
+            if name in _FACTS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            others = (*args[1:], *kwargs.values())
+            if (
+                name in _MAPS
+                and first.computed is None
+                and all(isinstance(v, Number | torch.dtype) for v in others)
+            ):
+                return first._mapped(lambda logits: func(logits, *args[1:], **kwargs))
+        return func(*_computed(args), **_computed(kwargs))
+
+    # A function of C++ that is given one has passed the method above by.
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_computed(args), **_computed(kwargs or {}))
+
+    def _mapped(self, function: _Map) -> PostponedLogits:
+        dtype = function(torch.empty(1, dtype=self.dtype)).dtype
+        return PostponedLogits(self.hidden, self.weight, self.bias, (*self.maps, function), dtype)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _computed(value: Any) -> Any:
+    """Return arguments of a function with computed logits in the place of postponed ones."""
+    if isinstance(value, PostponedLogits):
+        return value.logits()
+    if isinstance(value, dict):
+        return {key: _computed(inner) for key, inner in value.items()}
+    return type(value)(map(_computed, value)) if type(value) in (list, tuple) else value
+
+
+@contextmanager
+def postponing(layer: nn.Module) -> Iterator[None]:
+    """Context in which the head of a layer, its last `nn.Linear`, returns a `PostponedLogits`."""
+    linear = [module for module in layer.modules() if type(module) is nn.Linear]
+    if not linear:
+        raise ConfigError(
+            f"LinearCrossEntropy needs a head, an nn.Linear in the last layer, and {type(layer).__name__} has none; take "
+            "torch.nn.CrossEntropyLoss or another loss of the output"
+        )
+    head = linear[-1]
+    head.__dict__["forward"] = lambda hidden: PostponedLogits(hidden, head.weight, head.bias)
+    try:
+        yield
+    finally:
+        del head.__dict__["forward"]
+
+
+class _Work(NamedTuple):
+    target: Tensor
+    counts: Tensor
+    options: LinearCrossEntropy
+    maps: Sequence[_Map]
+    trains: bool
+
+
+class _Chunks(torch.autograd.Function):
+    """The loss, and its gradients in the same pass over the chunks, which the backward only scales."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
+        for_hidden, for_weight, for_bias = (work.trains and needed for needed in ctx.needs_input_grad[:3])
+        total = hidden.new_zeros((), dtype=torch.float32)
+        number = work.counts.sum().clamp(min=1)
+        hidden_grad = torch.empty_like(hidden) if for_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if for_bias and bias is not None else None
+        length = max(1, -(-len(hidden) // work.options.chunks))
+        for start in range(0, len(hidden), length):
+            rows = slice(start, start + length)
+            loss, grad = _loss_and_grad(F.linear(hidden[rows], weight, bias), rows, number, work)
+            total += loss
+            if hidden_grad is not None:
+                hidden_grad[rows] = grad @ weight.to(grad.dtype)
+            if weight_grad is not None and hidden.dtype is grad.dtype is torch.float32:
+                weight_grad.addmm_(grad.t(), hidden[rows])
+            elif weight_grad is not None:
+                weight_grad += grad.t() @ hidden[rows].to(grad.dtype)
+            if bias_grad is not None:
+                bias_grad += grad.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total / number
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, since a second gradient of the weight's size would cost much of what the chunks save. A second backward
+        # is refused by autograd, which sees that saved tensors were modified.
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(
+            None if gradient is None else gradient.mul_(grad).to(dtype) for gradient, dtype in saved
+        ), None
+
+
+def _loss_and_grad(raw: Tensor, rows: slice, number: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+    """Return the sum of a chunk's losses, and the gradient of its logits before the maps, which takes the memory of `raw`.
+
+    The gradient of the mean over all `number` tokens is p (1 + 2 z lse) - (1 - s) [target] - s / vocabulary for each token
+    that counts, with the softmax p, the label smoothing s and the weight of the z-loss z.
+    """
+    target, counts, options, maps = work.target[rows], work.counts[rows], work.options, work.maps
+    raw = raw.detach().requires_grad_(bool(maps))
+    # Hooks of a recompute, which drop what is saved, are not for this graph: it ends in this call.
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        mapped = raw
+        for function in maps:
+            mapped = function(mapped)
+    logits = mapped.detach().float()
+    smoothing = options.label_smoothing
+    chosen = torch.where(counts, target, 0).unsqueeze(-1)
+    lse = logits.logsumexp(-1)
+    loss = lse - (1 - smoothing) * logits.gather(-1, chosen).squeeze(-1)
+    if smoothing:
+        loss -= smoothing * logits.mean(-1)
+    if options.z_loss:
+        loss += options.z_loss * lse.square()
+    # Without maps nothing reads the logits from here on; maps may have saved them for their backward.
+    grad = torch.sub(logits, lse.unsqueeze(-1), out=None if maps else logits).exp_()
+    if options.z_loss:
+        grad *= (1 + 2 * options.z_loss * lse).unsqueeze(-1)
+    if smoothing:
+        grad -= smoothing / logits.shape[-1]
+    grad.scatter_add_(-1, chosen, torch.full_like(lse, smoothing - 1).unsqueeze(-1))
+    grad *= (counts / number).unsqueeze(-1)
+    if maps:
+        (grad,) = torch.autograd.grad(mapped, raw, grad.to(mapped.dtype))
+    # An ignored token may have a loss that is not finite; 0 times it would be NaN.
+    return torch.where(counts, loss, 0).sum(), grad.to(raw.dtype)
