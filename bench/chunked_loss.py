@@ -1,7 +1,7 @@
 """The last stage with `LinearCrossEntropy` and with plain cross entropy of its logits: peak bytes, time and differences.
 
-The stage is a linear layer and a head of the vocabulary of Llama 3, on microbatches of 2 x 1,024 tokens of width 512. Bytes
-are what its ops allocate in a step, after a first one has made the gradients. Times are those of a whole step of one rank, in
+The stage is a linear layer and a head of the vocabulary of Llama 3, on microbatches of 2 x 1,024 tokens of width 512.
+Bytes are what its ops allocate in a step, after a first one has made the gradients. Times are those of a whole step, in
 alternating runs. Differences are |ours - plain| / |plain| of the loss, and the largest one of all gradients, by their norms.
 
     python -m bench.chunked_loss [--rounds N] [--quick] [--json]

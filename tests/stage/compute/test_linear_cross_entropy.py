@@ -1,0 +1,226 @@
+"""Cross entropy of a linear head without its logits, beside plain cross entropy of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import LinearCrossEntropy
+from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postponing
+from tests.support import hf_models
+
+CLASSES, WIDTH, ROWS, TOKENS = 53, 16, 6, 10
+
+
+class Capped(nn.Module):
+    """A head whose logits are scaled and capped, as those of Gemma 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.norm(x)) / 3.0) * 3.0
+
+
+class Chosen(nn.Module):
+    """A head whose logits are needed: a mask is written into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x)
+        logits[..., 0] = -1e4
+        return logits
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, CLASSES),
+    "capped": Capped,
+    "chosen": Chosen,
+}
+
+
+def model(head: str = "linear", dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), HEADS[head]()).to(dtype)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(1, CLASSES, (ROWS, TOKENS), generator=generator) for _ in range(2))
+    y[0, :4] = y[3] = -100
+    return x, y
+
+
+def plain(logits: Tensor, target: Tensor, smoothing: float, z_loss: float) -> Tensor:
+    logits = logits.float().flatten(0, 1)
+    counts = target.flatten() != -100
+    loss = F.cross_entropy(logits, target.flatten(), label_smoothing=smoothing)
+    return loss + z_loss * logits.logsumexp(-1)[counts].square().mean()
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of gradients over their norms."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.01)])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("chunks", [1, 4, 1000])
+def test_loss_and_gradients_are_those_of_the_whole_batch(
+    head: str, chunks: int, smoothing: float, z_loss: float
+):
+    ours, theirs = model(head), model(head)
+    x, y = batch()
+    loss_fn = LinearCrossEntropy(chunks, label_smoothing=smoothing, z_loss=z_loss)
+    with penstock.Pipeline(ours, loss_fn, ranks=2, microbatches=3) as pipe:
+        loss = pipe.step(x, y).loss
+    expected = plain(theirs(x), y, smoothing, z_loss)
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    assert difference(ours, theirs) < 1e-6
+    assert loss_fn(theirs(x), y).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_models_of_transformers_train_by_it(family: str, schedule: str, recompute: str):
+    ours = hf_models.model(family)
+    theirs = copy.deepcopy(ours)
+    ids, labels, mask = hf_models.batch()
+    loss_fn = LinearCrossEntropy(3, shift=True)
+    with penstock.Pipeline(
+        ours, loss_fn, ranks=2, microbatches=4, schedule=schedule, recompute=recompute
+    ) as pipe:
+        loss = pipe.step(ids, labels, attention_mask=mask).loss
+    expected = penstock.causal_lm_loss(theirs(ids, attention_mask=mask).logits, labels)
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    theirs_grads = {name: p.grad for name, p in theirs.named_parameters()}
+    whole = torch.cat([g.flatten() for g in theirs_grads.values()])
+    seen = torch.cat([p.grad.flatten() for p in ours.parameters()])
+    assert (seen - whole).norm() / whole.norm() < 2e-6
+
+
+def test_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
+    largest: list[int] = []
+    linear = F.linear
+
+    def seen(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = linear(x, weight, bias)
+        if weight.shape[0] == CLASSES:
+            largest.append(output.numel())
+        return output
+
+    monkeypatch.setattr(F, "linear", seen)
+    x, y = batch()
+    with penstock.Pipeline(model("capped"), LinearCrossEntropy(5), ranks=1, microbatches=1) as pipe:
+        pipe.step(x, y)
+        pipe.evaluate(x, y)
+    assert max(largest) == ROWS * TOKENS * CLASSES // 5
+
+
+def test_outputs_are_logits():
+    net = model("capped")
+    x, y = batch()
+    with penstock.Pipeline(net, LinearCrossEntropy(), ranks=2, microbatches=2) as pipe:
+        result = pipe.step(x, y, outputs=True)
+    with torch.no_grad():
+        assert torch.allclose(torch.cat(result.outputs), net(x), atol=1e-6)
+
+
+def test_bf16_weights_have_gradients_near_those_of_fp32():
+    ours, theirs = model(dtype=torch.bfloat16), model(dtype=torch.bfloat16)
+    x, y = batch()
+    with penstock.Pipeline(ours, LinearCrossEntropy(4), ranks=2, microbatches=2) as pipe:
+        loss = pipe.step(x, y).loss
+    exact = theirs.float()
+    expected = plain(exact(x), y, 0.0, 0.0)
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-2)
+    assert difference(ours.float(), exact) < 2e-2
+
+
+def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
+    ours, theirs = model(), model()
+    for net in (ours, theirs):
+        net[2].requires_grad_(False)
+    x, y = batch()
+    with penstock.Pipeline(ours, LinearCrossEntropy(4), ranks=1, microbatches=1) as pipe:
+        pipe.step(x, y)
+    plain(theirs(x), y, 0.0, 0.0).backward()
+    assert ours[2].weight.grad is None
+    assert difference(ours[:2], theirs[:2]) < 1e-6
+
+
+def test_postponed_logits_tell_their_shape_and_keep_maps():
+    head = nn.Linear(WIDTH, CLASSES)
+    x = torch.randn(2, 3, WIDTH)
+    with postponing(head):
+        logits = head(x)
+    assert isinstance(logits, PostponedLogits)
+    assert isinstance(head(x), Tensor)
+    assert not isinstance(head(x), PostponedLogits)
+    assert (logits.shape, logits.ndim, logits.size(-1)) == ((2, 3, CLASSES), 3, CLASSES)
+    assert logits.computed is None
+    mapped: Any = (logits.to(torch.float64) * 2).float()
+    assert mapped.computed is None
+    assert mapped.dtype is torch.float32
+    assert torch.allclose(mapped + 0, head(x) * 2, atol=1e-6)  # a sum needs the logits
+    assert torch.equal(mapped.argmax(-1), head(x).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"chunks": 0}, "chunks must be a whole number of at least 1, got 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
+        ({"z_loss": -1.0}, "z_loss must be a finite number"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(given: dict[str, Any], said: str):
+    with pytest.raises(penstock.ConfigError, match=said):
+        LinearCrossEntropy(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda y: torch.where(y == -100, y, CLASSES),
+            f"class {CLASSES}, and the vocabulary is 0 to {CLASSES - 1}",
+        ),
+        (lambda y: y[:, 1:].contiguous(), "int64 of the output's shape without the vocabulary"),
+        (lambda y: y.float(), "got float32"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor], said: str):
+    x, y = batch()
+    with (
+        penstock.Pipeline(model(), LinearCrossEntropy(), ranks=2, microbatches=2) as pipe,
+        pytest.raises(penstock.PenstockError, match=said),
+    ):
+        pipe.step(x, change(y))
+
+
+def test_a_last_layer_without_a_linear_is_refused():
+    x, y = batch()
+    net = nn.Sequential(nn.Embedding(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES), nn.GELU())
+    with (
+        penstock.Pipeline(net, LinearCrossEntropy(), ranks=2, microbatches=2) as pipe,
+        pytest.raises(penstock.PenstockError, match=r"needs a head, .* in the last layer, and GELU has none"),
+    ):
+        pipe.step(x, y)
