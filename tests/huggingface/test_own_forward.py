@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
 import penstock
 from penstock.base.errors import SplitError
@@ -125,3 +126,60 @@ def test_other_numbers_after_the_blocks_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_decoder_whose_loss_does_not_shift_labels_is_refused():
     with pytest.raises(SplitError, match=r"for labels its forward computes another loss"):
         require_equal(small_config(CONFIG_MAPPING["bart"]()), weights=1)
+
+
+class Doubled(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss * 2
+        return output
+
+
+class Named(LlamaForCausalLM):
+    """A class whose forward is the library's."""
+
+
+class Scaled(LlamaModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+
+def test_a_forward_of_a_subclass_is_refused():
+    config = hf_models.model("llama").config
+    with pytest.raises(SplitError, match="Doubled has a forward of its own"):
+        penstock.from_transformers(Doubled(config))
+    penstock.from_transformers(Named(config))
+    net = LlamaForCausalLM(config)
+    net.model = Scaled(config)
+    with pytest.raises(SplitError, match="model has the forward of Scaled"):
+        penstock.from_transformers(net)
+
+
+def hook(*_: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("path", "register"),
+    [
+        ("", "register_forward_hook"),
+        ("", "register_forward_pre_hook"),
+        ("", "register_full_backward_hook"),
+        ("model", "register_forward_pre_hook"),
+    ],
+)
+def test_hooks_on_what_no_stage_runs_whole_are_refused(path: str, register: str):
+    net = hf_models.model("llama")
+    getattr(net.get_submodule(path), register)(hook)
+    with pytest.raises(SplitError, match="has hooks"):
+        penstock.from_transformers(net)
+
+
+def test_a_block_whose_forward_was_replaced_is_refused():
+    net = hf_models.model("llama")
+    net.model.layers[2].forward = net.model.layers[2].forward
+    with pytest.raises(SplitError, match=r"the forward of model\.layers\.2 was replaced"):
+        penstock.from_transformers(net)

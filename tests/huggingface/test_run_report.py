@@ -121,6 +121,10 @@ def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="stopped here"):
         run.train()
     assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert (
+        "The run ended before its last step: RuntimeError: stopped here"
+        in (tmp_path / "report.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("trace_every", -1), ("trace_every", True), ("report", "yes")])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -237,6 +239,7 @@ def all_logits(outputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | Non
         ({}, {"compute_loss_func": all_logits}, "compute_loss_func needs the logits of the whole batch"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),
         ({}, {"pipeline": {"microbatches": 2, "seed": 1}}, r"pipeline\['seed'\] cannot be given"),
+        ({}, {"pipeline": {"ranks": 2, "microbatch": 4}}, "no option 'microbatch' .*'microbatches'"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
@@ -256,6 +259,62 @@ class OwnLogits(penstock.PipelineTrainerMixin, Trainer):
 def test_a_loss_of_a_subclass_is_refused(tmp_path: Path):
     with pytest.raises(penstock.ConfigError, match="OwnLogits computes a loss of its own"):
         OwnLogits(model=model(), args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class OverOwnStep(penstock.PipelineTrainerMixin, OwnStep):
+    """The pipeline's step would be run, not the other class's."""
+
+
+def test_a_step_of_a_class_above_the_mixin_is_refused(tmp_path: Path):
+    with pytest.raises(penstock.ConfigError, match="OwnStep has a training_step of its own"):
+        OverOwnStep(model=model(), args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+def test_a_forward_that_the_user_replaced_is_refused(tmp_path: Path):
+    net = model()
+    forward = net.forward
+    net.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(penstock.SplitError, match=r"the forward of .* was replaced"):
+        penstock.PipelineTrainer(model=net, args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+def test_a_model_of_an_earlier_run_trains_again(tmp_path: Path):
+    """Accelerate has put a forward of its own on it."""
+    net = model()
+    trained(Trainer, net, arguments(tmp_path, max_steps=1, bf16=True))
+    assert "forward" in vars(net)
+    trained(penstock.PipelineTrainer, net, arguments(tmp_path, max_steps=1), pipeline=PIPELINE)
+
+
+def collated(features: list[dict[str, Tensor]], **changes: Any) -> dict[str, Any]:
+    batch = transformers.default_data_collator(features)
+    return {**batch, **changes}
+
+
+def test_positions_of_one_row_are_those_of_every_row(tmp_path: Path):
+    positions = torch.arange(TOKENS)[None] // 2 + 3
+    runs = []
+    for kind, more in ((Trainer, {}), (penstock.PipelineTrainer, {"pipeline": PIPELINE})):
+        collator = partial(collated, position_ids=positions)
+        runs.append(trained(kind, model(), arguments(tmp_path), data_collator=collator, **more)[1])
+    assert_close(*runs)
+
+
+def test_a_key_that_the_stages_do_not_take_is_refused(tmp_path: Path):
+    collator = partial(collated, weights=torch.ones(8))
+    with pytest.raises(penstock.ConfigError, match=r"gives 'weights', and the stages take .*attention_mask"):
+        trained(
+            penstock.PipelineTrainer,
+            model(),
+            arguments(tmp_path),
+            data_collator=collator,
+            pipeline=PIPELINE,
+        )
 
 
 def test_a_batch_without_labels_is_refused(tmp_path: Path):

@@ -197,6 +197,13 @@ def _of_model(model: Any, check: bool) -> list[Layer]:
             f"a {type(model).__name__} is not a causal language model; give what AutoModelForCausalLM makes"
         )
     causal: Any = model
+    classes: tuple[Any, ...] = _classes(causal.config)
+    if all(type(causal).forward is not kind.forward for kind in classes):
+        raise SplitError(
+            f"{type(causal).__name__} has a forward of its own, and only that of {classes[0].__name__} is proved, with its "
+            "loss; use that class and give the Pipeline what yours does as loss_fn, or register yours with a config of its "
+            "own (AutoModelForCausalLM.register)"
+        )
     built = [(layer, layer.build()) for layer in _layers(causal, causal.get_submodule)]
     _prove(causal, check)
     # The modules show which weights are tied, also those that the user has tied.

@@ -343,6 +343,23 @@ class OwnForward:
                 raise self._refusal(f"{where} has a parameter of its own, {own[0]}, beside its modules")
             if "forward" in vars(module):
                 raise self._refusal(f"the forward of {where} was replaced")
+            owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+            if path and _package(owner) not in ("transformers", _package(type(self.model.config))):
+                raise self._refusal(
+                    f"{where} has the forward of {owner.__qualname__}, which is not the library's, so nothing proves it; "
+                    "change the blocks, or register a model class with a config of its own (AutoModelForCausalLM.register)"
+                )
+            # They would run at the wrong place, or on every stage, with less than the whole model's arguments.
+            hooks = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+            if any(hooks) or (not path and module._forward_hooks):
+                raise self._refusal(
+                    f"{where} has hooks, and no stage runs the whole of it; put them on its blocks or on the modules around"
+                )
+        for path in self.paths:
+            if "forward" in vars(self.model.get_submodule(path)):
+                raise self._refusal(
+                    f"the forward of {path} was replaced; change its class or the modules in it"
+                )
 
     def _run(
         self, run: _Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
@@ -417,6 +434,10 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
         name: child if child is None else _in_mode(child, training) for name, child in module._modules.items()
     }
     return _bare(module, children, training)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _probe(hidden: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from penstock.base.counts import plural
+from penstock.base.errors import describe_error
 from penstock.base.host import to_stderr
 from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.pipeline import Pipeline
@@ -46,7 +47,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         self._metrics = MetricsWriter(None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()
+        self._forget()
         run, leads = Path(args.output_dir), self._group.leads
         self._group.decide(lambda: self._begin(run, state, args.device))
         self._traces = KeptTraces(run, state.max_steps, self._every, leads, to_stderr)
@@ -67,10 +68,16 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._page.finish()
-        self.close()
+        self._forget()
 
-    def close(self) -> None:
-        """End what still draws; the page then is the last one that was drawn."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End a run that has not come to its end: draw its page, with the reason."""
+        self._page.finish(
+            "" if error is None else f"The run ended before its last step: {describe_error(error)}."
+        )
+        self._forget()
+
+    def _forget(self) -> None:
         self._open.close()
         self._page, self._metrics = RunPage(None, 0, to_stderr), MetricsWriter(None)
 

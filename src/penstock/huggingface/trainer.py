@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from penstock.base.counts import is_count
-from penstock.base.errors import ConfigError, PenstockError, describe_error
+from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.loss import IGNORED
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
@@ -97,6 +98,13 @@ class PipelineTrainerMixin:
         for name, instead in _OURS.items():
             if name in options:
                 raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
+        allowed = [*signature(Pipeline).parameters, "report", "trace_every"]
+        for name in options:
+            if name not in allowed:
+                raise ConfigError(
+                    f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report and "
+                    "trace_every"
+                )
         if "microbatches" not in options:
             raise ConfigError(
                 'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}'
@@ -137,8 +145,11 @@ class PipelineTrainerMixin:
         base = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(base, "get_base_model"):
             base = base.get_base_model()
-        # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's.
-        vars(base).pop("forward", None)
+        # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate's, of an
+        # earlier run, calls the model's own. Another one is refused below.
+        replaced = vars(base).get("forward")
+        if "_original_forward" in vars(base) or getattr(replaced, "__module__", "").startswith("trl."):
+            vars(base).pop("forward")
         self._loss = _TokenLoss(base, trainer.label_smoother)
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
@@ -150,6 +161,8 @@ class PipelineTrainerMixin:
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        names = self.pipe.layers[0].batch
+        self._takes = sorted(names.others) if names is not None else []
         self._report: RunReport | None = None
         if reports:
             self._report = RunReport(
@@ -179,13 +192,12 @@ class PipelineTrainerMixin:
         base: Any = super()
         try:
             return base.train(*args, **kwargs)
-        except Exception as error:
-            if self.pipe.world is not None:
+        except BaseException as error:
+            if self.pipe.world is not None and isinstance(error, Exception):
                 self.pipe.world.peer_registry.report_error(describe_error(error))
-            raise
-        finally:
             if self._report is not None:
-                self._report.close()
+                self._report.close(error)
+            raise
 
     def get_train_dataloader(self) -> Any:
         """Return the batches of a run: with replicas, the last one of an epoch is filled up as Accelerate does."""
@@ -250,7 +262,13 @@ class PipelineTrainerMixin:
         return loss.detach()
 
     def _batch(self, inputs: Mapping[str, Any]) -> _Batch:
-        return _Batch(inputs, self.pipe.microbatches * self._replicas)
+        batch = _Batch(inputs, self.pipe.microbatches * self._replicas)
+        if strange := [name for name in batch.named if name not in self._takes]:
+            raise ConfigError(
+                f"the data collator gives {strange[0]!r}, and the stages take input_ids, labels, {', '.join(self._takes)} "
+                "alone; remove it in the data collator"
+            )
+        return batch
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
@@ -432,6 +450,13 @@ class _Batch:
                 "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
             )
         self.rows = len(values["input_ids"])
+        # The model would broadcast what it gets for one row, such as positions.
+        values = {
+            name: value.expand(self.rows, *value.shape[1:])
+            if isinstance(value, Tensor) and value.dim() and len(value) == 1
+            else value
+            for name, value in values.items()
+        }
         more = -self.rows % microbatches
         if more:
             values = {
@@ -460,8 +485,18 @@ def _replicas(ranks: object, processes: int) -> int:
     return processes // ranks
 
 
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _require_known_loss(kind: type) -> None:
-    """Raise ConfigError if a trainer's class computes a loss of its own, which would not be used."""
+    """Raise ConfigError if a trainer's class computes a loss of its own, or runs a step, which would not be used."""
+    for base in kind.__mro__[kind.__mro__.index(PipelineTrainerMixin) + 1 :]:
+        if "training_step" in vars(base) and _package(base) not in ("transformers", "trl"):
+            raise ConfigError(
+                f"{base.__name__} has a training_step of its own, which the pipeline's would replace; define it in a class "
+                "that inherits from PipelineTrainerMixin, where super().training_step is the pipeline's"
+            )
     for base in kind.__mro__:
         ours = base in (PipelineTrainerMixin, transformers.Trainer)
         sft = base.__module__.startswith("trl.") and base.__name__ == "SFTTrainer"  # its loss is the model's
