@@ -209,6 +209,10 @@ def _read_profile(
         from penstock.huggingface.traced_config import trace_config
 
         _require_sizes(sequence=sequence)
+        if (tp := values.get("tp", 1)) != 1:
+            raise ConfigError(
+                f"{error.path} has no closed form and is traced with tp=1, got tp={tp}; take tp=1"
+            ) from error
         config = model_tables(Path(model)) if run is None else config_of(run)
         of_data = config.get("data", {}).get("sequence")
         default = cluster.dtype if run is None else precision_of(config)
