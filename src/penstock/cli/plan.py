@@ -131,6 +131,9 @@ def command(
     require_writable(out, page, order, read)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
+    for name, value in (("--sequence", sequence), ("--batch", batch)):
+        if value is not None and not 1 <= value <= 2**31:
+            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
     cluster = read_cluster(cluster_name)
     profile = _read_profile(model, cluster, run, sequence, values)
     if memory_limit is not None:
@@ -208,7 +211,6 @@ def _read_profile(
         from penstock.cli.plan_run import config_of, precision_of
         from penstock.huggingface.traced_config import trace_config
 
-        _require_sizes(sequence=sequence)
         if (tp := values.get("tp", 1)) != 1:
             raise ConfigError(
                 f"{error.path} has no closed form and is traced with tp=1, got tp={tp}; take tp=1"
@@ -335,7 +337,6 @@ def sizes(
     from penstock.cli.plan_files import model_tables
     from penstock.plan.prediction import default_sequence
 
-    _require_sizes(sequence=sequence, batch=batch)
     tables = model_tables(model)
     # The default batch is the least power of two that has 4 samples for each device.
     of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
@@ -343,12 +344,6 @@ def sizes(
         sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),
         batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
     )
-
-
-def _require_sizes(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and not 1 <= value <= 2**31:
-            raise ConfigError(f"--{name} must be 1 to {2**31:,}, got {value}")
 
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:

@@ -120,12 +120,7 @@ def from_transformers(
 
 
 def layers_on_meta(config: Any, dtype: torch.dtype) -> list[Layer]:
-    """Return the layers of a config's model, built without weights on the meta device, for a trace.
-
-    Raises:
-        DataError: if transformers cannot build the model.
-        SplitError: as `from_transformers`.
-    """
+    """Return the layers of a config's model, without weights, for a trace; errors are those of `from_transformers`."""
     pattern = on_meta(config, dtype)
     _prove(pattern, check=True)
     return _layers(pattern, pattern.get_submodule)

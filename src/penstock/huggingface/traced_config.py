@@ -17,22 +17,12 @@ from penstock.profile.traced import trace_layers
 
 
 def trace_config(found: NoClosedFormError, sequence: int | None, dtype: str) -> Profile:
-    """Return the profile of a model whose family has no closed form.
-
-    Args:
-        found: the error that names its ``config.json``.
-        sequence: tokens of a sample (default: 2048, or as many as the config allows).
-        dtype: dtype of the matrix products, and of the weights; activations of "fp8" are in 16 bits.
-
-    Raises:
-        ConfigError: if the model cannot be traced, or has fewer positions than a sample has tokens.
-    """
+    """Return the profile of a model without a closed form; with "fp8", its activations are in 16 bits."""
     try:
         config = read_config(found.path)
-        longest = getattr(config, "max_position_embeddings", None)
-        if sequence is None:
-            sequence = min(SEQUENCE, longest or SEQUENCE)
-        require_positions(sequence, longest or 0, "sequence")
+        longest = getattr(config, "max_position_embeddings", None) or 0
+        sequence = sequence or min(SEQUENCE, longest or SEQUENCE)
+        require_positions(sequence, longest, "sequence")
         # Products of experts have shapes in bfloat16 alone; float16 has the same sizes.
         layers = layers_on_meta(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
         tokens = torch.empty((1, sequence), dtype=torch.int64, device="meta")
@@ -47,4 +37,6 @@ def trace_config(found: NoClosedFormError, sequence: int | None, dtype: str) -> 
 def sizes_of(found: NoClosedFormError) -> tuple[int, int]:
     """Return the number of blocks, and of parameters, of a model whose family has no closed form."""
     model = on_meta(read_config(found.path))
-    return model.config.num_hidden_layers, sum(parameter.numel() for parameter in model.parameters())
+    return model.config.get_text_config().num_hidden_layers, sum(
+        parameter.numel() for parameter in model.parameters()
+    )

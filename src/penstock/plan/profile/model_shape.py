@@ -23,11 +23,7 @@ _MOST_LAYERS = 10_000
 
 
 class NoClosedFormError(ConfigError):
-    """A model of a family without a closed form.
-
-    Attributes:
-        path: its ``config.json``.
-    """
+    """A model of a family without a closed form; `path` is its ``config.json``."""
 
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
