@@ -28,6 +28,11 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
     "intermediate_size": 128, "vocab_size": 256,
 }  # fmt: skip
+MIXTURE = {
+    "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 OWN = """
 [model]
 width = 16
@@ -76,6 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2))
+    (tmp_path / "mixture").mkdir()
+    (tmp_path / "mixture" / "config.json").write_text(json.dumps(MIXTURE))
     (tmp_path / "own.toml").write_text(OWN.format(text=tmp_path / "text"))
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     return tmp_path
@@ -206,7 +213,17 @@ def test_samples_default_to_those_that_the_model_allows(folder: Path):
 REFUSED = {
     "no such model": (["missing", "-c", "h100*2"], "cannot read the model"),
     "a folder without config": (["empty", "-c", "h100*2"], "has no config.json"),
-    "a family without closed form": (["t5.json", "-c", "h100*2"], "no closed form for a model of type 't5'"),
+    "a family that is not split": (
+        ["t5.json", "-c", "h100*2"], "This config cannot be traced: transformers has no causal language model of type 't5'",
+    ),
+    "a family that nobody knows": (
+        ["other.json", "-c", "h100*2"],
+        "see docs/planning.md. This config cannot be traced: other.json has model_type 'mine', which the installed",
+    ),
+    "a degree of a traced family": (["mixture", "-c", "h100*2", "--fix", "tp=2"], "traced with tp=1, got tp=2; take tp=1"),
+    "more tokens than a traced family takes": (
+        ["mixture", "-c", "h100*2", "-s", "129"], "sequence must be at most 128, the positions of the model",
+    ),
     "NaN": (["nan.json", "-c", "h100*2"], "n_embd must be a whole number"),
     "too many layers": (["deep.json", "-c", "h100*2"], "must be a whole number from"),
     "no text": (["binary.toml", "-c", "h100*2"], "cannot read the model 'binary.toml'"),
@@ -268,6 +285,7 @@ REFUSED = {
 def test_bad_input_is_refused_in_one_line(folder: Path, case: str):
     (folder / "empty").mkdir()
     (folder / "t5.json").write_text('{"model_type": "t5"}')
+    (folder / "other.json").write_text('{"model_type": "mine"}')
     (folder / "nan.json").write_text('{"model_type": "gpt2", "n_embd": NaN, "n_layer": 2, "n_head": 2}')
     (folder / "deep.json").write_text(json.dumps({**GPT2, "n_layer": 10**9}))
     (folder / "binary.toml").write_bytes(b"\xff\xfe")
@@ -306,6 +324,21 @@ def test_the_answer_says_what_why_and_what_would_change_it():
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
 
 
+def test_a_family_without_closed_form_is_traced(folder: Path):
+    words = ("-c", "h100*4", "-b", "8", "--layout", "pp=2,dp=2,zero=true")
+    of_config = plan("mixture", *words)
+    assert_is_prediction(of_config)
+    assert any("traced with tp=1" in sentence for sentence in of_config["assumptions"])
+    assert of_config["tokens_per_second"] == pytest.approx(8 * 128 / of_config["step_seconds"])
+    (folder / "wide.toml").write_text('[model]\npath = "mixture"\n[data]\nsequence = 64\n')
+    outcome = invoke("wide.toml", "-c", "h100*2", "-b", "8")
+    assert outcome.exit_code == 0, outcome.output
+    assert "8 samples of 64 tokens" in outcome.stdout
+    written = tomllib.loads((folder / "run.toml").read_text())
+    assert written["model"] == {"path": str(folder / "mixture")}
+    assert written["runtime"]["precision"] == "bf16-weights"
+
+
 def test_a_plan_imports_no_torch():
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom penstock.cli.plan import command\n"
@@ -332,7 +365,7 @@ def test_the_config_is_one_that_train_reads(folder: Path, layout: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["own.toml", "gpt2"])
+@pytest.mark.parametrize("model", ["own.toml", "gpt2", "mixture"])
 def test_the_planned_run_trains(folder: Path, model: str):
     text_folder(folder)  # of own.toml; the other trains on the default text
     words = [

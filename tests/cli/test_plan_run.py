@@ -127,6 +127,24 @@ def test_other_samples_and_no_config_are_refused(folder: Path):
     assert "cannot read the config of the run, run/config.toml" in str(invoke().exception)
 
 
+def test_a_run_of_a_family_without_closed_form(folder: Path):
+    """It is compared in the dtype and with the samples of the run; a run of another size is refused."""
+    config = {
+        "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_hidden_layers": 4, "num_local_experts": 4, "vocab_size": 64,
+    }  # fmt: skip
+    (folder / "moe.json").write_text(json.dumps(config))
+    (folder / "wider.json").write_text(json.dumps({**config, "num_local_experts": 6}))
+    write_config(folder / "run", {**CONFIG, "model": {"config": "moe.json"}})
+    words = ["-c", "cluster.toml", "--from-run", "run", "--layout", "pp=2", "--json"]
+    outcome = CliRunner().invoke(command, ["moe.json", *words])
+    assert outcome.exit_code == 0, outcome.exception
+    planned = json.loads(outcome.stdout)
+    assert planned["tokens_per_second"] == pytest.approx(8 * 16 / planned["step_seconds"])
+    refused = str(CliRunner().invoke(command, ["wider.json", *words]).exception)
+    assert re.search(r"trained a different model from wider: it has [\d,]+ parameters", refused)
+
+
 def test_a_finished_run_has_the_config_of_its_model(folder: Path):
     config = {
         "model_type": "gpt2",

@@ -237,3 +237,46 @@ def test_experts_of_fp32_count_the_products_of_the_chosen_ones():
     attention, router, experts = 4 * 32 * 32, 32 * 8, 2 * 3 * 32 * 64
     products = 2 * rows * tokens * (attention + router + experts)
     assert block.model_flops - block.attention_flops == products
+
+
+class _CountsBackwards(torch.autograd.Function):
+    count = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        _CountsBackwards.count += 1
+        return grad * 2
+
+
+class Counted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, width)
+        self.down = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(_CountsBackwards.apply(self.up(x)))
+
+
+def test_layers_with_the_same_operations_run_one_backward():
+    """Two widths, and each backward as a whole and as its first half."""
+    _CountsBackwards.count = 0
+    model = nn.Sequential(nn.Linear(4, 16), *(Counted(width) for width in (8, 8, 24, 8, 24, 8)))
+    profile = trace_layers(model, torch.zeros(2, 4), microbatches=[2])
+    assert _CountsBackwards.count == 2 * 2
+    assert [kind for *_, kind in profile.layers] == [0, 1, 1, 2, 1, 2, 1]
+    alone = trace_layers(nn.Sequential(nn.Linear(4, 16), Counted(24)), torch.zeros(2, 4), microbatches=[2])
+    of_both = [at.kinds[kind].points[0][1].weight_grad for at, kind in ((profile, 2), (alone, 1))]
+    assert of_both[0] == of_both[1]
+
+
+def test_gradients_of_weights_do_not_wait_for_each_other():
+    """A gradient is added to the sum of the step as soon as it is complete."""
+    width, rows = 64, 2
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(width, width) for _ in range(8))))
+    cost = trace_layers(model, torch.zeros(rows, width), microbatches=[rows]).kinds[0].points[0][1]
+    assert 4 * width**2 <= cost.transient_bytes < 2 * 4 * width**2

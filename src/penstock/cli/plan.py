@@ -113,7 +113,7 @@ def command(
     from penstock.cli.plan_files import require_writable
     from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
-    from penstock.plan.profile.model_profile import is_profile, read_model
+    from penstock.plan.profile.model_profile import is_profile
     from penstock.plan.run_layout import Layout
 
     values = layout_values_of(layout_text, fixes, schedules, devices, order_seconds)
@@ -131,7 +131,11 @@ def command(
     require_writable(out, page, order, read)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
-    profile, cluster = read_model(model), read_cluster(cluster_name)
+    for name, value in (("--sequence", sequence), ("--batch", batch)):
+        if value is not None and not 1 <= value <= 2**31:
+            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
+    cluster = read_cluster(cluster_name)
+    profile = _read_profile(model, cluster, run, sequence, values)
     if memory_limit is not None:
         cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
     untrained = None if own else why_untrained(profile, cluster, values)
@@ -193,6 +197,31 @@ def command(
         click.echo(line)
 
 
+def _read_profile(
+    model: str, cluster: Cluster, run: Path | None, sequence: int | None, values: Mapping[str, Any]
+) -> Profile:
+    """Return the profile of a model, traced if its family has no closed form; only then it loads torch."""
+    from penstock.plan.profile.model_profile import read_model
+    from penstock.plan.profile.model_shape import NoClosedFormError
+
+    try:
+        return read_model(model)
+    except NoClosedFormError as error:
+        from penstock.cli.plan_files import model_tables
+        from penstock.cli.plan_run import config_of, precision_of
+        from penstock.huggingface.traced_config import trace_config
+
+        if (tp := values.get("tp", 1)) != 1:
+            raise ConfigError(
+                f"{error.path} has no closed form and is traced with tp=1, got tp={tp}; take tp=1"
+            ) from error
+        config = model_tables(Path(model)) if run is None else config_of(run)
+        of_data = config.get("data", {}).get("sequence")
+        default = cluster.dtype if run is None else precision_of(config)
+        length = sequence or (of_data if isinstance(of_data, int) else None)
+        return trace_config(error, length, values.get("dtype") or default)
+
+
 def _search(
     profile: Profile, cluster: Cluster, *, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
     devices: int | None, top: int, seconds: float | None, as_json: bool,
@@ -248,13 +277,15 @@ def _run_lines(
         run_config,
         run_tables,
         start_of_run,
+        vocabulary_of,
         write_signed,
     )
 
     config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
     write_signed(out, run_config(plan, config))
     notes = [f"note:    {note}" for note in differences(plan.layout)]
-    data = data_of_run(config, profile.shape.vocabulary if profile.shape is not None else 0)
+    shape = profile.shape
+    data = data_of_run(config, vocabulary_of(config) if shape is None else shape.vocabulary)
     notes += [] if data is None else [f"data:    {data}"]
     return ["", f"written: {out}", *notes, *_indented("start:   ", start_of_run(plan, cluster, out))]
 
@@ -306,9 +337,6 @@ def sizes(
     from penstock.cli.plan_files import model_tables
     from penstock.plan.prediction import default_sequence
 
-    for name, value in (("--sequence", sequence), ("--batch", batch)):
-        if value is not None and not 1 <= value <= 2**31:
-            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
     tables = model_tables(model)
     # The default batch is the least power of two that has 4 samples for each device.
     of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")

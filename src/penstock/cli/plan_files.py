@@ -103,6 +103,12 @@ def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
     return f"{header(plan)}{notes}\n{tomli_w.dumps(config)}"
 
 
+def vocabulary_of(config: dict[str, dict[str, Any]]) -> int:
+    """Return the tokens of the vocabulary of a run's Hugging Face model; 0 if its config does not say."""
+    size = model_tables(Path(config["model"].get("path") or config["model"]["config"])).get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
 def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
     """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours."""
     source = config["model"].get("path") or config["model"].get("config")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.plan.fitting import Residual
     from penstock.plan.prediction import Prediction
     from penstock.plan.profile.model_profile import Profile
-    from penstock.plan.profile.model_shape import ModelShape
     from penstock.plan.run_layout import Layout
     from penstock.trace.events import Trace
 
@@ -81,7 +80,7 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     from penstock.show.run import read_run
     from penstock.trace.bubbles import makespan
 
-    config = _config(run)
+    config = config_of(run)
     layout, length, batch = _layout_of(run, config)
     _require_same_model(profile, run, config)
     if sequence not in (None, length):
@@ -90,9 +89,7 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
             f"{sequence} tokens"
         )
     if profile.shape is not None:
-        layout = layout.with_values(
-            dtype=str(config.get("runtime", {}).get("precision", "fp32")).removesuffix("-weights")
-        )
+        layout = layout.with_values(dtype=precision_of(config))
         if layout.dtype not in cluster.device.matmul:
             raise ConfigError(
                 f"{run} multiplied in {layout.dtype}, and {cluster.name} has rates for {', '.join(cluster.device.matmul)}; "
@@ -114,7 +111,13 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
     )
 
 
-def _config(run: Path) -> dict[str, Any]:
+def precision_of(config: dict[str, Any]) -> str:
+    """Return the dtype of the matrix products of a run, from its config."""
+    return str(config.get("runtime", {}).get("precision", "fp32")).removesuffix("-weights")
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """Return the config of a run."""
     path = run / "config.toml"
     try:
         return tomllib.loads(path.read_text())
@@ -152,13 +155,10 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
 
 def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> None:
     """Raise `ConfigError` if a run's model has other sizes than the one that is planned."""
-    from penstock.plan.profile.model_shape import read_shape
-
     table = config.get("model", {})
     # A finished run of a Hugging Face model has its config.
     kept = (table.get("config") or table.get("path")) and (run / "config.json").is_file()
-    shape = read_shape(run / ("config.json" if kept else "config.toml"))
-    for what, planned, ran in _sizes(profile, shape):
+    for what, planned, ran in _sizes(profile, run / ("config.json" if kept else "config.toml")):
         if planned != ran:
             raise ConfigError(
                 f"{run} trained a different model from {profile.name}: it has {ran:,} {what}, and {profile.name} has "
@@ -166,12 +166,21 @@ def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> 
             )
 
 
-def _sizes(profile: Profile, shape: ModelShape) -> list[tuple[str, int, int]]:
+def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
     """Return (name, size of the planned model, size of the run's) for every size that both have."""
+    from penstock.plan.profile.model_shape import NoClosedFormError, read_shape
+
     planned = profile.shape
+    try:
+        shape = read_shape(path)
+    except NoClosedFormError as error:
+        from penstock.huggingface.traced_config import sizes_of
+
+        blocks, parameters = sizes_of(error)
+        return [("blocks", profile.blocks, blocks), ("parameters", round(profile.parameters), parameters)]
     if planned is None:
         counts = [("blocks", profile.blocks, shape.layers)]
-        # A profile counts tied weights on both of their layers.
+        # A profile of one's own layers may count tied weights on both of them.
         return (
             counts if shape.tied else [*counts, ("parameters", round(profile.parameters), shape.parameters)]
         )

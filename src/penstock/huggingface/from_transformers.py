@@ -119,6 +119,13 @@ def from_transformers(
     )
 
 
+def layers_on_meta(config: Any, dtype: torch.dtype) -> list[Layer]:
+    """Return the layers of a config's model, without weights, for a trace; errors are those of `from_transformers`."""
+    pattern = on_meta(config, dtype)
+    _prove(pattern, check=True)
+    return _layers(pattern, pattern.get_submodule)
+
+
 def local_folder(given: str | os.PathLike[str]) -> Path:
     """Return the path of a local folder.
 
@@ -161,7 +168,7 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         if isinstance(size, int) and size > LARGEST_SIZE:
             raise DataError(f"{path} has {key} {size:,}; a size of a model is at most {LARGEST_SIZE:,}")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(table)
+        config = CONFIG_MAPPING[kind].from_dict(_with_floats(table))
         # For another kernel, the library would download code from the hub.
         if config._attn_implementation not in _OWN_KERNELS:
             config._attn_implementation = None
@@ -172,6 +179,17 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         raise SplitError(reason)
     require_variant(config)
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return JSON of the library with infinite numbers, which it writes as an object, in the place of these objects."""
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if list(value) == ["__float__"]:
+        return float(value["__float__"])
+    return {key: _with_floats(one) for key, one in value.items()}
 
 
 def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:

@@ -372,6 +372,11 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
             "AdamW."
         )
+    elif profile.source == "traced":
+        sentences.append(
+            f"Layers are traced with tp=1, kernel by kernel as torch runs them in {profile.dtype}; fused kernels keep less "
+            "and are faster."
+        )
     if machine := profile.machine:
         sentences.append(
             f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "

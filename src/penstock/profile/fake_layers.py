@@ -73,6 +73,7 @@ class LayerRun:
     inputs: Any  # value that it took, of fake tensors
     named: Mapping[str, Any]
     key: object  # equal for layers of the same kind
+    tied: int  # parameters that an earlier layer has, too
 
 
 def run_layers(layers: Sequence[Layer], sample: Sample, rows: int) -> list[LayerRun]:
@@ -104,6 +105,7 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
     context = Context(dict(fake(dict(sample.named))), {})
     counted: set[int] = set()
     runs: list[LayerRun] = []
+    known: dict[object, LayerCost] = {}
     for n, layer in enumerate(layers):
         with _naming(layer):
             module = _fake_module(StageModule([layer], seed=sample.seed), mode, device)
@@ -113,8 +115,9 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
                 loss = (sample.loss_fn, fake(sample.target))
             with mode, device:
                 run, value = _run_layer(
-                    layer, module, value, context, loss=loss, counted=counted, autocast=sample.autocast
-                )
+                    layer, module, value, context, loss=loss, counted=counted, known=known,
+                    autocast=sample.autocast,
+                )  # fmt: skip
         runs.append(run)
     return runs
 
@@ -127,6 +130,7 @@ def _run_layer(
     *,
     loss: tuple[LossFunction, Any] | None,
     counted: set[int],
+    known: dict[object, LayerCost],
     autocast: torch.dtype | None,
 ) -> tuple[LayerRun, Any]:
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -142,54 +146,67 @@ def _run_layer(
 
     inputs = _leaves_of_a_stage(value)
     leaves = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
-    forward, backward, input_half = (OpCounter(excluded) for _ in range(3))
+    forward = OpCounter(excluded)
     precision = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with within(context), precision, saved_tensors_hooks(pack, lambda tensor: tensor), forward:
         output = module.run(inputs, context, 0, 1)
         if loss is not None:
             output = _loss(loss[0](output, loss[1]))
-    roots = [
-        x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and x.grad_fn
-    ]
-    _backward(roots, [*leaves, *parameters], backward)
-    _backward(roots, leaves, input_half)
     counted |= saved.keys()
     counted |= {storage_key(x) for x in leaves}
-    taken = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-    handed = 0 if loss is not None else _bytes(output)
-    weights = backward.without(input_half)
-    cost = LayerCost(
-        forward=forward.works(),
-        input_grad=input_half.works(),
-        weight_grad=weights.works(),
-        saved_bytes=sum(saved.values()),
-        selective_bytes=sum(saved.values()),
-        waiting_bytes=forward.weight_outputs + sum(forward.weight_inputs.values()),
-        input_bytes=sum(x.untyped_storage().nbytes() for x in taken),
-        output_bytes=handed,
-        transient_bytes=max(0, backward.peak_bytes),
-        parameters=sum(p.numel() for p in module.parameters()),
-        model_flops=forward.flops,
-        attention_flops=forward.attention_flops,
-    )
-    figures = (cost.model_flops, cost.saved_bytes, cost.output_bytes)
+    kept, handed = sum(saved.values()), 0 if loss is not None else _bytes(output)
     key = (
         _description(module),
         _shapes(module),
         _signature(inputs),
         _signature(named),
         loss is None,
-        figures,
+        (forward.flops, kept, handed),
     )
-    return LayerRun(layer, cost, inputs, named, key), output
+    # Equal operations leave equal graphs, so only the first of these layers runs its backward.
+    same = (key, tuple(forward.operations))
+    if same not in known:
+        backward, input_half = OpCounter(excluded), OpCounter(excluded)
+        roots = [
+            x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and x.grad_fn
+        ]
+        _backward(roots, [*leaves, *parameters], backward)
+        _backward(roots, leaves, input_half)
+        taken = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        weights = backward.without(input_half)
+        known[same] = LayerCost(
+            forward=forward.works(),
+            input_grad=input_half.works(),
+            weight_grad=weights.works(),
+            saved_bytes=kept,
+            selective_bytes=kept,
+            waiting_bytes=forward.weight_outputs + sum(forward.weight_inputs.values()),
+            input_bytes=sum(x.untyped_storage().nbytes() for x in taken),
+            output_bytes=handed,
+            transient_bytes=max(0, backward.peak_bytes),
+            parameters=sum(p.numel() for p in module.parameters()),
+            model_flops=forward.flops,
+            attention_flops=forward.attention_flops,
+        )
+    own = dict(module.layers[0].named_parameters(remove_duplicate=False))
+    tied = sum(own[name].numel() for name in layer.tied)
+    return LayerRun(layer, known[same], inputs, named, key, tied), output
 
 
 def _backward(roots: Sequence[Tensor], of: Sequence[Tensor], counter: OpCounter) -> None:
     if roots and of:
         grads = [torch.ones_like(root) for root in roots]
+        # As in a run, which adds it to the sum of the step, a gradient goes as soon as it is complete.
+        hooks = [x.register_post_accumulate_grad_hook(_drop_grad) for x in of]
         with counter:
             # The graph runs twice: for the whole backward, and for its first half.
-            torch.autograd.grad(roots, of, grads, retain_graph=True, allow_unused=True)
+            torch.autograd.backward(roots, grads, retain_graph=True, inputs=of)
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop_grad(leaf: Tensor) -> None:
+    leaf.grad = None
 
 
 def _loss(returned: Any) -> Any:

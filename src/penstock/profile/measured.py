@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.fake_layers import LayerRun, Sample
-from penstock.profile.traced import dtype_of_runs, input_values, kinds_of, require_autocast, trace_sizes
+from penstock.profile.traced import input_values, kinds_of, profile_of_runs, require_autocast, trace_sizes
 from penstock.stage.compute.runner import LossFunction, LossInputs, Messages, Settings
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer, as_layers
@@ -86,7 +86,7 @@ def measure_layers(
     layers = as_layers(model)
     sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
     runs = trace_sizes(layers, sample, microbatches)
-    of_layers, chosen = kinds_of(runs)
+    _, chosen = kinds_of(runs)
     cases = [
         (kind, size, way)
         for kind in (_EMPTY, *range(len(chosen)))
@@ -109,18 +109,13 @@ def measure_layers(
     )
     smallest = next(iter(runs))
     empty = [times[_EMPTY, smallest, way, op] for way, op in (("whole", "F"), ("whole", "B"))]
-    return Profile(
-        name=name or type(model).__name__,
+    return replace(
+        profile_of_runs(name or type(model).__name__, layers, sample, runs),
         source="measured",
-        shape=None,
-        sequence=sample.tokens,
-        dtype=dtype_of_runs(runs, sample),
         kinds=kinds,
-        layers=tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
         machine=_machine(ranks, rounds),
         op_overhead=statistics.mean(empty),
         spread=_spread(samples),
-        autocast=autocast is not None,
     )
 
 

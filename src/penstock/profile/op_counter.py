@@ -48,6 +48,8 @@ class OpCounter(TorchDispatchMode):
         self.weight_inputs: dict[int, int] = {}
         # Most bytes that were in use at once of those made within the mode, without what it returned last.
         self.peak_bytes = 0
+        # Every operation, with the shapes and dtypes of what it took and made.
+        self.operations: list[object] = []
         self._weights = weights
         self._sums: dict[str, _Sum] = {}
         self._live: dict[int, Any] = {}
@@ -59,6 +61,7 @@ class OpCounter(TorchDispatchMode):
             return out
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.operations.append((func, *((x.shape, x.dtype) for x in (*taken, *made))))
         storages = {storage_key(x) for x in taken}
         mutates = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if not mutates and made and all(storage_key(x) in storages for x in made):

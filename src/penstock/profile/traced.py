@@ -84,6 +84,7 @@ def profile_of_runs(
         dtype=dtype,
         kinds=kinds,
         layers=entries,
+        tied=sum(run.tied for run in next(iter(runs.values()))),
         autocast=sample.autocast is not None,
     )
 

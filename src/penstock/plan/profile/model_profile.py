@@ -116,6 +116,7 @@ class Profile:
         dtype: dtype of traced and measured costs.
         kinds: costs of each kind of layer, unless the source is "sizes".
         layers: (name, role, kind) of every layer in order, unless the source is "sizes".
+        tied: number of parameters that traced layers share with earlier ones.
         machine: description of the device that was measured.
         op_overhead: measured seconds that the runtime adds to each op.
         step_overhead: measured seconds that the runtime adds to each step, optimizer included.
@@ -131,6 +132,7 @@ class Profile:
     dtype: str = "fp32"
     kinds: tuple[ProfiledLayer, ...] = ()
     layers: tuple[tuple[str, Role, int], ...] = ()
+    tied: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
     op_overhead: float = 0.0
     step_overhead: float = 0.0
@@ -147,10 +149,10 @@ class Profile:
 
     @property
     def parameters(self) -> float:
-        """Number of parameters of the model."""
+        """Number of parameters of the model; a tied weight counts once."""
         if self.shape is not None:
             return self.shape.parameters
-        return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers)
+        return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers) - self.tied
 
     def table(self, load: Workload) -> LayerTable:
         """Return the costs of all layers under a load.
@@ -185,6 +187,7 @@ class Profile:
             tuple(kind for *_, kind in self.layers),
             tuple(role for _, role, _ in self.layers),
             tuple(name for name, *_ in self.layers),
+            self.tied,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -263,6 +266,7 @@ def _profile_of(table: dict[str, Any]) -> Profile:
     _require("source", profile.source in get_args(Source), profile.source)
     _require("dtype", profile.dtype in DTYPE_BYTES, profile.dtype)
     _require("sequence", profile.sequence is None or is_count(profile.sequence), profile.sequence)
+    _require("tied", is_count(profile.tied + 1), profile.tied)
     _require("name", isinstance(profile.name, str), profile.name)
     _require("machine", isinstance(profile.machine, Mapping), profile.machine)
     _require("autocast", isinstance(profile.autocast, bool), profile.autocast)

@@ -22,6 +22,14 @@ _MAX_BYTES = 16 * MEGABYTE
 _MOST_LAYERS = 10_000
 
 
+class NoClosedFormError(ConfigError):
+    """A model of a family without a closed form; `path` is its ``config.json``."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of the layers: an embedding, equal blocks, a final norm and a head.
@@ -291,8 +299,12 @@ def _hugging_face(value: object, key: str, path: Path) -> Path:
 
 def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     kind = table.get("model_type")
+    if kind is None:
+        raise ConfigError(
+            f"{path}: the config has no model_type, which says of what family the model is; is it one of a language model?"
+        )
     if not isinstance(kind, str) or kind not in _TRAITS:
-        raise ConfigError(f"{path}: {_unknown(table)}")
+        raise NoClosedFormError(f"{path}: {_unknown(table)}", path)
     if (reason := refused_variant(table) or refused_architecture(table)) is not None:
         raise ConfigError(f"{path}: {reason}")
     traits = dict(_TRAITS[kind])
@@ -364,15 +376,13 @@ def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
 def _unknown(table: dict[str, Any]) -> str:
     """Return why a model's family has no closed form, and what to do."""
     kind, part = table.get("model_type"), table.get("text_config")
-    if kind is None:
-        return "the config has no model_type, which says of what family the model is; is it a language model's config?"
     what = f"no closed form for a model of type {kind!r}"
     if isinstance(part, dict) and part.get("model_type") in _TRAITS:
         return f"{what}; its text part ({part['model_type']}) has one: write text_config to a config.json of its own"
     return (
-        f"{what}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
-        "`penstock.profile_layers`, trace it without weights (measure=False), save the profile as JSON, and plan that; see "
-        "docs/planning.md"
+        f"{what}; `penstock plan` traces a config that penstock.from_transformers takes. Give any other model as a list of "
+        "layers to `penstock.profile_layers`, trace it without weights (measure=False), save the profile as JSON, and plan "
+        "that; see docs/planning.md"
     )
 
 
