@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.base.errors import ConfigError
@@ -52,17 +52,17 @@ def _rotary_rules(parameters: object) -> list[str]:
     return [str(rules.get("rope_type") or rules.get("type")) for rules in (by_kind or [parameters])]
 
 
-def refused_architecture(config: Mapping[str, Any]) -> str | None:
-    """Return why the architectures that a ``config.json`` names are no causal language model; None if one is, or is open."""
+def refused_architecture(config: Mapping[str, Any], heads: Collection[str] = ("CausalLM",)) -> str | None:
+    """Return why the architectures that a ``config.json`` names have none of some heads; None if one has, or is open."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return None
-    heads = [str(name).partition("For")[2] for name in names]
-    if any(head in ("", "CausalLM") for head in heads):
+    if any(str(name).partition("For")[2] in ("", *heads) for name in names):
         return None
+    others = " and models ".join(["", *(f"...For{head}" for head in heads if head != "CausalLM")])
     return (
-        f"the config's architectures is {', '.join(map(str, names))}, and only causal language models can be split; write "
-        "...ForCausalLM there if it is one"
+        f"the config's architectures is {', '.join(map(str, names))}, and only causal language models{others} can be taken "
+        "here; write ...ForCausalLM there if it is one"
     )
 
 

@@ -1,4 +1,4 @@
-"""Split of a Hugging Face causal language model into layers: what comes before its blocks, the blocks, what comes after.
+"""Split of a Hugging Face model into layers: what comes before its blocks, the blocks, what comes after.
 
 The library's model is built on the meta device, where it takes no memory, and is the pattern from which each process
 makes its own layers. `penstock.huggingface.own_forward` runs them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
 from penstock.huggingface.conversion import converted
+from penstock.huggingface.heads import CAUSAL, HEADS, SEQUENCE, classes_of, empty_model, head_in, head_of
 from penstock.huggingface.library import require_library
+from penstock.huggingface.loss import ModelLoss, causal_lm_loss, valid_tokens
 from penstock.huggingface.own_forward import OwnBlock, OwnEmbedding, OwnForward, OwnHead, twin
 from penstock.huggingface.proof import require_equal
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
@@ -51,10 +53,11 @@ Make = Callable[[str], nn.Module]
 def from_transformers(
     model: object, *, seed: int = 0, adapters: object = None, check: bool = True
 ) -> list[Layer]:
-    """Split a causal language model of Hugging Face transformers into layers that a `Pipeline` takes.
+    """Split a model of Hugging Face transformers into layers that a `Pipeline` takes.
 
     The first layer takes token ids, int64 (batch, sequence); layers pass on the hidden state, (batch, sequence, width);
-    the last returns logits, (batch, sequence, vocabulary). Masks and positions are named inputs of a step:
+    the last returns logits, (batch, sequence, vocabulary); (batch, sequence, labels) for token classification and (batch,
+    labels) for sequence classification. Masks and positions are named inputs of a step:
     ``pipe.step(ids, labels, attention_mask=mask)``, 1 for a token and 0 for padding, on the left or on the right. Without
     a mask, ``position_ids`` that restart at 0 mark sequences packed into one row, which then do not attend to each other.
     Parameters have the names of the library's model.
@@ -68,7 +71,8 @@ def from_transformers(
     Args:
         model: one of
 
-            - a model, as ``AutoModelForCausalLM`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
+            - a model, as ``AutoModelForCausalLM``, ``AutoModelForSequenceClassification`` or
+              ``AutoModelForTokenClassification`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
               parameters are used;
             - a config, or the path of a ``config.json``: each process builds only its own layers, with weights by the
               library's rules, drawn from `seed` and the names of the modules alone;
@@ -98,7 +102,7 @@ def from_transformers(
         path = Path(model).expanduser()
         if not os.path.isfile(path):
             return _of_folder(local_folder(model), adapters, seed, check)
-        model = read_config(path)
+        model = read_config(path, HEADS)
     if adapters is not None:
         raise ConfigError(
             "adapters are added to the weights of a folder; of a model in memory give peft.get_peft_model(model, config)"
@@ -111,9 +115,9 @@ def from_transformers(
     if isinstance(model, PreTrainedConfig):
         require_variant(model)
         pattern = on_meta(model)
-        _prove(pattern, check)
+        _prove(pattern, head_in(model), check)
         _require_known_ties(pattern)
-        return _layers(pattern, partial(_initialised, pattern, seed))
+        return _layers(pattern, head_in(model), partial(_initialised, pattern, seed))
     raise ConfigError(
         f"from_transformers takes a transformers model, a config or a local folder, got a {type(model).__name__}"
     )
@@ -122,8 +126,8 @@ def from_transformers(
 def layers_on_meta(config: Any, dtype: torch.dtype) -> list[Layer]:
     """Return the layers of a config's model, without weights, for a trace; errors are those of `from_transformers`."""
     pattern = on_meta(config, dtype)
-    _prove(pattern, check=True)
-    return _layers(pattern, pattern.get_submodule)
+    _prove(pattern, CAUSAL, True)
+    return _layers(pattern, CAUSAL, pattern.get_submodule)
 
 
 def local_folder(given: str | os.PathLike[str]) -> Path:
@@ -141,18 +145,21 @@ def local_folder(given: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, heads: Collection[str] = (CAUSAL,)) -> Any:
     """Read a ``config.json`` as the library's config.
+
+    Args:
+        heads: heads that its architectures may have (default that of causal language models).
 
     Raises:
         DataError: if it cannot be read, or the library refuses it.
         SplitError: if its family cannot be split.
     """
     require_library()
-    return config_from(model_folder.read_json(path), path)
+    return config_from(model_folder.read_json(path), path, heads)
 
 
-def config_from(table: dict[str, Any], path: str | Path) -> Any:
+def config_from(table: dict[str, Any], path: str | Path, heads: Collection[str] = (CAUSAL,)) -> Any:
     """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`."""
     from transformers import CONFIG_MAPPING
 
@@ -175,7 +182,7 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         config._experts_implementation = None
     except Exception as error:  # the library's own checks raise many kinds
         raise DataError(f"transformers cannot use {path}: {describe_error(error)}") from error
-    if (reason := refused_architecture(table)) is not None:
+    if (reason := refused_architecture(table, heads)) is not None:
         raise SplitError(reason)
     require_variant(config)
     return config
@@ -194,14 +201,12 @@ def _with_floats(value: Any) -> Any:
 
 def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Build the library's model on the meta device, from a copy of the config."""
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(config)
     if dtype is not None:
         config.dtype = dtype
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return empty_model(config, head_in(config))
     except Exception as error:  # a value that the library has not checked, such as the name of an activation
         raise DataError(
             f"transformers cannot build the model of this {type(config).__name__}: {describe_error(error)}"
@@ -209,34 +214,32 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _of_model(model: Any, check: bool) -> list[Layer]:
-    require_variant(model.config)
-    if not isinstance(model, _classes(model.config)):
-        raise SplitError(
-            f"a {type(model).__name__} is not a causal language model; give what AutoModelForCausalLM makes"
-        )
-    causal: Any = model
-    classes: tuple[Any, ...] = _classes(causal.config)
-    if all(type(causal).forward is not kind.forward for kind in classes):
-        raise SplitError(
-            f"{type(causal).__name__} has a forward of its own, and only that of {classes[0].__name__} is proved, with its "
-            "loss; use that class and give the Pipeline what yours does as loss_fn, or register yours with a config of its "
-            "own (AutoModelForCausalLM.register)"
-        )
-    built = [(layer, layer.build()) for layer in _layers(causal, causal.get_submodule)]
-    _prove(causal, check)
+    head = head_of(model)
+    require_variant(model.config, head)
+    built = [(layer, layer.build()) for layer in _layers(model, head, model.get_submodule)]
+    _prove(model, head, check)
     # The modules show which weights are tied, also those that the user has tied.
     return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
 
 
-def require_variant(config: Any) -> None:
-    """Require a config of a causal language model whose layers take a hidden state, a padding mask and positions alone.
+def require_variant(config: Any, head: str | None = None) -> None:
+    """Require a config of a model whose layers take a hidden state, a padding mask and positions alone.
+
+    Args:
+        head: head of the model; None for the one that the config asks for.
 
     Raises:
         SplitError: if transformers has no such model for it, or the config asks for more; names the key.
     """
     kind = str(getattr(config, "model_type", ""))
-    if not _classes(config):
-        raise SplitError(f"transformers has no causal language model of type {kind!r}, so it cannot be split")
+    head = head_in(config) if head is None else head
+    if not classes_of(config, head):
+        raise SplitError(f"transformers has no {HEADS[head][1]} of type {kind!r}, so it cannot be split")
+    if head == SEQUENCE and config.get_text_config().pad_token_id is None:
+        raise SplitError(
+            "the config has no pad_token_id, by which a model for sequence classification finds the last token of each row; "
+            "set it, as in model.config.pad_token_id = tokenizer.pad_token_id"
+        )
     reason = refused_variant({key: getattr(config, key, None) for key in VARIANT_KEYS})
     if reason is not None:
         raise SplitError(reason)
@@ -247,20 +250,10 @@ def require_variant(config: Any) -> None:
             )
 
 
-def _classes(config: Any) -> tuple[type, ...]:
-    """Return the library's classes of causal language models for a config; none if there are none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return ()
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _prove(model: Any, check: bool) -> None:
+def _prove(model: Any, head: str, check: bool) -> None:
     # A loss of routers is computed by a formula, which only the proof shows to be the model's.
     if check or getattr(model.config, "output_router_logits", False):
-        require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()))
+        require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()), head)
 
 
 def _base_of(model: Any) -> Any:
@@ -273,7 +266,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[Layer]:
-    config = read_config(folder / model_folder.CONFIG)
+    config = read_config(folder / model_folder.CONFIG, HEADS)
     stored = model_folder.stored_tensors(folder)
     if not stored:
         raise DataError(f"the weights in {folder} are empty")
@@ -281,7 +274,8 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
     pattern = on_meta(config, config.dtype or model_folder.dtype_of(stored))
     renamed = {other: name for name, other in STORED_NAMES.get(config.model_type, {}).items()}
     stored = converted(folder, pattern, {renamed.get(name, name): one for name, one in stored.items()})
-    _prove(pattern, check)
+    head = head_in(config)
+    _prove(pattern, head, check)
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}
     # Old files have the rotary frequencies, which the library now computes.
     ignored = [*(pattern._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
@@ -295,7 +289,7 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
                 "tie_word_embeddings to false there, or leave one of them out"
             )
     if adapters is None:
-        return _layers(pattern, partial(_loaded, pattern, matches))
+        return _layers(pattern, head, partial(_loaded, pattern, matches))
     stored_adapters: dict[str, model_folder.Stored] | None = None
     if isinstance(adapters, str | os.PathLike):
         adapters_folder = Path(adapters).expanduser()
@@ -304,7 +298,7 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
     if stored_adapters is not None:
         fill.require_fitting(adapters_folder, added, stored_adapters)
     return with_adapters(
-        _layers(pattern, partial(_adapted, pattern, matches, added, stored_adapters, seed)), added
+        _layers(pattern, head, partial(_adapted, pattern, matches, added, stored_adapters, seed)), added
     )
 
 
@@ -341,7 +335,7 @@ def embedding_name(model: Any) -> str:
     return name
 
 
-def _layers(model: Any, make: Make) -> list[Layer]:
+def _layers(model: Any, head: str, make: Make) -> list[Layer]:
     own = OwnForward(model, partial(_around_the_blocks, model))
     tied = tied_names(model)
 
@@ -355,7 +349,10 @@ def _layers(model: Any, make: Make) -> list[Layer]:
         return begins_in(name, own.after)
 
     first, last = joint_name(own.before, 0), joint_name(own.after, own.count + 1)
-    batch = BatchNames("input_ids", "labels", frozenset(own.named))
+    loss: tuple[Any, Any] = causal_lm_loss, valid_tokens
+    if head != CAUSAL:
+        loss = (own_loss := ModelLoss(model, head)), own_loss.count
+    batch = BatchNames("input_ids", "labels", frozenset(own.named), loss)
     return [
         Layer(first, partial(around, OwnEmbedding, own.before), "embedding", batch=batch),
         *(Layer(path, partial(block, n)) for n, path in enumerate(own.paths)),

@@ -1,13 +1,18 @@
-"""Loss of a causal language model with labels in Hugging Face's convention.
+"""Losses of Hugging Face's models with labels in their convention.
 
-``labels[:, i]`` is the token at position i, and the logits at position i predict the token at i + 1: the loss shifts the
-labels. Positions with the label -100 are ignored.
+Of a causal language model, ``labels[:, i]`` is the token at position i, and the logits at position i predict the token at
+i + 1: the loss shifts the labels. Positions with the label -100 are ignored.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from penstock.huggingface.heads import CAUSAL, SEQUENCE
 
 IGNORED = -100
 
@@ -32,3 +37,47 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def valid_tokens(labels: Tensor) -> int:
     """Return the number of labels that `causal_lm_loss` uses: those after the first position that are not -100."""
     return int((labels[:, 1:] != IGNORED).sum())
+
+
+class ModelLoss:
+    """Loss that a model of transformers computes itself: (logits, labels) → scalar.
+
+    Args:
+        model: the model.
+        head: its head, one of `HEADS`.
+    """
+
+    ignore_index = IGNORED
+
+    def __init__(self, model: Any, head: str) -> None:
+        self._loss, self._config, self.head = model.loss_function, model.config, head
+
+    def __call__(self, logits: Tensor, labels: Tensor, divisor: Tensor | int | None = None) -> Tensor:
+        """Return the mean over the targets; with a divisor, their sum divided by it."""
+        loss: Tensor
+        if self.head == CAUSAL:
+            loss = self._loss(
+                logits=logits, labels=labels, vocab_size=self._config.vocab_size, num_items_in_batch=divisor
+            )
+            return loss
+        loss = self._loss(
+            logits=logits,
+            labels=labels,
+            pooled_logits=logits,
+            config=self._config,
+            num_items_in_batch=divisor,
+        )
+        # The library takes a number of targets for cross entropy alone, and has found out by now which loss it is.
+        if (
+            divisor is None
+            or self.head != SEQUENCE
+            or self._config.problem_type == "single_label_classification"
+        ):
+            return loss
+        return loss * (len(labels) / divisor)
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Return the number of targets: labels that are not -100, or rows where labels are numbers with a fraction."""
+        if labels.is_floating_point():
+            return torch.tensor(len(labels), device=labels.device)
+        return ((labels[:, 1:] if self.head == CAUSAL else labels) != IGNORED).sum()

@@ -1,4 +1,4 @@
-"""A causal language model of transformers as layers, by its own forward with stubs in the place of its blocks.
+"""A model of transformers as layers, by its own forward with stubs in the place of its blocks.
 
 The forward is never copied or read. It runs on a *shell* of the model: shallow copies of the modules around the blocks,
 with a stub for each block. A stub records the arguments that it is called with and returns its input, so masks, rotary
@@ -8,7 +8,8 @@ tables and indices are what the model's own code makes of them. Three runs serve
 - a block runs with the arguments that its stub has recorded, in a run up to the last stub;
 - the last layer runs the whole forward, where the last stub returns the hidden state of the last block.
 
-The last two have no token ids. They run on a *probe*, a tensor of NaN in the place of the embedded tokens, and modules with
+The last two have no token ids, but for the last layer of a model that pools, which finds each row's last token by them.
+They run on a *probe*, a tensor of NaN in the place of the embedded tokens, and modules with
 parameters before the blocks return NaN, too. So no value before the blocks can reach an argument or the logits unseen.
 Between two stubs the object must stay the same one, which proves that the forward does nothing there.
 """
@@ -30,8 +31,9 @@ from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
 from penstock.huggingface.router_loss import router_loss_of
 from penstock.stage.layers import INTERNAL, Live, follow, live_copy
+from penstock.stage.named import give
 
-NAMED = ("attention_mask", "position_ids")
+NAMED = ("attention_mask", "position_ids", "token_type_ids")
 """Named inputs of a step that a model's forward may take."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -166,6 +168,7 @@ class OwnForward:
         parent: module with the list of blocks.
         before, after: paths of modules with parameters that run before the first block, and after the last or never.
         named: names of `NAMED` that the forward takes.
+        pools: whether the model has logits of each row, not of each token.
         router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
             beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
 
@@ -198,7 +201,7 @@ class OwnForward:
         if self.router_loss is not None:
             constants["output_router_logits"] = False  # the layers compute the loss
         self._constants = {name: value for name, value in constants.items() if anything or name in taken}
-        self._form = 0
+        self._form, self.pools = 0, False
         self.before, self.after = self._order()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
@@ -232,16 +235,22 @@ class OwnForward:
             calls: list[Call] = self._cache.get(owner, key, lambda: self._calls(hidden, given))
         return calls[number]
 
-    def logits(self, layer: nn.Module, hidden: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
+    def logits(
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        named: Mapping[str, Tensor | None],
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits for the hidden state after the last block.
 
         Args:
             layer: module with the modules of `after` by their paths.
+            input_ids: token ids if the model pools; what is embedded is NaN all the same.
         """
         run = _Run(self.count, self._form, stop=None, last=hidden)
-        output = self._run(
-            run, layer, self.after, layer.training, inputs_embeds=_probe(hidden), **self._given(named)
-        )
+        start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
+        output = self._run(run, layer, self.after, layer.training, **start, **self._given(named))
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits
 
@@ -309,8 +318,9 @@ class OwnForward:
                     leaf in run.rests for leaf in _leaves([call.args, call.kwargs]) if isinstance(leaf, _Rest)
                 ):
                     raise self._refusal("its blocks take more than the hidden state from the block before")
-            if not isinstance(getattr(output, "logits", None), Tensor):
+            if not isinstance(logits := getattr(output, "logits", None), Tensor):
                 raise self._refusal("its forward returns no logits")
+            self.pools = logits.dim() == 2
             return self._sides(run)
         assert furthest is not None
         raise furthest[1]
@@ -502,29 +512,41 @@ class _Folder(Live, nn.Module):
 class OwnEmbedding(_OwnLayer):
     """Part of a model's forward before its blocks: int64 (batch, sequence) → (batch, sequence, width)."""
 
+    def __init__(self, own: OwnForward, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(own, modules)
+        self.gives = ("input_ids",) if own.pools else ()
+
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Any:
-        hidden = self.own.embed(
-            self, input_ids, {"attention_mask": attention_mask, "position_ids": position_ids}
-        )
+        hidden = self.own.embed(self, input_ids, _by_name(attention_mask, position_ids, token_type_ids))
+        if self.gives:
+            give("input_ids", input_ids)
         router_loss = self.own.router_loss
         return hidden if router_loss is None else (hidden, *router_loss.zeros(hidden.device))
 
 
 class OwnHead(_OwnLayer):
-    """Part of a model's forward after its blocks: (batch, sequence, width) → (batch, sequence, vocabulary)."""
+    """Part of a model's forward after its blocks: (batch, sequence, width) → logits."""
 
     def forward(
-        self, hidden_states: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        hidden_states: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
     ) -> Tensor:
         if self.own.router_loss is not None:
             hidden_states, count, probability = hidden_states
             tokens = hidden_states.shape[:2].numel()
             self.own.router_loss.add_to_loss(count, probability, tokens, attention_mask)
-        return self.own.logits(
-            self, hidden_states, {"attention_mask": attention_mask, "position_ids": position_ids}
-        )
+        named = _by_name(attention_mask, position_ids, token_type_ids)
+        return self.own.logits(self, hidden_states, named, input_ids if self.own.pools else None)
 
 
 class OwnBlock(nn.Module):
@@ -534,9 +556,13 @@ class OwnBlock(nn.Module):
     number: int
 
     def forward(
-        self, hidden_states: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        hidden_states: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Any:
-        named = {"attention_mask": attention_mask, "position_ids": position_ids}
+        named = _by_name(attention_mask, position_ids, token_type_ids)
         router_loss = self.own.router_loss
         if router_loss is None:
             return self._hidden(hidden_states, named)
@@ -552,6 +578,10 @@ class OwnBlock(nn.Module):
         else:
             output = super().forward(hidden_states, *call.args, **call.kwargs)
         return self.own.hidden_of(output)
+
+
+def _by_name(*values: Tensor | None) -> dict[str, Tensor | None]:
+    return dict(zip(NAMED, values, strict=True))
 
 
 def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
-from penstock.huggingface.loss import IGNORED, causal_lm_loss
+from penstock.huggingface.heads import CAUSAL, SEQUENCE, TOKEN, empty_model
+from penstock.huggingface.loss import IGNORED, ModelLoss, causal_lm_loss
 from penstock.huggingface.own_forward import OwnForward, own_layers
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
-from penstock.stage.named import Context, within
+from penstock.stage.named import Context, names_given, names_taken, within
 
 _MOST_WEIGHTS = 2_000_000
 """Weights up to which a model itself is small enough, and no smaller one is made."""
@@ -33,12 +35,13 @@ _proved: set[str] = set()
 _lock = threading.Lock()
 
 
-def require_equal(config: Any, weights: int) -> None:
+def require_equal(config: Any, weights: int, head: str = CAUSAL) -> None:
     """Prove that models of a config can be cut.
 
     Args:
         config: config of transformers.
         weights: number of weights of its model.
+        head: head of the model, one of `HEADS`.
 
     Raises:
         SplitError: if the layers give other numbers than the model, or no small model can be made; says which.
@@ -50,13 +53,13 @@ def require_equal(config: Any, weights: int) -> None:
         small._attn_implementation = kernel if kernel in _CPU_KERNELS else None
         small.dtype = torch.float32
         key = json.dumps(
-            [kind, small.to_dict(), str(small._attn_implementation)], sort_keys=True, default=str
+            [kind, head, small.to_dict(), str(small._attn_implementation)], sort_keys=True, default=str
         )
         with _lock:
             if key in _proved:
                 return
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-            sample = _Sample(small)
+            sample = _Sample(small, head)
     except PenstockError:
         raise
     except Exception as error:
@@ -72,11 +75,12 @@ def require_equal(config: Any, weights: int) -> None:
 class _Sample:
     """A small random model, a padded batch, and what the uncut model makes of it."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
+    def __init__(self, config: Any, head: str) -> None:
         torch.manual_seed(_SEED)
-        self.model: Any = AutoModelForCausalLM.from_config(config).float()
+        self.model: Any = empty_model(config, head).float()
+        self.loss: Callable[[Tensor, Tensor], Tensor] = (
+            causal_lm_loss if head == CAUSAL else ModelLoss(self.model, head)
+        )
         _without_dropout(self.model)
         with torch.no_grad():
             for parameter in self.model.parameters():  # zeros and ones would hide mistakes
@@ -86,7 +90,9 @@ class _Sample:
         self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
         self.mask = torch.ones(_SHAPE, dtype=torch.int64)
         self.mask[1, -2:] = 0
-        self.labels = torch.where(self.mask == 1, self.ids, IGNORED)
+        self.labels = _labels(self.ids, self.mask, self.model.config, head)
+        if head == SEQUENCE and (padding := self.model.config.get_text_config().pad_token_id) is not None:
+            self.ids[self.mask == 0] = padding
         self.expected = self._whole()
 
     def _named(self) -> dict[str, Tensor]:
@@ -103,7 +109,7 @@ class _Sample:
     def _whole(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
         torch.manual_seed(_SEED)
         output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **self._named())
-        loss = causal_lm_loss(output.logits, self.labels)
+        loss = self.loss(output.logits, self.labels)
         if self._adds_router_loss():
             loss = loss + self.model.router_aux_loss_coef * output.aux_loss
         loss.backward()
@@ -127,7 +133,7 @@ class _Sample:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(_SEED)
             found, added = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
-            ours = sum(added.values(), causal_lm_loss(found, self.labels))
+            ours = sum(added.values(), self.loss(found, self.labels))
             ours.backward()
             seen = self._gradients()
         if not torch.equal(found, logits):
@@ -145,16 +151,31 @@ class _Sample:
         if not torch.equal(own_loss, loss):
             raise SplitError(
                 f"{name} cannot be cut: for labels its forward computes another loss ({own_loss.item():.4f}) than "
-                f"penstock.causal_lm_loss ({loss.item():.4f})"
+                f"{'penstock.causal_lm_loss' if self.loss is causal_lm_loss else 'its loss_function'} "
+                f"({loss.item():.4f})"
             )
 
     def _through(self, layers: list[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, and the losses that layers add to the model's."""
         value: Tensor = self.ids
-        with within(Context({}, {})) as context:
+        gives = frozenset(name for layer in layers for name in names_given(layer))
+        with within(Context(dict(self._named()), {}, gives)) as context:
             for layer in layers:
-                value = layer(value, **self._named())
+                taken = names_taken(layer)
+                value = layer(value, **{name: x for name, x in context.named.items() if name in taken})
         return value, context.losses
+
+
+def _labels(ids: Tensor, mask: Tensor, config: Any, head: str) -> Tensor:
+    """Return labels of a sample, as the loss of the head takes them."""
+    if head == CAUSAL:
+        return torch.where(mask == 1, ids, IGNORED)
+    count: int = config.num_labels
+    if head == TOKEN:
+        return torch.where(mask == 1, ids % count, IGNORED)
+    if config.problem_type == "single_label_classification" or (config.problem_type is None and count > 1):
+        return ids[:, 0] % count
+    return torch.rand(len(ids), count) if count > 1 else torch.rand(len(ids))
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Saving of a pipeline's weights as a folder for ``AutoModelForCausalLM.from_pretrained`` and `from_transformers`."""
+"""Saving of a pipeline's weights as a folder for ``from_pretrained`` of the library's classes and `from_transformers`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from penstock.huggingface.from_transformers import (
     on_meta,
     tied_names,
 )
+from penstock.huggingface.heads import HEADS, classes_of, head_in, head_of
 from penstock.huggingface.library import require_library
 from penstock.huggingface.model_folder import CONFIG, read_json
 from penstock.huggingface.weights import own_state, save_together
@@ -98,7 +99,7 @@ def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, An
     Raises:
         ConfigError: if names are missing, unknown, or of another shape; lists all.
     """
-    pattern = on_meta(config_from(dict(config), CONFIG))
+    pattern = on_meta(config_from(dict(config), CONFIG, HEADS))
     wanted = stored_names(dict(pattern.state_dict()), config)
     tied = stored_names(dict.fromkeys(tied_names(pattern)), config)
     problems = [f"{n} is missing" for n in wanted if n not in shapes and n not in tied]
@@ -142,17 +143,19 @@ def copy_files(source: Path, folder: Path) -> None:
 
 def config_of(like: object) -> dict[str, Any]:
     """Return the contents of ``config.json``, with the class of the model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     if isinstance(like, str | os.PathLike):
         return read_json(_config_file(like))
-    config = like.config if isinstance(like, PreTrainedModel) else like
+    model: Any = like if isinstance(like, PreTrainedModel) else None
+    config: Any = like if model is None else model.config
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
             f"like must be the model, the config or the folder that the layers came from, got {like!r}"
         )
     table: dict[str, Any] = config.to_diff_dict()
-    table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    head = head_in(config) if model is None else head_of(model)
+    table["architectures"] = [classes_of(config, head)[0].__name__]
     return table
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
 from penstock.huggingface.from_transformers import from_transformers
-from penstock.huggingface.loss import IGNORED
+from penstock.huggingface.heads import CAUSAL, SEQUENCE, head_of
+from penstock.huggingface.loss import IGNORED, ModelLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.run_report import RunReport
 from penstock.parallel.mesh import MeshShape
@@ -39,27 +40,34 @@ _OURS = {
 """Options of `Pipeline` that the trainer sets, and what to do instead of giving them."""
 
 
-class _TokenLoss:
+class _StepLoss:
     """A model's own loss, summed over a microbatch's targets and divided by the number of targets of the whole step.
 
     Args:
         smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
+
+    Attributes:
+        divisor: number of targets of the whole step.
     """
 
     def __init__(self, model: Any, smoother: Any) -> None:
-        self._loss, self._vocabulary, self._smoother = model.loss_function, model.config.vocab_size, smoother
-        self.tokens: Tensor | int = 1
+        self.own, self.smoother = ModelLoss(model, head_of(model)), smoother
+        self.divisor: Tensor | int = 1
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self._smoother is not None:
-            smoothed: Tensor = self._smoother(
-                {"logits": logits}, labels, shift_labels=True, num_items_in_batch=self.tokens
-            )
-            return smoothed
-        loss: Tensor = self._loss(
-            logits=logits, labels=labels, vocab_size=self._vocabulary, num_items_in_batch=self.tokens
+    def __call__(self, logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        labels = target
+        if isinstance(target, tuple):
+            labels, counts = target
+            logits, labels = logits[counts], labels[counts]
+        assert isinstance(labels, Tensor)
+        if not len(labels):  # only rows that fill up the batch
+            return logits.sum()
+        if self.smoother is None:
+            return self.own(logits, labels, self.divisor)
+        smoothed: Tensor = self.smoother(
+            {"logits": logits}, labels, shift_labels=self.own.head == CAUSAL, num_items_in_batch=self.divisor
         )
-        return loss
+        return smoothed
 
 
 class PipelineTrainerMixin:
@@ -150,7 +158,7 @@ class PipelineTrainerMixin:
         replaced = vars(base).get("forward")
         if "_original_forward" in vars(base) or getattr(replaced, "__module__", "").startswith("trl."):
             vars(base).pop("forward")
-        self._loss = _TokenLoss(base, trainer.label_smoother)
+        self._loss = _StepLoss(base, trainer.label_smoother)
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
             from_transformers(trainer.model),
@@ -169,11 +177,11 @@ class PipelineTrainerMixin:
                 self.pipe,
                 trace_every=trace_every,
                 dtype="bf16" if settings.bf16 else str(base.dtype).removeprefix("torch."),
-                mean_of_tokens=not settings.label_smoothing_factor,
+                mean_of_tokens=self._loss.own.head == CAUSAL and not settings.label_smoothing_factor,
             )
             trainer.add_callback(self._report)
         self._whole_optimizer: WholeOptimizer | None = None
-        if self._in_processes:
+        if self._in_processes and self._loss.own.head == CAUSAL:
             vars(base)["generate"] = partial(_generate, base, base.generate)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -240,7 +248,8 @@ class PipelineTrainerMixin:
             model: the model, which is the trainer's own.
             inputs: what the data collator made.
             num_items_in_batch: targets of all batches of the optimizer's step; None if Trainer does not count them: batches
-                then have equal weights.
+                then have equal weights. Models with classification heads do not use it, and Trainer then adds the means of
+                accumulated batches where it has counted, as here.
 
         Returns:
             The loss, a 0-d tensor.
@@ -251,24 +260,35 @@ class PipelineTrainerMixin:
         if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
             trainer.optimizer.train()
         batch = self._batch(trainer._prepare_inputs(inputs))
-        if num_items_in_batch is None:
-            num_items_in_batch = batch.targets() * trainer.current_gradient_accumulation_steps
-        self._loss.tokens = num_items_in_batch
+        self._loss.divisor = self._divisor(
+            batch, num_items_in_batch, trainer.current_gradient_accumulation_steps
+        )
         self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
         if self._replicas > 1:
             self.pipe.reduce_gradients = trainer.accelerator.sync_gradients
-        loss = self.pipe.step(batch.ids, batch.labels, **batch.named).loss
+        loss = self.pipe.step(batch.ids, batch.target, **batch.named).loss
         assert loss is not None, "the batch has labels"
         return loss.detach()
 
     def _batch(self, inputs: Mapping[str, Any]) -> _Batch:
-        batch = _Batch(inputs, self.pipe.microbatches * self._replicas)
+        batch = _Batch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
         if strange := [name for name in batch.named if name not in self._takes]:
             raise ConfigError(
                 f"the data collator gives {strange[0]!r}, and the stages take input_ids, labels, {', '.join(self._takes)} "
                 "alone; remove it in the data collator"
             )
         return batch
+
+    def _divisor(self, batch: _Batch, counted: Tensor | int | None, accumulated: int) -> Tensor | int:
+        """Return what the losses of a batch's targets are divided by, as Trainer divides them."""
+        trainer: Any = self
+        loss = self._loss
+        if counted is not None and (loss.own.head == CAUSAL or loss.smoother is not None):
+            return counted
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = trainer.model_accepts_loss_kwargs and counted is not None
+        return batch.targets if scaled else batch.targets * accumulated
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
@@ -296,16 +316,16 @@ class PipelineTrainerMixin:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the loss of a batch of an evaluation, and its logits, (batch, tokens, vocabulary), if they are asked for.
+        """Return the loss of a batch of an evaluation, and its logits, if they are asked for.
 
         Args:
             return_outputs: also return a dictionary with the loss and the logits (default False).
             num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
         batch = self._batch(inputs)
-        self._loss.tokens = batch.targets() if num_items_in_batch is None else num_items_in_batch
+        self._loss.divisor = self._divisor(batch, num_items_in_batch, 1)
         keep = return_outputs and self._logits_asked
-        result = self.pipe.evaluate(batch.ids, batch.labels, outputs=keep, **batch.named)
+        result = self.pipe.evaluate(batch.ids, batch.target, outputs=keep, **batch.named)
         if not return_outputs:
             return result.loss
         logits = self._joined(result)[: batch.rows] if keep else None
@@ -394,7 +414,7 @@ class PipelineTrainerMixin:
 
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
-    """``transformers.Trainer`` that trains a causal language model by a pipeline; see `PipelineTrainerMixin`."""
+    """``transformers.Trainer`` that trains a model by a pipeline; see `PipelineTrainerMixin`."""
 
 
 def _generate(model: Any, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -431,25 +451,27 @@ class _Batch:
     """A batch of a data collator, filled up to a multiple of the microbatches of all replicas.
 
     Attributes:
-        ids, labels: int64, (rows, tokens).
+        ids: int64, (rows, tokens).
+        target: labels; of a filled batch with a label for each row, also which rows count, bool (rows).
         named: the other inputs of the model's forward.
         rows: rows before it was filled up.
+        targets: number of targets that count; at least 1.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], microbatches: int) -> None:
+    def __init__(self, inputs: Mapping[str, Any], microbatches: int, loss: ModelLoss) -> None:
         values = {name: value for name, value in inputs.items() if value is not None}
         missing = [name for name in ("input_ids", "labels") if name not in values]
         if missing:
             raise ConfigError(
                 f"the data collator gives {', '.join(values)} and no {' and no '.join(missing)}; take one that makes "
-                "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+                "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False) for a causal language model"
             )
         if "cu_seq_lens_q" in values or "seq_idx" in values:
             raise ConfigError(
                 "the data collator put all rows of the batch into one (padding_free, or TRL's packing), which a pipeline "
                 "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
             )
-        self.rows = len(values["input_ids"])
+        self.rows, self.targets = len(values["input_ids"]), loss.count(values["labels"]).clamp(min=1)
         # The model would broadcast what it gets for one row, such as positions.
         values = {
             name: value.expand(self.rows, *value.shape[1:])
@@ -465,14 +487,13 @@ class _Batch:
                 else value
                 for name, value in values.items()
             }
-            values["labels"][self.rows :] = IGNORED
-        self.ids, self.labels = values.pop("input_ids"), values.pop("labels")
+        self.ids, labels = values.pop("input_ids"), values.pop("labels")
+        self.target: Tensor | tuple[Tensor, Tensor] = labels
+        if more and loss.head == SEQUENCE:  # numbers have no value that is ignored
+            self.target = labels, torch.arange(len(labels), device=labels.device) < self.rows
+        elif more:
+            labels[self.rows :] = IGNORED
         self.named = values
-
-    def targets(self) -> Tensor:
-        """Return the number of targets: labels after the first of each row that are not ignored; at least 1."""
-        count: Tensor = (self.labels[:, 1:] != IGNORED).sum().clamp(min=1)
-        return count
 
 
 def _replicas(ranks: object, processes: int) -> int:

@@ -71,9 +71,9 @@ class Pipeline(PipelineModel):
 
     Args:
         model: an ``nn.Sequential``; a list of layers as `penstock.stage.layers.as_layers` takes it; a model with a forward
-            of its own, as `penstock.split` takes it; or a causal language model of Hugging Face transformers.
+            of its own, as `penstock.split` takes it; or a model of Hugging Face transformers.
         loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
-            several. None for the loss that the model's own ``forward(x, target)`` returns (default).
+            several. None for the loss that the model's own ``forward(x, target)`` returns, or Hugging Face's own (default).
         microbatches: number of microbatches that a batch is split into along dimension 0.
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
             "1f1b"). In processes, each must find the same schedule.
@@ -98,8 +98,8 @@ class Pipeline(PipelineModel):
         reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
             adds them, "valid" weighs each by its targets that are not `loss_fn`'s ``ignore_index`` (default -100), and a
             function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
-            uneven the microbatches are. By default "mean", with `causal_lm_loss` and `LinearCrossEntropy` the number of
-            targets that they count.
+            uneven the microbatches are. By default "mean", but with `causal_lm_loss`, `LinearCrossEntropy` and the own loss
+            of a Hugging Face model the number of targets that they count.
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 

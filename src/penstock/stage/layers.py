@@ -27,15 +27,17 @@ Role = Literal["embedding", "block", "head"]
 
 @dataclass(frozen=True)
 class BatchNames:
-    """Names under which a batch has what a model takes, if it is given as a mapping.
+    """Names under which a batch has what a model takes, if it is given as a mapping, and the model's loss of the target.
 
     Attributes:
         target: name of the target; None for the name of the loss function's second parameter.
+        loss: loss function, and function from a microbatch's target to its weight; None if the model has none of its own.
     """
 
     first: str
     target: str | None
     others: frozenset[str]
+    loss: tuple[Callable[[Any, Any], Any], Callable[[Any], Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def _instead(model: object) -> str:
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         return (
-            "a Hugging Face causal language model is split by penstock.from_transformers: "
+            "a Hugging Face model is split by penstock.from_transformers: "
             "Pipeline(from_transformers(model), ...)"
         )
     if isinstance(model, nn.Module):

@@ -18,6 +18,7 @@ from torch import nn
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.adapters.supported import require_peft, require_supported
+from penstock.huggingface.heads import HEADS, head_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer, whole_name
 
@@ -115,7 +116,7 @@ def add_adapters(pattern: Any, config: Any, base: str, new: bool) -> Adapters:
     _require_names(pattern, config)
     config = copy.deepcopy(config)
     config.inference_mode, config.base_model_name_or_path = False, None
-    config.task_type = config.task_type or "CAUSAL_LM"
+    config.task_type = config.task_type or HEADS[head_of(pattern)][2]
     # GPT-2's matrices have their inputs first. peft sees that, too, but warns.
     config.fan_in_fan_out = config.fan_in_fan_out or any(isinstance(m, Conv1D) for m in pattern.modules())
     try:

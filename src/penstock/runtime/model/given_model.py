@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -40,6 +41,8 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
     reduction: Reduction = penstock.valid_tokens if loss is penstock.causal_lm_loss else "mean"
     if isinstance(loss, LinearCrossEntropy):
         reduction = loss.valid_targets
+    if (of_layers := _loss_of(layers)) is not None and loss is of_layers[0]:
+        reduction = of_layers[1]
     return GivenModel(layers, loss, module, unchanged or Container(model), reduction)
 
 
@@ -47,9 +50,17 @@ def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction 
     """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of."""
     if isinstance(model, ModelLayers):
         return model, model.loss_fn, model.model
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
-        return as_layers(model), None, model if isinstance(model, nn.Module) else None
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        return penstock.from_transformers(model), penstock.causal_lm_loss, model
-    layers = split(model, loss=own_loss)
-    return layers, layers.loss_fn, model
+    module = model if isinstance(model, nn.Module) else None
+    if any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        model = penstock.from_transformers(module)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        own = split(model, loss=own_loss)
+        return own, own.loss_fn, model
+    layers = as_layers(model)
+    of_layers = _loss_of(layers)
+    return layers, None if of_layers is None else of_layers[0], module
+
+
+def _loss_of(layers: list[Layer]) -> tuple[LossFunction, Callable[[Any], Any]] | None:
+    """Return the loss function that layers bring with them, and what their microbatches weigh."""
+    return layers[0].batch.loss if layers and layers[0].batch is not None else None

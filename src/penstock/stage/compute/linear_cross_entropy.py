@@ -137,7 +137,7 @@ class PostponedLogits(Tensor):
     """Logits that are not computed: the head's input and weights, and the functions that were applied since.
 
     Attributes:
-        maps: functions of the logits, each of which changes every logit by itself.
+        maps: functions of the logits that change every logit by itself.
         computed: the logits, once a function has needed them.
     """
 

@@ -1,0 +1,62 @@
+"""Heads that models of transformers have over their blocks, and the library's classes for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.base.errors import SplitError
+
+CAUSAL, SEQUENCE, TOKEN = "CausalLM", "SequenceClassification", "TokenClassification"
+HEADS = {
+    CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", "CAUSAL_LM"),
+    SEQUENCE: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model for sequence classification", "SEQ_CLS"),
+    TOKEN: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "model for token classification", "TOKEN_CLS"),
+}
+"""Heads that can be split, as names of classes end: the library's table of classes, a name, and peft's task."""
+
+
+def classes_of(config: Any, head: str) -> tuple[type, ...]:
+    """Return the library's classes with a head for a config; none if there are none."""
+    import transformers
+
+    table = getattr(transformers, HEADS[head][0])
+    if type(config) not in table:
+        return ()
+    found = table[type(config)]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def head_in(config: Any) -> str:
+    """Return the head that a config asks for by its ``architectures``; that of a causal language model if it does not."""
+    heads = [str(name).partition("For")[2] for name in getattr(config, "architectures", None) or ()]
+    return next((head for head in heads if head in HEADS), CAUSAL)
+
+
+def head_of(model: Any) -> str:
+    """Return the head of a model.
+
+    Raises:
+        SplitError: if it has none that can be split, or a forward that is not the library's.
+    """
+    for head in HEADS:
+        classes: tuple[Any, ...] = classes_of(model.config, head)
+        if not isinstance(model, classes):
+            continue
+        if all(type(model).forward is not kind.forward for kind in classes):
+            raise SplitError(
+                f"{type(model).__name__} has a forward of its own, and only that of {classes[0].__name__} is proved, with "
+                "its loss; use that class and give the Pipeline what yours does as loss_fn, or register yours with a config "
+                f"of its own (AutoModelFor{head}.register)"
+            )
+        return head
+    raise SplitError(
+        f"a {type(model).__name__} is not a causal language model, nor one for sequence or token classification; give "
+        "what AutoModelForCausalLM, AutoModelForSequenceClassification or AutoModelForTokenClassification makes"
+    )
+
+
+def empty_model(config: Any, head: str) -> Any:
+    """Return the library's model with a head for a config, with new weights."""
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{head}").from_config(config)

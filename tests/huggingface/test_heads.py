@@ -1,0 +1,297 @@
+"""Models for sequence and token classification in a pipeline, and in the trainer, beside plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, Trainer
+
+import penstock
+from penstock.base.errors import SplitError
+from penstock.huggingface.small_config import small_config
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights
+from tests.support import hf_models
+
+PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v", "report": False}
+KINDS = ("one label", "regression", "several labels", "tokens")
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def auto(kind: str) -> Any:
+    name = "Token" if kind == "tokens" else "Sequence"
+    return getattr(transformers, f"AutoModelFor{name}Classification")
+
+
+def model(kind: str, family: str = "llama", **changes: Any) -> Any:
+    changes = {"num_labels": 1 if kind == "regression" else 3, "classifier_dropout": 0.0, **changes}
+    if family in hf_models.FAMILIES:
+        config = hf_models.config(family, **changes)
+    else:
+        config = small_config(CONFIG_MAPPING[family](), pad_token_id=0, **changes)
+    torch.manual_seed(0)
+    net = auto(kind).from_config(config)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net.train()
+
+
+def labels_of(kind: str, ids: Tensor, mask: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    if kind == "tokens":
+        return torch.where(mask == 1, ids % 3, -100)
+    if kind == "regression":
+        return torch.rand(len(ids), generator=generator)
+    if kind == "several labels":
+        return (torch.rand(len(ids), 3, generator=generator) > 0.5).float()
+    return ids[:, 0] % 3
+
+
+def batch(kind: str, side: str = "right") -> dict[str, Tensor]:
+    ids, _, mask = hf_models.batch(side=side)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels_of(kind, ids, mask)}
+
+
+def plainly(net: Any, whole: dict[str, Tensor], parts: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits and gradients of plain transformers that accumulates over microbatches, by their targets."""
+    logits = []
+    counts = [(part != -100).sum() if part.dim() > 1 else len(part) for part in whole["labels"].chunk(parts)]
+    for n, count in enumerate(counts):
+        output = net(**{name: value.chunk(parts)[n] for name, value in whole.items()}, use_cache=False)
+        weight = 1 / parts if len(set(map(int, counts))) == 1 else float(count / sum(counts))
+        (output.loss * weight).backward()
+        logits.append(output.logits.detach())
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    net.zero_grad()
+    return torch.cat(logits), gradients
+
+
+def assert_equal_step(net: Any, whole: dict[str, Tensor], **options: Any) -> None:
+    logits, gradients = plainly(net, whole, 4)
+    with penstock.Pipeline(net, ranks=2, microbatches=4, **options) as pipe:
+        result = pipe.step(whole, outputs=True)
+    assert torch.equal(torch.cat(list(result.outputs)), logits)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name]), name
+    expected = net(**whole, use_cache=False).loss
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox", "bert", "modernbert"])
+def test_a_model_trains_with_the_bits_of_plain_transformers(family: str, side: str, kind: str):
+    assert_equal_step(model(kind, family), batch(kind, side))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb-v"},
+        {"schedule": "interleaved-1f1b", "virtual_stages": 2},
+        {"recompute": "full"},
+    ],
+    ids=str,
+)
+def test_token_ids_reach_the_head_with_every_schedule(options: dict[str, Any]):
+    assert_equal_step(model("one label"), batch("one label"), **options)
+
+
+def test_types_of_tokens_are_those_of_plain_transformers():
+    whole = batch("one label")
+    types = {"token_type_ids": (whole["input_ids"] % 2) * whole["attention_mask"]}
+    assert_equal_step(model("one label", "bert"), whole | types)
+
+
+@pytest.mark.parametrize("kind", ["one label", "tokens"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_folder_is_read_and_written_with_its_head(tmp_path: Path, family: str, kind: str):
+    net, whole = model(kind, family), batch(kind)
+    net.save_pretrained(tmp_path / "given")
+    layers = penstock.from_transformers(tmp_path / "given")
+    with penstock.Pipeline(layers, ranks=2, microbatches=2) as pipe:
+        found = pipe.evaluate(whole, outputs=True)
+        penstock.save_transformers(pipe, tmp_path / "saved", like=tmp_path / "given")
+        penstock.save_transformers(pipe, tmp_path / "again", like=net)
+    expected = net.eval()(**whole, use_cache=False)
+    assert torch.allclose(torch.cat(list(found.outputs)), expected.logits, atol=1e-6)
+    assert found.loss == pytest.approx(expected.loss.item(), rel=1e-6)
+    for folder in ("saved", "again"):
+        again = auto(kind).from_pretrained(tmp_path / folder)
+        assert type(again) is type(net)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+def test_a_config_asks_for_a_head_by_its_architectures():
+    config = hf_models.config("llama", num_labels=5)
+    config.architectures = ["LlamaForSequenceClassification"]
+    with penstock.Pipeline(penstock.from_transformers(config), ranks=2, microbatches=2) as pipe:
+        ids, _, mask = hf_models.batch()
+        assert pipe.evaluate(ids, attention_mask=mask, outputs=True).outputs[0].shape == (4, 5)
+
+
+@pytest.mark.parametrize(("kind", "task"), [("one label", "SEQ_CLS"), ("tokens", "TOKEN_CLS")])
+def test_adapters_and_the_head_are_trained(tmp_path: Path, kind: str, task: str):
+    import peft
+
+    net, whole = model(kind), batch(kind)
+    net.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
+    adapted = peft.get_peft_model(net, lora).train()
+    _, gradients = plainly(adapted, whole, 4)
+    with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=4) as pipe:
+        pipe.step(whole)
+        penstock.save_adapters(pipe, tmp_path / "adapters")
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert any("score" in name for name in trained)
+    for name in trained:
+        assert torch.equal(adapted.get_parameter(name).grad, gradients[name]), name
+    again = peft.PeftModel.from_pretrained(
+        auto(kind).from_pretrained(tmp_path / "base"), tmp_path / "adapters"
+    )
+    inputs = {name: value for name, value in whole.items() if name != "labels"}
+    assert torch.equal(again.eval()(**inputs).logits, adapted.eval()(**inputs).logits)
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    with pytest.raises(SplitError, match="LlamaForQuestionAnswering is not a causal language model, nor one"):
+        penstock.from_transformers(AutoModelForQuestionAnswering.from_config(hf_models.config("llama")))
+    net = model("one label")
+    net.config.pad_token_id = None
+    with pytest.raises(SplitError, match="no pad_token_id, by which"):
+        penstock.from_transformers(net)
+    config = hf_models.config("olmo2")
+    config.architectures = ["Olmo2ForTokenClassification"]
+    with pytest.raises(SplitError, match="no model for token classification of type 'olmo2'"):
+        penstock.from_transformers(config)
+
+
+def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, hf_models.VOCABULARY, (count, 12), generator=generator)
+    mask = (torch.arange(12)[None] < 12 - torch.arange(count)[:, None] % 5).long()
+    labels = labels_of(kind, ids := ids * mask, mask)
+    return [{"input_ids": ids[n], "attention_mask": mask[n], "labels": labels[n]} for n in range(count)]
+
+
+def predicted(prediction: Any) -> dict[str, float]:
+    return {"labels": float(prediction.label_ids.sum()), "rows": len(prediction.predictions)}
+
+
+def trainer_of(kind: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
+    more = {} if pipeline is None else {"pipeline": pipeline}
+    return (Trainer if pipeline is None else penstock.PipelineTrainer)(
+        model=model(kind), args=arguments(folder, **changes), train_dataset=rows(kind, 48),
+        eval_dataset=rows(kind, 10), compute_metrics=predicted, **more,
+    )  # fmt: skip
+
+
+def logged(trainer: Any) -> list[dict]:
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_train_epochs": 1, "max_steps": -1, "per_device_train_batch_size": 10},  # the last batch has 8
+        {"gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 6},  # does not divide into 4 microbatches
+        {"per_device_train_batch_size": 3},  # has fewer rows
+        {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, kind: str, changes: dict[str, Any]):
+    if "label_smoothing_factor" in changes and kind in ("regression", "several labels"):
+        pytest.skip("Trainer smooths classes")
+    theirs, ours = (trainer_of(kind, tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE))
+    expected = logged(theirs)
+    assert_close(logged(ours), expected)
+    assert_same_weights(ours.model, theirs.model)
+    one, other = ours.evaluate(), theirs.evaluate()
+    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    assert (one["eval_labels"], one["eval_rows"]) == (other["eval_labels"], other["eval_rows"])
+    found, wanted = (torch.tensor(each.predict(rows(kind, 10)).predictions) for each in (ours, theirs))
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_means_of_accumulated_batches_are_divided_if_the_trainer_says_so(tmp_path: Path):
+    pair = [trainer_of("regression", tmp_path, p, gradient_accumulation_steps=2) for p in (None, PIPELINE)]
+    for each in pair:
+        each.loss_is_scaled_for_ga = False
+    expected, found = map(logged, pair)
+    assert_close(found, expected)
+    summed = logged(trainer_of("regression", tmp_path, None, gradient_accumulation_steps=2))
+    assert summed[0]["loss"] == pytest.approx(2 * expected[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["one label", "tokens"])
+def test_what_is_saved_loads_in_transformers_and_has_no_bits_per_token(tmp_path: Path, kind: str):
+    trainer = trainer_of(kind, tmp_path, {"ranks": 2, "microbatches": 4}, max_steps=2, eval_strategy="epoch")
+    trainer.train()
+    trainer.evaluate()
+    assert "held_out" not in (tmp_path / "metrics.jsonl").read_text()
+    trainer.save_model(str(tmp_path / "saved"))
+    again = auto(kind).from_pretrained(tmp_path / "saved")
+    whole = batch(kind)
+    assert torch.equal(again(**whole).logits, trainer.model.eval()(**whole).logits)
+
+
+def test_pairs_of_a_reward_model_are_neighbours():
+    """The loss and gradients of TRL's `RewardTrainer`, whose batch has the chosen rows before the rejected ones."""
+    net = model("regression")
+    chosen, rejected = hf_models.batch(step=0), hf_models.batch(step=1)
+    ids, mask = (torch.cat([chosen[n], rejected[n]]) for n in (0, 2))
+    better, worse = net(input_ids=ids, attention_mask=mask, use_cache=False).logits.squeeze(-1).chunk(2)
+    expected = -nn.functional.logsigmoid(better - worse).mean()
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    net.zero_grad()
+
+    def pair_loss(rewards: Tensor, unused: Tensor) -> Tensor:
+        one, other = rewards.view(-1, 2).unbind(1)
+        return -nn.functional.logsigmoid(one - other).mean()
+
+    ids, mask = (torch.stack([chosen[n], rejected[n]], 1).flatten(0, 1) for n in (0, 2))
+    with penstock.Pipeline(net, pair_loss, ranks=2, microbatches=4) as pipe:
+        result = pipe.step(ids, ids, attention_mask=mask)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-7), name
+
+
+def job(rank: int, folder: Path, kind: str) -> Any:
+    pipeline = {"ranks": 2, "microbatches": 2, "report": False}
+    trainer = trainer_of(kind, folder, pipeline, num_train_epochs=1, max_steps=-1)
+    lines = logged(trainer)
+    trainer.save_model(str(folder / "saved"))
+    return lines, trainer.evaluate()["eval_loss"], trainer.predict(rows(kind, 10)).predictions.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["regression", "tokens"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_processes_and_replicas_train_as_trainer_does(
+    tmp_path: Path, processes: LocalProcesses, kind: str, replicas: int
+):
+    sizes = {f"per_device_{name}_batch_size": 8 * replicas for name in ("train", "eval")}
+    plain = trainer_of(kind, tmp_path / "plain", None, **sizes, num_train_epochs=1, max_steps=-1)
+    told = processes.run(2 * replicas, job, tmp_path / "piped", kind)
+    assert all(each[1:] == told[0][1:] for each in told)
+    assert_close(told[0][0], logged(plain))
+    assert told[0][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    found = torch.tensor(told[0][2])
+    assert torch.allclose(found, torch.tensor(plain.predict(rows(kind, 10)).predictions), atol=1e-5)
+    assert_same_weights(auto(kind).from_pretrained(tmp_path / "piped" / "saved"), plain.model)
