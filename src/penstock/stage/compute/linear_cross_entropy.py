@@ -255,17 +255,21 @@ class _Chunks(torch.autograd.Function):
         length = max(1, -(-len(hidden) // work.options.chunks))
         for start in range(0, len(hidden), length):
             rows = slice(start, start + length)
-            loss, grad = _loss_and_grad(F.linear(hidden[rows], weight, bias), rows, number, work)
+            loss, grad = _loss_and_grad(F.linear(hidden[rows], weight, bias), rows, work)
             total += loss
+            # Tokens that do not count are left out of the small operand of each product, not of the logits' gradient.
+            counts = work.counts[rows].unsqueeze(-1).to(grad.dtype)
             if hidden_grad is not None:
-                hidden_grad[rows] = grad @ weight.to(grad.dtype)
-            if weight_grad is not None and hidden.dtype is grad.dtype is torch.float32:
-                weight_grad.addmm_(grad.t(), hidden[rows])
+                hidden_grad[rows] = (grad @ weight.to(grad.dtype)) * counts
+            x = hidden[rows].to(grad.dtype) * counts
+            if weight_grad is not None and grad.dtype is torch.float32:
+                weight_grad.addmm_(grad.t(), x)
             elif weight_grad is not None:
-                weight_grad += grad.t() @ hidden[rows].to(grad.dtype)
+                weight_grad += grad.t() @ x
             if bias_grad is not None:
-                bias_grad += grad.sum(0, dtype=torch.float32)
+                bias_grad += (grad.t() @ counts).squeeze(-1)
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
+        ctx.number = number
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total / number
 
@@ -274,17 +278,16 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In place, since a second gradient of the weight's size would cost much of what the chunks save. A second backward
         # is refused by autograd, which sees that saved tensors were modified.
+        factor = grad / ctx.number
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(
-            None if gradient is None else gradient.mul_(grad).to(dtype) for gradient, dtype in saved
-        ), None
+        return *(None if one is None else one.mul_(factor).to(dtype) for one, dtype in saved), None
 
 
-def _loss_and_grad(raw: Tensor, rows: slice, number: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """Return the sum of a chunk's losses, and the gradient of its logits before the maps, which takes the memory of `raw`.
+def _loss_and_grad(raw: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tensor]:
+    """Return the sum of a chunk's losses, and the gradient of each token's own loss by its logits before the maps.
 
-    The gradient of the mean over all `number` tokens is p (1 + 2 z lse) - (1 - s) [target] - s / vocabulary for each token
-    that counts, with the softmax p, the label smoothing s and the weight of the z-loss z.
+    The gradient is p (1 + 2 z lse) - (1 - s) [target] - s / vocabulary, with the softmax p, the logarithm lse of its
+    denominator, the label smoothing s and the weight z of the z-loss.
     """
     target, counts, options, maps = work.target[rows], work.counts[rows], work.options, work.maps
     raw = raw.detach().requires_grad_(bool(maps))
@@ -293,24 +296,23 @@ def _loss_and_grad(raw: Tensor, rows: slice, number: Tensor, work: _Work) -> tup
         mapped = raw
         for function in maps:
             mapped = function(mapped)
-    logits = mapped.detach().float()
     smoothing = options.label_smoothing
     chosen = torch.where(counts, target, 0).unsqueeze(-1)
-    lse = logits.logsumexp(-1)
-    loss = lse - (1 - smoothing) * logits.gather(-1, chosen).squeeze(-1)
+    logs = F.log_softmax(mapped.detach(), -1, dtype=torch.float32)
+    of_target = logs.gather(-1, chosen).squeeze(-1)
+    lse = mapped.detach().gather(-1, chosen).squeeze(-1).float() - of_target
+    loss = -(1 - smoothing) * of_target
     if smoothing:
-        loss -= smoothing * logits.mean(-1)
+        loss -= smoothing * logs.mean(-1)
     if options.z_loss:
         loss += options.z_loss * lse.square()
-    # Without maps nothing reads the logits from here on; maps may have saved them for their backward.
-    grad = torch.sub(logits, lse.unsqueeze(-1), out=None if maps else logits).exp_()
+    grad = logs.exp_()
     if options.z_loss:
         grad *= (1 + 2 * options.z_loss * lse).unsqueeze(-1)
     if smoothing:
-        grad -= smoothing / logits.shape[-1]
+        grad -= smoothing / grad.shape[-1]
     grad.scatter_add_(-1, chosen, torch.full_like(lse, smoothing - 1).unsqueeze(-1))
-    grad *= (counts / number).unsqueeze(-1)
     if maps:
         (grad,) = torch.autograd.grad(mapped, raw, grad.to(mapped.dtype))
-    # An ignored token may have a loss that is not finite; 0 times it would be NaN.
+    # A token that does not count may have a loss that is not finite; 0 times it would be NaN.
     return torch.where(counts, loss, 0).sum(), grad.to(raw.dtype)
