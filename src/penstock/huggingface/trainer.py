@@ -153,11 +153,10 @@ class PipelineTrainerMixin:
         base = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(base, "get_base_model"):
             base = base.get_base_model()
-        # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate's, of an
-        # earlier run, calls the model's own. Another one is refused below.
-        replaced = vars(base).get("forward")
-        if "_original_forward" in vars(base) or getattr(replaced, "__module__", "").startswith("trl."):
-            vars(base).pop("forward")
+        # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate wraps it for
+        # an earlier run. One of the user's stays, and is refused below.
+        if _is_of_libraries(vars(base).get("_original_forward", vars(base).get("forward")), type(base)):
+            vars(base).pop("forward", None)
         self._loss = _StepLoss(base, trainer.label_smoother)
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
@@ -504,6 +503,13 @@ def _replicas(ranks: object, processes: int) -> int:
             "each rank of each replica"
         )
     return processes // ranks
+
+
+def _is_of_libraries(forward: Any, kind: Any) -> bool:
+    """Return whether a forward on a model is its class's or TRL's."""
+    # TRL's has the name and module of the class's, so the module whose globals it reads tells where it is from.
+    of = getattr(forward, "__globals__", {}).get("__name__", "")
+    return getattr(forward, "__func__", None) is kind.forward or of.startswith("trl.")
 
 
 def _package(kind: type) -> str:
