@@ -79,9 +79,9 @@ class Browser:
     def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
 
-    def wait(self, script: str) -> Any:
+    def wait(self, script: str, patience: float = PATIENCE) -> Any:
         """Wait until a script returns something true, and return that."""
-        return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.05).until(lambda _: self.run(script))
+        return WebDriverWait(self.driver, patience, poll_frequency=0.05).until(lambda _: self.run(script))
 
     def wait_until_still(self) -> None:
         """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen.
