@@ -17,3 +17,8 @@ def require_library() -> None:
         raise ConfigError(
             "Hugging Face models need the transformers package: pip install 'penstock-torch[transformers]'"
         )
+
+
+def package_of(kind: type) -> str:
+    """Return the name of the package that a class is from."""
+    return kind.__module__.partition(".")[0]

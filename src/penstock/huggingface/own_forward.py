@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
+from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
 from penstock.stage.layers import INTERNAL, Live, follow, live_copy
 from penstock.stage.named import give
@@ -354,7 +355,7 @@ class OwnForward:
             if "forward" in vars(module):
                 raise self._refusal(f"the forward of {where} was replaced")
             owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-            if path and _package(owner) not in ("transformers", _package(type(self.model.config))):
+            if path and package_of(owner) not in ("transformers", package_of(type(self.model.config))):
                 raise self._refusal(
                     f"{where} has the forward of {owner.__qualname__}, which is not the library's, so nothing proves it; "
                     "change the blocks, or register a model class with a config of its own (AutoModelForCausalLM.register)"
@@ -444,10 +445,6 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
         name: child if child is None else _in_mode(child, training) for name, child in module._modules.items()
     }
     return _bare(module, children, training)
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def _probe(hidden: Tensor) -> Tensor:

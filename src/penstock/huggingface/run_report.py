@@ -70,11 +70,9 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         self._page.finish()
         self._forget()
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException) -> None:
         """End a run that has not come to its end: draw its page, with the reason."""
-        self._page.finish(
-            "" if error is None else f"The run ended before its last step: {describe_error(error)}."
-        )
+        self._page.finish(f"The run ended before its last step: {describe_error(error)}.")
         self._forget()
 
     def _forget(self) -> None:

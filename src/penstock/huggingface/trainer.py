@@ -18,6 +18,7 @@ from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.heads import CAUSAL, SEQUENCE, head_of
+from penstock.huggingface.library import package_of
 from penstock.huggingface.loss import IGNORED, ModelLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.run_report import RunReport
@@ -512,14 +513,10 @@ def _is_of_libraries(forward: Any, kind: Any) -> bool:
     return getattr(forward, "__func__", None) is kind.forward or of.startswith("trl.")
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
 def _require_known_loss(kind: type) -> None:
     """Raise ConfigError if a trainer's class computes a loss of its own, or runs a step, which would not be used."""
     for base in kind.__mro__[kind.__mro__.index(PipelineTrainerMixin) + 1 :]:
-        if "training_step" in vars(base) and _package(base) not in ("transformers", "trl"):
+        if "training_step" in vars(base) and package_of(base) not in ("transformers", "trl"):
             raise ConfigError(
                 f"{base.__name__} has a training_step of its own, which the pipeline's would replace; define it in a class "
                 "that inherits from PipelineTrainerMixin, where super().training_step is the pipeline's"

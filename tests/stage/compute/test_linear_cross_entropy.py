@@ -73,7 +73,7 @@ def plain(logits: Tensor, target: Tensor, smoothing: float, z_loss: float) -> Te
 def difference(one: nn.Module, other: nn.Module) -> float:
     """Return the largest difference of gradients over their norms."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)  # type: ignore[union-attr,operator]
+    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.01)])
@@ -181,6 +181,108 @@ def test_postponed_logits_tell_their_shape_and_keep_maps():
     assert mapped.dtype is torch.float32
     assert torch.allclose(mapped + 0, head(x) * 2, atol=1e-6)  # a sum needs the logits
     assert torch.equal(mapped.argmax(-1), head(x).argmax(-1))
+
+
+class Measured(nn.Module):
+    """A head that counts its hits without gradients, and calls itself in the precision that it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            logits: Tensor = self.head(x.float())
+        with torch.no_grad():
+            self.hits = (logits.argmax(-1) == 1).sum()
+        return logits
+
+
+class Exact(nn.Module):
+    """A head without autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            logits: Tensor = self.head(x.float())
+        return logits
+
+
+@pytest.mark.parametrize("head", [Measured, Exact])
+def test_a_head_keeps_its_graph_and_its_own_autocast(head: Callable[[], nn.Module]):
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), head())
+    theirs = copy.deepcopy(ours)
+    x, y = batch()
+    with penstock.Pipeline(
+        ours, LinearCrossEntropy(3), ranks=2, microbatches=1, autocast=torch.bfloat16
+    ) as pipe:
+        loss = pipe.step(x, y).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(theirs(x), y, 0.0, 0.0)
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    assert difference(ours[2], theirs[2]) < 1e-6
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Past(nn.Module):
+    """A head whose logits go to a function that torch does not announce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = Doubling.apply(self.head(x))
+        return doubled
+
+
+class Written(nn.Module):
+    """A head whose input is modified after its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        logits: Tensor = self.head(x)
+        x.zero_()
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [(Past, r"torch\.autograd\.Function"), (Written, "was modified in place after the head")],
+)
+def test_what_would_lose_gradients_or_see_other_numbers_is_refused(head: Callable[[], nn.Module], said: str):
+    x, y = batch()
+    net = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), head())
+    with (
+        penstock.Pipeline(net, LinearCrossEntropy(), ranks=2, microbatches=2) as pipe,
+        pytest.raises(penstock.PenstockError, match=said),
+    ):
+        pipe.step(x, y)
+
+
+def test_a_cast_to_the_same_dtype_is_the_same_tensor():
+    head = nn.Linear(WIDTH, CLASSES)
+    with postponing(head):
+        logits = head(torch.randn(2, WIDTH))
+    assert logits.float() is logits
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ function of torch it becomes the logits, and the loss is computed from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from penstock.base.errors import BatchError, ConfigError
+from penstock.base.errors import BatchError, ConfigError, PenstockError
 
 _SCALES = frozenset({"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide"})
 _MAPS = frozenset({"tanh", "float", "to"}) | _SCALES
@@ -106,10 +107,12 @@ class LinearCrossEntropy:
             return self._from_logits(output.flatten(0, -2), target, counts)
         if output.computed is not None:
             return self._from_logits(output.computed.flatten(0, -2), target, counts)
+        output.require_unwritten()
         work = _Work(target, counts, self, output.maps, torch.is_grad_enabled())
-        loss: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
-            output.hidden.flatten(0, -2), output.weight, output.bias, work
-        )
+        with output.autocast():
+            loss: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
+                output.hidden.flatten(0, -2), output.weight, output.bias, work
+            )
         return loss
 
     def valid_targets(self, target: Tensor) -> int:
@@ -139,6 +142,7 @@ class PostponedLogits(Tensor):
     Attributes:
         maps: functions of the logits that change every logit by itself.
         computed: the logits, once a function has needed them.
+        autocast: function that returns a context with the autocast under which the head was called.
     """
 
     hidden: Tensor
@@ -146,32 +150,58 @@ class PostponedLogits(Tensor):
     bias: Tensor | None
     maps: tuple[_Map, ...]
     computed: Tensor | None
+    autocast: Callable[[], AbstractContextManager[Any]]
+    _version_of_hidden: int
+    _trains: bool
 
     @staticmethod
-    def __new__(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        maps: tuple[_Map, ...] = (),
-        dtype: torch.dtype | None = None,
-    ) -> PostponedLogits:
-        shape = (*hidden.shape[:-1], weight.shape[0])
-        made: Any = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
+    def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> PostponedLogits:
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        trains = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (hidden, weight, bias) if x is not None
         )
-        made.hidden, made.weight, made.bias, made.maps, made.computed = hidden, weight, bias, maps, None
+        made = cls._make(
+            (*hidden.shape[:-1], weight.shape[0]), dtype if enabled else hidden.dtype, hidden.device, trains
+        )
+        made.hidden, made.weight, made.bias, made.maps = hidden, weight, bias, ()
+        made.autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+        made._version_of_hidden = hidden._version
+        return made
+
+    @classmethod
+    def _make(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, trains: bool
+    ) -> PostponedLogits:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=trains
+        )
+        made.computed, made._trains = None, trains
+        if trains:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
         postponed: PostponedLogits = made
         return postponed
 
     def logits(self) -> Tensor:
         """Compute the logits, once; from then on they are what functions get."""
         if self.computed is None:
-            value = F.linear(self.hidden, self.weight, self.bias)
-            for function in self.maps:
-                value = function(value)
+            self.require_unwritten()
+            # Also where a metric asks for them without gradients: the loss comes later.
+            with torch.set_grad_enabled(self._trains), self.autocast():
+                value = F.linear(self.hidden, self.weight, self.bias)
+                for function in self.maps:
+                    value = function(value)
             self.computed = value
         return self.computed
+
+    def require_unwritten(self) -> None:
+        """Raise PenstockError if the head's input was modified in place since, as plain PyTorch does in the backward."""
+        if self.hidden._version != self._version_of_hidden:
+            raise PenstockError(
+                "the input of the head was modified in place after the head was called, so LinearCrossEntropy would see "
+                "other numbers; modify a copy, or take torch.nn.CrossEntropyLoss"
+            )
 
     @classmethod
     def __torch_function__(
@@ -185,22 +215,49 @@ class PostponedLogits(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             others = (*args[1:], *kwargs.values())
+            # Without gradients, as in the forward of a torch.autograd.Function, the result would have lost its graph.
+            keeps_graph = torch.is_grad_enabled() or not first._trains
             if (
                 name in _MAPS
+                and keeps_graph
                 and first.computed is None
                 and all(isinstance(v, Number | torch.dtype) for v in others)
             ):
                 return first._mapped(lambda logits: func(logits, *args[1:], **kwargs))
         return func(*_computed(args), **_computed(kwargs))
 
-    # A function of C++ that is given one has passed the method above by.
+    # Only functions that Python does not see come here, without the graph of the logits. torch annotates it more narrowly.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*_computed(args), **_computed(kwargs or {}))
+        raise _refused()
 
     def _mapped(self, function: _Map) -> PostponedLogits:
-        dtype = function(torch.empty(1, dtype=self.dtype)).dtype
-        return PostponedLogits(self.hidden, self.weight, self.bias, (*self.maps, function), dtype)
+        one = torch.empty(1, dtype=self.dtype)
+        with self.autocast():
+            mapped = function(one)
+        if mapped is one:  # a cast to the same dtype returns the tensor itself
+            return self
+        made = self._make(self.shape, mapped.dtype, self.device, self._trains)
+        made.hidden, made.weight, made.bias, made.autocast = (
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.autocast,
+        )
+        made._version_of_hidden = self._version_of_hidden
+        made.maps = (*self.maps, function)
+        return made
+
+
+def _refused() -> PenstockError:
+    return PenstockError(
+        "a function that is not torch's own, such as a torch.autograd.Function, takes the logits, and LinearCrossEntropy "
+        "does not compute them; call it before the head, or take torch.nn.CrossEntropyLoss"
+    )
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise _refused()
 
 
 def _same(tensor: Tensor) -> Tensor:
