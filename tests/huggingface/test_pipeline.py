@@ -94,6 +94,23 @@ def test_other_schedules_do_too(schedule: str):
         assert_close({name: p.grad for name, p in pipe.named_parameters()}, gradients)
 
 
+@pytest.mark.parametrize("given", ["a model", "a config"])
+def test_the_loss_of_a_large_vocabulary_makes_no_logits(given: str, monkeypatch: pytest.MonkeyPatch):
+    net = hf_models.model("llama", vocab_size=32_000)
+    layers = penstock.from_transformers(net if given == "a model" else net.config)
+    x, y, mask = hf_models.batch()
+    with penstock.Pipeline(layers, ranks=2, microbatches=2) as pipe:
+        net.load_state_dict(pipe.state_dict())
+        largest = hf_models.watch_logits(monkeypatch, 32_000)
+        loss = pipe.step(x, y, attention_mask=mask).loss
+        assert max(largest) == x.numel() // 2 // 8 * 32_000
+        outputs = pipe.evaluate(x, y, attention_mask=mask, outputs=True).outputs
+        assert outputs is not None
+    logits = net(x, attention_mask=mask).logits
+    assert float(loss) == pytest.approx(penstock.causal_lm_loss(logits, y).item(), rel=1e-6)
+    assert torch.allclose(torch.cat(list(outputs)), logits, atol=1e-5)
+
+
 def test_weights_that_a_user_has_tied_stay_tied():
     net = hf_models.model("llama", tied=True)
     net.model.layers[3].mlp.up_proj.weight = net.model.layers[0].mlp.up_proj.weight

@@ -92,6 +92,35 @@ def test_it_trains_as_trainer_does(tmp_path: Path, family: str, changes: dict[st
     assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_large_vocabulary_trains_without_its_logits(
+    tmp_path: Path, smoothing: float, monkeypatch: pytest.MonkeyPatch
+):
+    def net() -> Any:
+        torch.manual_seed(0)
+        return hf_models.model("gemma2", vocab_size=32_000, tied=True)
+
+    changes = {"label_smoothing_factor": smoothing, "max_steps": 2, "gradient_accumulation_steps": 2}
+    theirs, logged = trained(Trainer, net(), arguments(tmp_path, **changes))
+    other = theirs.evaluate()
+    ours = penstock.PipelineTrainer(
+        model=net(),
+        args=arguments(tmp_path, **changes),
+        train_dataset=rows(44),
+        eval_dataset=rows(10),
+        pipeline=PIPELINE,
+    )
+    largest = hf_models.watch_logits(monkeypatch, 32_000)
+    ours.train()
+    seen = [line for line in ours.state.log_history if "loss" in line]
+    one = ours.evaluate()
+    # A batch of 8 rows in 4 microbatches, each in 8 chunks.
+    assert 0 < max(largest) == 2 * TOKENS // 8 * 32_000
+    assert_close(seen, logged)
+    assert_same_weights(ours.model, theirs.model)
+    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
 def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 

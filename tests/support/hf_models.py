@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.stage.layers import Layer, whole_name
 
@@ -40,6 +42,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**_COMMON, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {**_COMMON, "intermediate_size": 24, "hidden_dropout": 0.0, "attention_dropout": 0.0},
 }
+
+
+def watch_logits(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> list[int]:
+    """Return a list that gets the number of logits that each call of a head from now on computes."""
+    seen: list[int] = []
+    linear = F.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = linear(x, weight, bias)
+        if weight.shape[0] == vocabulary:
+            seen.append(output.numel())
+        return output
+
+    monkeypatch.setattr(F, "linear", watched)
+    return seen
 
 
 def config(family: str, *, tied: bool = False, **changes: Any) -> Any:

@@ -27,7 +27,7 @@ from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_
 from penstock.huggingface.conversion import converted
 from penstock.huggingface.heads import CAUSAL, HEADS, SEQUENCE, classes_of, empty_model, head_in, head_of
 from penstock.huggingface.library import require_library
-from penstock.huggingface.loss import ModelLoss, causal_lm_loss, valid_tokens
+from penstock.huggingface.loss import ModelLoss, causal_lm_loss, chunked_loss, valid_tokens
 from penstock.huggingface.own_forward import OwnBlock, OwnEmbedding, OwnForward, OwnHead, twin
 from penstock.huggingface.proof import require_equal
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
@@ -64,6 +64,9 @@ def from_transformers(
 
     The layers run the model's own forward, with stubs in the place of its blocks. So every family of the library is taken
     whose forward calls its blocks one after the other, and does nothing between them.
+
+    Without a ``loss_fn``, a `Pipeline` takes the model's own loss; of a causal language model with a vocabulary of 32,000 or
+    more it computes it by chunks, without the logits, which may differ in rounding (`LinearCrossEntropy`).
 
     With the config's ``output_router_logits``, layers also pass on sums over their routers, and the last one adds the
     auxiliary loss of the microbatch to its loss, as the model does (`penstock.add_loss`).
@@ -349,7 +352,7 @@ def _layers(model: Any, head: str, make: Make) -> list[Layer]:
         return begins_in(name, own.after)
 
     first, last = joint_name(own.before, 0), joint_name(own.after, own.count + 1)
-    loss: tuple[Any, Any] = causal_lm_loss, valid_tokens
+    loss: tuple[Any, Any] = chunked_loss(model) or causal_lm_loss, valid_tokens
     if head != CAUSAL:
         loss = (own_loss := ModelLoss(model, head)), own_loss.count
     batch = BatchNames("input_ids", "labels", frozenset(own.named), loss)

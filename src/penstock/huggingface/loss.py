@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.huggingface.heads import CAUSAL, SEQUENCE
+from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 
 IGNORED = -100
+
+_MANY_CLASSES = 32_000
+"""Vocabulary of Llama 2, from which on the logits weigh more than what chunks of them cost."""
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -37,6 +41,22 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def valid_tokens(labels: Tensor) -> int:
     """Return the number of labels that `causal_lm_loss` uses: those after the first position that are not -100."""
     return int((labels[:, 1:] != IGNORED).sum())
+
+
+def chunked_loss(model: Any, label_smoothing: float = 0.0) -> LinearCrossEntropy | None:
+    """Return `causal_lm_loss` by chunks, for a causal language model with a vocabulary of 32,000 or more; None for others.
+
+    Args:
+        model: the model; None is returned if its own loss or its head is another.
+        label_smoothing: see `LinearCrossEntropy`.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings()
+    own: Any = model.loss_function
+    if own is not ForCausalLMLoss or type(head) is not nn.Linear or head.out_features < _MANY_CLASSES:
+        return None
+    return LinearCrossEntropy(ignore_index=IGNORED, label_smoothing=label_smoothing, shift=True)
 
 
 class ModelLoss:

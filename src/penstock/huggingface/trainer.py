@@ -19,7 +19,7 @@ from penstock.base.errors import ConfigError, PenstockError, describe_error, nea
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.heads import CAUSAL, SEQUENCE, head_of
 from penstock.huggingface.library import package_of
-from penstock.huggingface.loss import IGNORED, ModelLoss
+from penstock.huggingface.loss import IGNORED, ModelLoss, chunked_loss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.run_report import RunReport
 from penstock.parallel.mesh import MeshShape
@@ -28,6 +28,7 @@ from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
+from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 
 _OURS = {
     "loss_fn": "the model's own loss is used",
@@ -54,6 +55,10 @@ class _StepLoss:
     def __init__(self, model: Any, smoother: Any) -> None:
         self.own, self.smoother = ModelLoss(model, head_of(model)), smoother
         self.divisor: Tensor | int = 1
+        self._chunked: LinearCrossEntropy | None = None
+        if self.own.head == CAUSAL:
+            self._chunked = chunked_loss(model, 0.0 if smoother is None else smoother.epsilon)
+        self.postpones_logits = self._chunked is not None
 
     def __call__(self, logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         labels = target
@@ -63,6 +68,8 @@ class _StepLoss:
         assert isinstance(labels, Tensor)
         if not len(labels):  # only rows that fill up the batch
             return logits.sum()
+        if self._chunked is not None:
+            return self._chunked(logits, labels) * (self.own.count(labels) / self.divisor)
         if self.smoother is None:
             return self.own(logits, labels, self.divisor)
         smoothed: Tensor = self.smoother(
@@ -80,7 +87,8 @@ class PipelineTrainerMixin:
 
     The model's own modules and parameters are used, so optimizers, schedules, clipping, callbacks, checkpoints and adapters
     of peft are the Trainer's. Loss, gradients and weights are the Trainer's up to the order in which microbatches are
-    summed. The loss is the model's, by the labels that the data collator makes.
+    summed. The loss is the model's, by the labels that the data collator makes; with a vocabulary of 32,000 or more it is
+    computed by chunks (`penstock.LinearCrossEntropy`), and the logits exist only where metrics of an evaluation need them.
 
     Args:
         pipeline: keyword arguments of `Pipeline`: ``microbatches`` (required), ``ranks``, ``schedule``, ``virtual_stages``,

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import LinearCrossEntropy
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postponing
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers
 from tests.support import hf_models
 
 CLASSES, WIDTH, ROWS, TOKENS = 53, 16, 6, 10
@@ -116,16 +119,7 @@ def test_models_of_transformers_train_by_it(family: str, schedule: str, recomput
 
 
 def test_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
-    largest: list[int] = []
-    linear = F.linear
-
-    def seen(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = linear(x, weight, bias)
-        if weight.shape[0] == CLASSES:
-            largest.append(output.numel())
-        return output
-
-    monkeypatch.setattr(F, "linear", seen)
+    largest = hf_models.watch_logits(monkeypatch, CLASSES)
     x, y = batch()
     with penstock.Pipeline(model("capped"), LinearCrossEntropy(5), ranks=1, microbatches=1) as pipe:
         pipe.step(x, y)
@@ -326,3 +320,85 @@ def test_a_last_layer_without_a_linear_is_refused():
         pytest.raises(penstock.PenstockError, match=r"needs a head, .* in the last layer, and GELU has none"),
     ):
         pipe.step(x, y)
+
+
+BUILT_IN = ModelConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
+SHARDED = {
+    "the shards alone": ("penstock", {"pp": 1}, {}),
+    "a pipeline": ("penstock", {"pp": 2}, {"schedule": "zb-h1"}),
+    "sequence parallelism": (
+        "penstock",
+        {"pp": 1},
+        {"parallel": penstock.ParallelOptions(sequence_parallel=True)},
+    ),
+    "a tied head": ("gpt2", {"pp": 1}, {"parallel": penstock.ParallelOptions(family="gpt2")}),
+    "a capped head": ("gemma2", {"pp": 1}, {"parallel": penstock.ParallelOptions(family="gemma2")}),
+}
+
+
+def sharded_model(family: str) -> Any:
+    return (
+        layers(BUILT_IN)
+        if family == "penstock"
+        else hf_models.model(family, vocab_size=62, tied=family == "gpt2")
+    )
+
+
+def sharded_batch(family: str) -> tuple[Tensor, Tensor]:
+    ids, labels, _ = hf_models.batch()
+    if family != "penstock":
+        return ids, labels
+    ids = ids % BUILT_IN.vocabulary
+    return ids, torch.where(labels == -100, labels, ids.roll(-1, 1))
+
+
+def sharded_loss(family: str, smoothing: float) -> LinearCrossEntropy:
+    return LinearCrossEntropy(3, label_smoothing=smoothing, z_loss=0.01, shift=family != "penstock")
+
+
+def train_shards(rank: int, case: str, smoothing: float) -> tuple[float, float, dict[str, Tensor], int]:
+    family, axes, options = SHARDED[case]
+    largest: list[int] = []
+    log_softmax = F.log_softmax
+
+    def seen(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        largest.append(x.shape[-1])
+        return log_softmax(x, *args, **kwargs)
+
+    F.log_softmax = seen
+    mesh = penstock.MeshShape(**axes, tp=2)
+    with penstock.Pipeline(
+        sharded_model(family), sharded_loss(family, smoothing), microbatches=4, mesh=mesh, **options
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        first = pipe.step(*sharded_batch(family)).loss
+        optimizer.step()
+        with torch.no_grad():
+            second = pipe.evaluate(*sharded_batch(family)).loss
+        F.log_softmax = log_softmax
+        return float(first), float(second), pipe.state_dict(), max(largest, default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("case", SHARDED)
+def test_ranks_with_shards_of_the_vocabulary(processes: LocalProcesses, case: str, smoothing: float):
+    family, axes, _ = SHARDED[case]
+    results = processes.run(2 * axes["pp"], train_shards, case, smoothing)
+    loss_fn = sharded_loss(family, smoothing)
+    with penstock.Pipeline(sharded_model(family), loss_fn, ranks=1, microbatches=4) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        first = pipe.step(*sharded_batch(family)).loss
+        optimizer.step()
+        second = pipe.evaluate(*sharded_batch(family)).loss
+        expected = pipe.state_dict()
+    weights: dict[str, Tensor] = {}
+    for ours, later, state, _ in results:
+        assert ours == pytest.approx(float(first), rel=1e-6)
+        assert later == pytest.approx(float(second), rel=1e-5)
+        weights |= state
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(weights[name], value, rtol=0, atol=2e-6), name
+    vocabulary = expected[next(name for name in expected if name.endswith("weight"))].shape[0]
+    assert {classes for *_, classes in results} <= {0, vocabulary // 2}

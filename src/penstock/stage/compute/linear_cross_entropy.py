@@ -7,10 +7,15 @@ gradients, and keeps only these: [tokens, width] for the input and, in fp32, [vo
 While the last stage computes such a loss, its head, the last `nn.Linear` of the last layer, returns a `PostponedLogits`
 instead of logits. Scales, `tanh` and casts that the model applies to it (a soft cap, say) are kept for later. For any other
 function of torch it becomes the logits, and the loss is computed from them.
+
+With tensor parallelism each rank has a shard of the vocabulary, and computes the chunk's logits and gradients for it alone.
+Of other shards, a rank gets three numbers a token: the logarithm of their softmax's denominator, the target's logit, and the
+mean logit.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -55,6 +61,9 @@ class LinearCrossEntropy:
     Raises:
         ConfigError: if an argument is out of range.
     """
+
+    postpones_logits = True
+    """Whether a stage gives the loss a `PostponedLogits`; other losses that call this one may set it, too."""
 
     def __init__(
         self,
@@ -108,11 +117,13 @@ class LinearCrossEntropy:
         if output.computed is not None:
             return self._from_logits(output.computed.flatten(0, -2), target, counts)
         output.require_unwritten()
-        work = _Work(target, counts, self, output.maps, torch.is_grad_enabled())
+        work = _Work(target, counts, self, output.maps, torch.is_grad_enabled(), _Shard.of(output.weight))
+        hidden = _local(output.hidden, partial_grad=True).flatten(0, -2)
+        weight = _local(output.weight)
+        bias = None if output.bias is None else _local(output.bias)
         with output.autocast():
-            loss: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
-                output.hidden.flatten(0, -2), output.weight, output.bias, work
-            )
+            # torch does not annotate it.
+            loss: Tensor = _Chunks.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
         return loss
 
     def valid_targets(self, target: Tensor) -> int:
@@ -166,7 +177,7 @@ class PostponedLogits(Tensor):
         )
         made.hidden, made.weight, made.bias, made.maps = hidden, weight, bias, ()
         made.autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
-        made._version_of_hidden = hidden._version
+        made._version_of_hidden = _memory(hidden)._version
         return made
 
     @classmethod
@@ -189,7 +200,9 @@ class PostponedLogits(Tensor):
             self.require_unwritten()
             # Also where a metric asks for them without gradients: the loss comes later.
             with torch.set_grad_enabled(self._trains), self.autocast():
-                value = F.linear(self.hidden, self.weight, self.bias)
+                value: Any = F.linear(self.hidden, self.weight, self.bias)
+                if _Shard.of(self.weight) is not None:
+                    value = value.full_tensor()
                 for function in self.maps:
                     value = function(value)
             self.computed = value
@@ -197,7 +210,7 @@ class PostponedLogits(Tensor):
 
     def require_unwritten(self) -> None:
         """Raise PenstockError if the head's input was modified in place since, as plain PyTorch does in the backward."""
-        if self.hidden._version != self._version_of_hidden:
+        if _memory(self.hidden)._version != self._version_of_hidden:
             raise PenstockError(
                 "the input of the head was modified in place after the head was called, so LinearCrossEntropy would see "
                 "other numbers; modify a copy, or take torch.nn.CrossEntropyLoss"
@@ -283,11 +296,63 @@ def postponing(layer: nn.Module) -> Iterator[None]:
             "torch.nn.CrossEntropyLoss or another loss of the output"
         )
     head = linear[-1]
+    hooks = head._forward_hooks
+    if _Shard.of(head.weight) is not None:
+        # Those that put the shards of the logits together are for logits.
+        head._forward_hooks = OrderedDict((n, hook) for n, hook in hooks.items() if not _joins_shards(hook))
     head.__dict__["forward"] = lambda hidden: PostponedLogits(hidden, head.weight, head.bias)
     try:
         yield
     finally:
         del head.__dict__["forward"]
+        head._forward_hooks = hooks
+
+
+def _joins_shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.tensor", "penstock.parallel."))
+
+
+class _Shard(NamedTuple):
+    """A rank's part of the vocabulary.
+
+    Attributes:
+        group: the processes with the other parts.
+        start: the first class of the part.
+        classes: classes of the whole vocabulary.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    classes: int
+
+    @classmethod
+    def of(cls, weight: Any) -> _Shard | None:
+        """Return the part that a weight is for; None if it is whole."""
+        if not hasattr(weight, "device_mesh"):
+            return None
+        mesh = weight.device_mesh
+        return cls(mesh.get_group(), mesh.get_local_rank() * weight.to_local().shape[0], weight.shape[0])
+
+
+def _memory(tensor: Any) -> Tensor:
+    """Return a tensor, or the local one of a DTensor, whose memory it shares."""
+    memory: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return memory
+
+
+def _local(tensor: Any, partial_grad: bool = False) -> Tensor:
+    """Return a tensor, or the local one of a DTensor, to which its gradient flows.
+
+    Args:
+        partial_grad: whether each rank computes an addend of the gradient.
+    """
+    if not hasattr(tensor, "device_mesh"):
+        plain: Tensor = tensor
+        return plain
+    from torch.distributed.tensor import Partial
+
+    shard: Tensor = tensor.to_local(grad_placements=[Partial()] if partial_grad else None)
+    return shard
 
 
 class _Work(NamedTuple):
@@ -296,6 +361,7 @@ class _Work(NamedTuple):
     options: LinearCrossEntropy
     maps: Sequence[_Map]
     trains: bool
+    shard: _Shard | None
 
 
 class _Chunks(torch.autograd.Function):
@@ -344,9 +410,13 @@ def _loss_and_grad(raw: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tenso
     """Return the sum of a chunk's losses, and the gradient of each token's own loss by its logits before the maps.
 
     The gradient is p (1 + 2 z lse) - (1 - s) [target] - s / vocabulary, with the softmax p, the logarithm lse of its
-    denominator, the label smoothing s and the weight z of the z-loss.
+    denominator, the label smoothing s and the weight z of the z-loss. With a shard of the vocabulary, it is its gradient.
     """
     target, counts, options, maps = work.target[rows], work.counts[rows], work.options, work.maps
+    here, classes = counts, raw.shape[-1]
+    if work.shard is not None:
+        target, classes = target - work.shard.start, work.shard.classes
+        here = counts & (target >= 0) & (target < raw.shape[-1])
     raw = raw.detach().requires_grad_(bool(maps))
     # Hooks of a recompute, which drop what is saved, are not for this graph: it ends in this call.
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
@@ -354,22 +424,51 @@ def _loss_and_grad(raw: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tenso
         for function in maps:
             mapped = function(mapped)
     smoothing = options.label_smoothing
-    chosen = torch.where(counts, target, 0).unsqueeze(-1)
+    chosen = torch.where(here, target, 0).unsqueeze(-1)
     logs = F.log_softmax(mapped.detach(), -1, dtype=torch.float32)
     of_target = logs.gather(-1, chosen).squeeze(-1)
-    lse = mapped.detach().gather(-1, chosen).squeeze(-1).float() - of_target
+    of_target_logit = mapped.detach().gather(-1, chosen).squeeze(-1).float()
+    lse = of_target_logit - of_target
+    mean = logs.mean(-1) if smoothing else torch.zeros_like(lse)
+    if work.shard is not None:
+        own = lse
+        lse, of_target, mean = _over_shards(
+            work.shard.group, lse, torch.where(here, of_target_logit, 0), mean + lse
+        )
+        logs += (own - lse).unsqueeze(-1)
     loss = -(1 - smoothing) * of_target
     if smoothing:
-        loss -= smoothing * logs.mean(-1)
+        loss -= smoothing * mean
     if options.z_loss:
         loss += options.z_loss * lse.square()
     grad = logs.exp_()
     if options.z_loss:
         grad *= (1 + 2 * options.z_loss * lse).unsqueeze(-1)
     if smoothing:
-        grad -= smoothing / grad.shape[-1]
-    grad.scatter_add_(-1, chosen, torch.full_like(lse, smoothing - 1).unsqueeze(-1))
+        grad -= smoothing / classes
+    at_target = torch.full_like(lse, smoothing - 1)
+    if work.shard is not None:
+        at_target = at_target * here
+    grad.scatter_add_(-1, chosen, at_target.unsqueeze(-1))
     if maps:
         (grad,) = torch.autograd.grad(mapped, raw, grad.to(mapped.dtype))
     # A token that does not count may have a loss that is not finite; 0 times it would be NaN.
     return torch.where(counts, loss, 0).sum(), grad.to(raw.dtype)
+
+
+def _over_shards(
+    group: dist.ProcessGroup, lse: Tensor, of_target: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's logarithm of the whole denominator, and the logarithms of its target's and its mean probability.
+
+    Args:
+        group: processes with equal parts of the vocabulary.
+        lse, of_target, mean: of the rank's part, the logarithm of the denominator, the target's logit (0 if it is in
+            another part) and the mean logit.
+    """
+    own = torch.stack([lse, of_target, mean])
+    each = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(each, own, group=group)
+    parts = torch.stack(each)
+    lse = parts[:, 0].logsumexp(0)
+    return lse, parts[:, 1].sum(0) - lse, parts[:, 2].mean(0) - lse

@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
-from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy, PostponedLogits, postponing
+from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postponing
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
@@ -161,7 +161,7 @@ class Runner:
         self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
-        self._postpones = isinstance(self.loss_fn, LinearCrossEntropy) and self.module.compiled is None
+        self._postpones = getattr(self.loss_fn, "postpones_logits", False) and self.module.compiled is None
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
