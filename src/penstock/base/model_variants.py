@@ -62,7 +62,8 @@ def refused_architecture(config: Mapping[str, Any], heads: Collection[str] = ("C
     others = " and models ".join(["", *(f"...For{head}" for head in heads if head != "CausalLM")])
     return (
         f"the config's architectures is {', '.join(map(str, names))}, and only causal language models{others} can be taken "
-        "here; write ...ForCausalLM there if it is one"
+        "here; write ...ForCausalLM there if it is one, and of images and text give the model itself, as "
+        "AutoModelForImageTextToText.from_pretrained makes it"
     )
 
 

@@ -25,11 +25,20 @@ from penstock.huggingface.adapters import fill
 from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
 from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
 from penstock.huggingface.conversion import converted
-from penstock.huggingface.heads import CAUSAL, HEADS, SEQUENCE, classes_of, empty_model, head_in, head_of
+from penstock.huggingface.heads import (
+    CAUSAL,
+    HEADS,
+    IMAGES,
+    SEQUENCE,
+    classes_of,
+    empty_model,
+    head_in,
+    head_of,
+)
 from penstock.huggingface.library import require_library
 from penstock.huggingface.loss import ModelLoss, causal_lm_loss, chunked_loss, valid_tokens
-from penstock.huggingface.own_forward import OwnBlock, OwnEmbedding, OwnForward, OwnHead, twin
-from penstock.huggingface.proof import require_equal
+from penstock.huggingface.own_forward import OwnBlock, OwnForward, OwnHead, twin
+from penstock.huggingface.proof import images_refused, require_equal
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
 from penstock.stage.rng.initial import generator_for
 
@@ -68,14 +77,18 @@ def from_transformers(
     Without a ``loss_fn``, a `Pipeline` takes the model's own loss; of a causal language model with a vocabulary of 32,000 or
     more it computes it by chunks, without the logits, which may differ in rounding (`LinearCrossEntropy`).
 
+    A model of images and text keeps its tower of images, and the merge with the embedded tokens, before the first block.
+    ``pixel_values`` and what belongs to it (``image_sizes``, ``pixel_attention_mask``) are named inputs, with the image or
+    images of one row in each entry; every row of such a batch has the image's tokens.
+
     With the config's ``output_router_logits``, layers also pass on sums over their routers, and the last one adds the
     auxiliary loss of the microbatch to its loss, as the model does (`penstock.add_loss`).
 
     Args:
         model: one of
 
-            - a model, as ``AutoModelForCausalLM``, ``AutoModelForSequenceClassification`` or
-              ``AutoModelForTokenClassification`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
+            - a model, as ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForSequenceClassification``
+              or ``AutoModelForTokenClassification`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
               parameters are used;
             - a config, or the path of a ``config.json``: each process builds only its own layers, with weights by the
               library's rules, drawn from `seed` and the names of the modules alone;
@@ -237,17 +250,26 @@ def require_variant(config: Any, head: str | None = None) -> None:
     kind = str(getattr(config, "model_type", ""))
     head = head_in(config) if head is None else head
     if not classes_of(config, head):
-        raise SplitError(f"transformers has no {HEADS[head][1]} of type {kind!r}, so it cannot be split")
-    if head == SEQUENCE and config.get_text_config().pad_token_id is None:
+        images = (
+            f"; give the model itself, as AutoModelFor{IMAGES} makes it" if classes_of(config, IMAGES) else ""
+        )
+        raise SplitError(
+            f"transformers has no {HEADS[head][1]} of type {kind!r}, so it cannot be split{images}"
+        )
+    text = config.get_text_config()
+    if head == SEQUENCE and text.pad_token_id is None:
         raise SplitError(
             "the config has no pad_token_id, by which a model for sequence classification finds the last token of each row; "
             "set it, as in model.config.pad_token_id = tokenizer.pad_token_id"
         )
-    reason = refused_variant({key: getattr(config, key, None) for key in VARIANT_KEYS})
+    values = {key: getattr(config, key, None) for key in VARIANT_KEYS}
+    for key in ("rope_parameters", "rope_scaling"):
+        values[key] = values[key] or getattr(text, key, None)
+    reason = refused_variant(values)
     if reason is not None:
         raise SplitError(reason)
     for key in ("layerdrop", "decoder_layerdrop"):
-        if getattr(config, key, 0):
+        if getattr(config, key, 0) or getattr(text, key, 0):
             raise SplitError(
                 f"the config's {key} is set: a model that leaves out random layers cannot be split; set it to 0"
             )
@@ -256,7 +278,11 @@ def require_variant(config: Any, head: str | None = None) -> None:
 def _prove(model: Any, head: str, check: bool) -> None:
     # A loss of routers is computed by a formula, which only the proof shows to be the model's.
     if check or getattr(model.config, "output_router_logits", False):
-        require_equal(model.config, sum(parameter.numel() for parameter in model.parameters()), head)
+        require_equal(model.config, _weights(model), head)
+
+
+def _weights(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _base_of(model: Any) -> Any:
@@ -340,6 +366,10 @@ def embedding_name(model: Any) -> str:
 
 def _layers(model: Any, head: str, make: Make) -> list[Layer]:
     own = OwnForward(model, partial(_around_the_blocks, model))
+    if own.images and (reason := images_refused(model.config, _weights(model), head)):
+        if head == IMAGES:
+            raise SplitError(reason)
+        own.images = ()
     tied = tied_names(model)
 
     def around(kind: Callable[..., nn.Module], paths: Sequence[str]) -> nn.Module:
@@ -353,11 +383,11 @@ def _layers(model: Any, head: str, make: Make) -> list[Layer]:
 
     first, last = joint_name(own.before, 0), joint_name(own.after, own.count + 1)
     loss: tuple[Any, Any] = chunked_loss(model) or causal_lm_loss, valid_tokens
-    if head != CAUSAL:
+    if head not in (CAUSAL, IMAGES):
         loss = (own_loss := ModelLoss(model, head)), own_loss.count
-    batch = BatchNames("input_ids", "labels", frozenset(own.named), loss)
+    batch = BatchNames("input_ids", "labels", frozenset(own.named + own.images), loss)
     return [
-        Layer(first, partial(around, OwnEmbedding, own.before), "embedding", batch=batch),
+        Layer(first, partial(around, own.embedding, own.before), "embedding", batch=batch),
         *(Layer(path, partial(block, n)) for n, path in enumerate(own.paths)),
         Layer(
             last,

@@ -7,10 +7,12 @@ from typing import Any
 from penstock.base.errors import SplitError
 
 CAUSAL, SEQUENCE, TOKEN = "CausalLM", "SequenceClassification", "TokenClassification"
+IMAGES = "ImageTextToText"
 HEADS = {
     CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", "CAUSAL_LM"),
     SEQUENCE: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model for sequence classification", "SEQ_CLS"),
     TOKEN: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "model for token classification", "TOKEN_CLS"),
+    IMAGES: ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "model of images and text", "CAUSAL_LM"),
 }
 """Heads that can be split, as names of classes end: the library's table of classes, a name, and peft's task."""
 
@@ -50,8 +52,8 @@ def head_of(model: Any) -> str:
             )
         return head
     raise SplitError(
-        f"a {type(model).__name__} is not a causal language model, nor one for sequence or token classification; give "
-        "what AutoModelForCausalLM, AutoModelForSequenceClassification or AutoModelForTokenClassification makes"
+        f"a {type(model).__name__} is not a causal language model, nor one of images and text, nor one for sequence or "
+        f"token classification; give what {', '.join(f'AutoModelFor{head}' for head in HEADS)} makes"
     )
 
 

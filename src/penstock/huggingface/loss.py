@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.huggingface.heads import CAUSAL, SEQUENCE
+from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE
 from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 
 IGNORED = -100
@@ -70,14 +70,18 @@ class ModelLoss:
     ignore_index = IGNORED
 
     def __init__(self, model: Any, head: str) -> None:
-        self._loss, self._config, self.head = model.loss_function, model.config, head
+        self._loss, self._config = model.loss_function, model.config
+        self.head = CAUSAL if head == IMAGES else head
 
     def __call__(self, logits: Tensor, labels: Tensor, divisor: Tensor | int | None = None) -> Tensor:
         """Return the mean over the targets; with a divisor, their sum divided by it."""
         loss: Tensor
         if self.head == CAUSAL:
             loss = self._loss(
-                logits=logits, labels=labels, vocab_size=self._config.vocab_size, num_items_in_batch=divisor
+                logits=logits,
+                labels=labels,
+                vocab_size=self._config.get_text_config().vocab_size,
+                num_items_in_batch=divisor,
             )
             return loss
         loss = self._loss(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.base.errors import PenstockError, SplitError, describe_error
+from penstock.base.errors import BatchError, PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
@@ -36,6 +36,8 @@ from penstock.stage.named import give
 
 NAMED = ("attention_mask", "position_ids", "token_type_ids")
 """Named inputs of a step that a model's forward may take."""
+IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_attention_mask")
+"""Named inputs with an entry for each row's image, which the forward needs before the first block alone."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _FORMS: tuple[int, ...] = (0, 1, 2, 3)
@@ -129,6 +131,9 @@ class _Absent(nn.Module):
     def __init__(self, module: nn.Module, path: str, run: _Run) -> None:
         super().__init__()
         self.__dict__.update(module=module, path=path, run=run)
+        first = next(module.parameters())
+        # A model finds its dtype by its parameters.
+        self._parameters["_"] = nn.Parameter(_nan((), first.dtype, first.device), requires_grad=False)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["module"], name)
@@ -169,6 +174,8 @@ class OwnForward:
         parent: module with the list of blocks.
         before, after: paths of modules with parameters that run before the first block, and after the last or never.
         named: names of `NAMED` that the forward takes.
+        images: names of `IMAGE_INPUTS` that the forward takes; none if it takes no images.
+        parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
         router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
             beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
@@ -188,9 +195,15 @@ class OwnForward:
         self._thread = threading.local()
         self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
         self._around = _around(self.blocks)
-        self._require_plain()
-        self.router_loss = router_loss_of(model, self.parent)
         taken = inspect.signature(model.forward).parameters
+        self.images = tuple(name for name in IMAGE_INPUTS if name in taken and "pixel_values" in taken)
+        self._require_plain()
+        self.parameters = tuple(
+            f"{path}.{name}".lstrip(".")
+            for path in self._around
+            for name, _ in model.get_submodule(path).named_parameters(recurse=False)
+        )
+        self.router_loss = router_loss_of(model, self.parent)
         anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         self.named = tuple(name for name in NAMED if name in taken)
         constants = {
@@ -209,11 +222,17 @@ class OwnForward:
         """Return self, as copies of a layer share the forward."""
         return self
 
+    @property
+    def embedding(self) -> type[OwnEmbedding]:
+        """Class of the first layer."""
+        return OwnImageEmbedding if self.images else OwnEmbedding
+
     def embed(self, layer: nn.Module, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
         """Return the hidden state that the forward gives the first block.
 
         Args:
             layer: module with the modules of `before` by their paths.
+            named: also images by the names of `images`.
         """
         run = _Run(self.count, self._form, stop=0)
         hidden: Tensor = self._run(
@@ -334,7 +353,9 @@ class OwnForward:
             if len(numbers) > 1 or not numbers <= {0, self.count}:
                 raise self._refusal(f"its forward calls {path} at several places or between blocks")
         every = [path for path, module in self._outside() if next(module.parameters(), None) is not None]
-        before = tuple(path for path in every if places.get(path) == {0})
+        # A tower of images does not run without them.
+        first = ({0}, None) if self.images else ({0},)
+        before = tuple(path for path in every if places.get(path) in first)
         return before, tuple(path for path in every if path not in before)
 
     def _outside(self) -> Iterable[tuple[str, nn.Module]]:
@@ -350,7 +371,8 @@ class OwnForward:
         for path in self._around:
             module = self.model.get_submodule(path)
             where = path or type(self.model).__name__
-            if own := [name for name, _ in module.named_parameters(recurse=False)]:
+            own = [name for name, _ in module.named_parameters(recurse=False)]
+            if own and (self._is_pattern or not self.images):
                 raise self._refusal(f"{where} has a parameter of its own, {own[0]}, beside its modules")
             if "forward" in vars(module):
                 raise self._refusal(f"the forward of {where} was replaced")
@@ -375,7 +397,9 @@ class OwnForward:
     def _run(
         self, run: _Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
     ) -> Any:
-        modules = {} if layer is None else {path: layer.get_submodule(path) for path in own}
+        modules: dict[str, Any] = {} if layer is None else {path: layer.get_submodule(path) for path in own}
+        if layer is not None and own is self.before:
+            modules |= {name: layer.get_parameter(name) for name in self.parameters}
         shell = self._shell("", run, modules, training)
         try:
             return shell(**given, **self._constants)
@@ -401,8 +425,14 @@ class OwnForward:
             copies[path] = module if next(module.buffers(), None) is None else copy.deepcopy(module, shared)
         return copies[path] if mode is None else _in_mode(copies[path], mode)
 
-    def _shell(self, path: str, run: _Run, modules: Mapping[str, nn.Module], training: bool) -> nn.Module:
+    def _shell(self, path: str, run: _Run, modules: Mapping[str, Any], training: bool) -> nn.Module:
         module = self.model.get_submodule(path)
+        parameters = {
+            name: None
+            if p is None
+            else modules.get(f"{path}.{name}".lstrip("."), _nan(p.shape, p.dtype, p.device))
+            for name, p in module._parameters.items()
+        }
         children: dict[str, nn.Module | None] = {}
         for name, child in module._modules.items():
             full = f"{path}.{name}" if path else name
@@ -419,7 +449,9 @@ class OwnForward:
                 children[name] = _Absent(child, full, run)
             else:
                 children[name] = self._support(full, training if self._is_pattern or not training else None)
-        return _bare(module, children, training)
+        bare = _bare(module, children, training)
+        bare.__dict__["_parameters"] = parameters
+        return bare
 
     def _refusal(self, reason: str) -> SplitError:
         name = type(self.model).__name__
@@ -496,6 +528,9 @@ class _OwnLayer(Live, nn.Module):
                     parent.add_module(name, _Folder(own))
                 parent = parent.get_submodule(name)
             parent.add_module(last, module)
+        for path in own.parameters if modules.keys() == {*own.before} else ():
+            parent = self.get_submodule(path.rpartition(".")[0])
+            parent.register_parameter(path.rpartition(".")[2], own.model.get_parameter(path))
 
 
 class _Folder(Live, nn.Module):
@@ -520,11 +555,40 @@ class OwnEmbedding(_OwnLayer):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Any:
-        hidden = self.own.embed(self, input_ids, _by_name(attention_mask, position_ids, token_type_ids))
+        return self._hidden(input_ids, _by_name(attention_mask, position_ids, token_type_ids))
+
+    def _hidden(self, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Any:
+        hidden = self.own.embed(self, input_ids, named)
         if self.gives:
             give("input_ids", input_ids)
         router_loss = self.own.router_loss
         return hidden if router_loss is None else (hidden, *router_loss.zeros(hidden.device))
+
+
+class OwnImageEmbedding(OwnEmbedding):
+    """Part of a model's forward before its blocks, with its tower of images: one image for each row."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
+    ) -> Any:
+        images = dict(zip(IMAGE_INPUTS, (pixel_values, image_sizes, pixel_attention_mask), strict=True))
+        given = [name for name, value in images.items() if value is not None]
+        if strange := [name for name in given if name not in self.own.images]:
+            raise BatchError(
+                f"{type(self.own.model).__name__} takes no {strange[0]}; its images are {', '.join(self.own.images)}"
+            )
+        if given:
+            _require_image_in_every_row(input_ids, image_token(self.own.model.config))
+        named = _by_name(attention_mask, position_ids, token_type_ids)
+        return self._hidden(input_ids, named | images)
 
 
 class OwnHead(_OwnLayer):
@@ -581,6 +645,23 @@ def _by_name(*values: Tensor | None) -> dict[str, Tensor | None]:
     return dict(zip(NAMED, values, strict=True))
 
 
+def image_token(config: Any) -> int | None:
+    """Return the token whose places in a row are for the features of its image; None if a config has none."""
+    found: int | None = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+def _require_image_in_every_row(input_ids: Tensor, token: int | None) -> None:
+    """Refuse rows without an image: with as many images as rows, another row then has several, and rows are cut wrongly."""
+    without = input_ids.ne(-1 if token is None else token).all(1)
+    if bool(without.any()):
+        raise BatchError(
+            f"row {int(without.nonzero()[0])} of a microbatch has no image (token {token}), and images are divided into "
+            "microbatches by rows; give every row one image, or a batch without images"
+        )
+
+
 def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
     """Return a module with the parameters, buffers, children, mode and attributes of another, and another forward.
 
@@ -602,7 +683,7 @@ def own_layers(own: OwnForward) -> list[nn.Module]:
     modules = own.model.get_submodule
     blocks = [twin(modules(path), OwnBlock, own=own, number=n) for n, path in enumerate(own.paths)]
     return [
-        OwnEmbedding(own, {path: modules(path) for path in own.before}),
+        own.embedding(own, {path: modules(path) for path in own.before}),
         *blocks,
         OwnHead(own, {path: modules(path) for path in own.after}),
     ]

@@ -10,15 +10,16 @@ import copy
 import json
 import threading
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
-from penstock.huggingface.heads import CAUSAL, SEQUENCE, TOKEN, empty_model
+from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
 from penstock.huggingface.loss import IGNORED, ModelLoss, causal_lm_loss
-from penstock.huggingface.own_forward import OwnForward, own_layers
+from penstock.huggingface.own_forward import OwnForward, image_token, own_layers
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
 from penstock.stage.named import Context, names_given, names_taken, within
@@ -35,13 +36,23 @@ _proved: set[str] = set()
 _lock = threading.Lock()
 
 
-def require_equal(config: Any, weights: int, head: str = CAUSAL) -> None:
+def images_refused(config: Any, weights: int, head: str) -> str:
+    """Return why models of a config cannot be cut with images in their batches; empty if they can."""
+    try:
+        require_equal(config, weights, head, images=True)
+    except SplitError as error:
+        return str(error)
+    return ""
+
+
+def require_equal(config: Any, weights: int, head: str = CAUSAL, images: bool = False) -> None:
     """Prove that models of a config can be cut.
 
     Args:
         config: config of transformers.
         weights: number of weights of its model.
         head: head of the model, one of `HEADS`.
+        images: whether the sample has images (default False).
 
     Raises:
         SplitError: if the layers give other numbers than the model, or no small model can be made; says which.
@@ -53,13 +64,15 @@ def require_equal(config: Any, weights: int, head: str = CAUSAL) -> None:
         small._attn_implementation = kernel if kernel in _CPU_KERNELS else None
         small.dtype = torch.float32
         key = json.dumps(
-            [kind, head, small.to_dict(), str(small._attn_implementation)], sort_keys=True, default=str
+            [kind, head, images, small.to_dict(), str(small._attn_implementation)],
+            sort_keys=True,
+            default=str,
         )
         with _lock:
             if key in _proved:
                 return
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-            sample = _Sample(small, head)
+            sample = _Sample(small, head, images)
     except PenstockError:
         raise
     except Exception as error:
@@ -73,13 +86,19 @@ def require_equal(config: Any, weights: int, head: str = CAUSAL) -> None:
 
 
 class _Sample:
-    """A small random model, a padded batch, and what the uncut model makes of it."""
+    """A small random model, a padded batch, and what the uncut model makes of it.
 
-    def __init__(self, config: Any, head: str) -> None:
+    Args:
+        images: whether each row has an image.
+    """
+
+    def __init__(self, config: Any, head: str, images: bool) -> None:
+        if images:
+            _image_shape(config)
         torch.manual_seed(_SEED)
         self.model: Any = empty_model(config, head).float()
         self.loss: Callable[[Tensor, Tensor], Tensor] = (
-            causal_lm_loss if head == CAUSAL else ModelLoss(self.model, head)
+            causal_lm_loss if head in (CAUSAL, IMAGES) else ModelLoss(self.model, head)
         )
         _without_dropout(self.model)
         with torch.no_grad():
@@ -88,18 +107,25 @@ class _Sample:
         self.model.train()
         tokens = self.model.get_input_embeddings().weight.shape[0]
         self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
-        self.mask = torch.ones(_SHAPE, dtype=torch.int64)
+        self.images: dict[str, Tensor] = {}
+        token = image_token(config)
+        self.ids[self.ids == token] = 0
+        if images:
+            self.images, places = _images(self.model, len(self.ids))
+            self.ids = torch.cat([self.ids[:, :1], places, self.ids[:, 1:]], 1)
+        self.mask = torch.ones_like(self.ids)
         self.mask[1, -2:] = 0
-        self.labels = _labels(self.ids, self.mask, self.model.config, head)
+        self.labels = _labels(self.ids, self.mask * (self.ids != token), self.model.config, head)
         if head == SEQUENCE and (padding := self.model.config.get_text_config().pad_token_id) is not None:
             self.ids[self.mask == 0] = padding
         self.expected = self._whole()
 
     def _named(self) -> dict[str, Tensor]:
-        from inspect import signature
-
+        named = {"attention_mask": self.mask}
+        if self.images:
+            named["token_type_ids"] = (self.labels == IGNORED).long()
         takes = signature(self.model.forward).parameters
-        return {"attention_mask": self.mask} if "attention_mask" in takes else {}
+        return {name: value for name, value in named.items() if name in takes} | self.images
 
     def _adds_router_loss(self) -> bool:
         # Of other models, the layers are refused with the reason.
@@ -108,11 +134,19 @@ class _Sample:
 
     def _whole(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
         torch.manual_seed(_SEED)
-        output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **self._named())
+        named = self._named()
+        pixels = named.get("pixel_values")
+        if pixels is not None:
+            pixels = named["pixel_values"] = pixels.clone().requires_grad_()
+        output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **named)
         loss = self.loss(output.logits, self.labels)
         if self._adds_router_loss():
             loss = loss + self.model.router_aux_loss_coef * output.aux_loss
         loss.backward()
+        if pixels is not None and (pixels.grad is None or not pixels.grad.any()):
+            raise SplitError(
+                f"{type(self.model).__name__} cannot be cut with images: they do not reach its loss"
+            )
         return output.logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
 
     def _gradients(self) -> dict[str, Tensor | None]:
@@ -168,7 +202,7 @@ class _Sample:
 
 def _labels(ids: Tensor, mask: Tensor, config: Any, head: str) -> Tensor:
     """Return labels of a sample, as the loss of the head takes them."""
-    if head == CAUSAL:
+    if head in (CAUSAL, IMAGES):
         return torch.where(mask == 1, ids, IGNORED)
     count: int = config.num_labels
     if head == TOKEN:
@@ -183,3 +217,49 @@ def _without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
+
+def _image_shape(config: Any) -> tuple[int, int, int]:
+    """Return channels, height and width of an image.
+
+    Raises:
+        SplitError: if images have no fixed size, or no tokens in the rows.
+    """
+    vision, name = getattr(config, "vision_config", None), type(config).__name__
+    if vision is None or image_token(config) is None:
+        raise SplitError(f"images cannot be cut: {name} has no vision_config, or no image_token_id")
+    size = getattr(vision, "image_size", None)
+    if size is None:
+        raise SplitError(
+            f"images cannot be cut: the vision_config of {name} has no image_size, so the patches of all images of a batch "
+            "are one tensor, which cannot be divided by rows"
+        )
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return getattr(vision, "num_channels", 3), height, width
+
+
+def _images(model: Any, rows: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a random image for each row by the names of inputs, and token ids of their places, (rows, tokens).
+
+    A row's image has three dimensions, or four with several parts; the first form is taken that the model can read.
+    """
+    shape, token = _image_shape(model.config), image_token(model.config)
+    assert token is not None, "the shape of an image has been asked for"
+    takes = signature(model.forward).parameters
+    reasons: list[str] = []
+    for parts in ((), (1,), (5,), (10,), (40,)):
+        pixels = {"pixel_values": torch.randn(rows, *parts, *shape)}
+        sized = pixels | {"image_sizes": torch.tensor([shape[1:]] * rows)}
+        for given in (pixels, sized) if "image_sizes" in takes else (pixels,):
+            try:
+                with torch.no_grad():
+                    features = model.get_image_features(**given, return_dict=True).pooler_output
+            except Exception as error:  # of the model's own checks and shapes
+                reasons.append(describe_error(error))
+                continue
+            each = features if isinstance(features, list | tuple) else [features]
+            tokens = sum(one.shape[:-1].numel() for one in each)
+            return given, torch.full((rows, tokens // rows), token)
+    raise SplitError(
+        f"{type(model).__name__} cannot be cut with images: no form of a row's image is known that it reads: {reasons[0]}"
+    )

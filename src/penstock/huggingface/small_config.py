@@ -91,6 +91,10 @@ _SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": 64,
     "laurel_rank": 4,
     "rotary_dim": 4,
+    "projection_dim": 32,
+    "mm_tokens_per_image": 4,
+    "image_token_id": 1,
+    "image_token_index": 1,
 }
 """Sizes by their keys in configs; a key that the config lacks, or has as None, is left out."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -128,6 +132,10 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key] = type(value)(dropout)
         elif key in _TOKENS:
             result[key] = None if value is None else 0
+        elif key == "image_size" and "patch_size" in table:
+            result[key] = _few_patches(value, table["patch_size"])
+        elif key.startswith("vision_feature_layer") and isinstance(value, list):
+            result[key] = [max(-few, min(few, layer)) for layer in value]
         elif key == "per_layer_config" and isinstance(value, dict):
             result[key] = {layer: options for layer, options in value.items() if int(layer) < few}
         elif isinstance(value, list) and len(value) == count and count > few:
@@ -136,6 +144,10 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key] = min(value, _SIZES[key])
         else:
             result[key] = value
+    if "image_grid_pinpoints" in table and "vision_config" in result:
+        size, small = (one["vision_config"]["image_size"] for one in (table, result))
+        grids = table["image_grid_pinpoints"]
+        result["image_grid_pinpoints"] = [[side * small // size for side in grid] for grid in grids]
     # Sizes that follow from others stay what they were: in latent attention the rotated part of a head, and as many keys as
     # heads; in Mamba-2 the heads of the expanded state.
     if _same(table, "qk_rope_head_dim", "head_dim"):
@@ -151,5 +163,13 @@ def _same(table: dict[str, Any], key: str, other: str) -> bool:
     return key in table and other in table and table[key] == table[other]
 
 
+def _few_patches(size: Any, patch: Any) -> Any:
+    """Return the size of an image of at most four patches a side."""
+    if isinstance(size, list | tuple):
+        return [_few_patches(side, patch) for side in size]
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
+    return size if size is None or patch is None else min(size, 4 * patch)
+
+
 def _is_dropout(key: str) -> bool:
-    return "dropout" in key or key.endswith(("_pdrop", "_drop"))
+    return "dropout" in key or "drop_path" in key or key.endswith(("_pdrop", "_drop"))

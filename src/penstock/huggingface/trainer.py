@@ -21,6 +21,7 @@ from penstock.huggingface.heads import CAUSAL, SEQUENCE, head_of
 from penstock.huggingface.library import package_of
 from penstock.huggingface.loss import IGNORED, ModelLoss, chunked_loss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
+from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.run_report import RunReport
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
@@ -480,6 +481,12 @@ class _Batch:
                 "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
             )
         self.rows, self.targets = len(values["input_ids"]), loss.count(values["labels"]).clamp(min=1)
+        for name in IMAGE_INPUTS:
+            if name in values and len(values[name]) != self.rows:
+                raise ConfigError(
+                    f"the data collator gives {len(values[name])} {name} for {self.rows} rows, and a batch is divided into "
+                    "microbatches by rows; give every row one image"
+                )
         # The model would broadcast what it gets for one row, such as positions.
         values = {
             name: value.expand(self.rows, *value.shape[1:])

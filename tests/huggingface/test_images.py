@@ -1,0 +1,261 @@
+"""Models of images and text in a pipeline, and in the trainer, beside plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Trainer
+
+import penstock
+from penstock.base.errors import BatchError, ConfigError, SplitError, StageError
+from penstock.huggingface.proof import images_refused
+from penstock.huggingface.small_config import small_config
+from penstock.stage.layers import whole_name
+from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights
+from tests.support import image_models
+
+FAMILIES = ("gemma3", "internvl", "llava", "llava_next", "mistral3", "paligemma", "smolvlm")
+MORE = (
+    "aya_vision", "cohere2_vision", "got_ocr2", "idefics2", "idefics3", "lighton_ocr", "llava_next_video",
+    "llava_onevision", "ovis2", "qianfan_ocr", "vipllava",
+)  # fmt: skip
+EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
+# The tower of a small model is most of it.
+pytestmark = pytest.mark.filterwarnings("ignore:layer .* of the model's parameters:UserWarning")
+PARTS = 4
+PIPELINE = {"ranks": 2, "microbatches": PARTS, "schedule": "zb-v", "report": False}
+
+
+def plainly(net: Any, whole: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return logits and gradients of plain transformers that accumulates over microbatches, by their targets."""
+    counts = [penstock.valid_tokens(part) for part in whole["labels"].chunk(PARTS)]
+    logits = []
+    for n, count in enumerate(counts):
+        output = net(**{name: value.chunk(PARTS)[n] for name, value in whole.items()}, use_cache=False)
+        (output.loss * (count / sum(counts))).backward()
+        logits.append(output.logits.detach())
+    return torch.cat(logits), gradients(net)
+
+
+def gradients(net: Any) -> dict[str, Tensor | None]:
+    found = {name: parameter.grad for name, parameter in net.named_parameters()}
+    net.zero_grad()
+    return found
+
+
+def assert_same_gradients(net: Any, expected: dict[str, Tensor | None]) -> None:
+    tied = net.get_output_embeddings().weight is net.get_input_embeddings().weight
+    for name, found in gradients(net).items():
+        wanted = expected[name]
+        if found is None or wanted is None:
+            assert found is wanted, name
+        elif tied and net.get_parameter(name) is net.get_input_embeddings().weight:  # summed in another order
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_family_trains_with_the_bits_of_plain_transformers(family: str):
+    net = image_models.model(family)
+    whole = image_models.batch(net)
+    logits, expected = plainly(net, whole)
+    of_tower = [value for name, value in expected.items() if "vision" in name and value is not None]
+    assert sum(bool(value.any()) for value in of_tower) > 10
+    for options in ({"schedule": "gpipe"}, {"schedule": "zb-v"}, {"schedule": "1f1b", "recompute": "full"}):
+        with penstock.Pipeline(net, ranks=2, microbatches=PARTS, **options) as pipe:
+            result = pipe.step(whole, outputs=True)
+        assert torch.equal(torch.cat(list(result.outputs)), logits)
+        assert_same_gradients(net, expected)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "smolvlm"])
+def test_a_batch_without_images_trains_the_rest(family: str):
+    net = image_models.model(family)
+    whole = image_models.batch(net)
+    text = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
+    logits, expected = plainly(net, text)
+    with penstock.Pipeline(net, ranks=2, microbatches=PARTS) as pipe:
+        result = pipe.step(text, outputs=True)
+    assert torch.equal(torch.cat(list(result.outputs)), logits)
+    assert_same_gradients(net, expected)
+
+
+def test_only_the_first_stage_has_the_tower():
+    layers = penstock.from_transformers(image_models.model("llava"))
+    with_tower = [n for n, layer in enumerate(layers) if any("vision" in name for name in names(layer))]
+    assert with_tower == [0]
+
+
+def names(layer: Any) -> list[str]:
+    return [whole_name(layer.name, inner) for inner, _ in layer.build().named_parameters()]
+
+
+def test_several_images_in_a_row_are_given_as_microbatches():
+    net = image_models.model("llava")
+    whole = image_models.batch(net, rows=4)
+    twice = {
+        name: torch.cat([whole[name], whole[name]], 1) for name in ("input_ids", "labels", "attention_mask")
+    }
+    images = torch.cat([whole["pixel_values"], whole["pixel_values"].flip(0)])
+    with penstock.Pipeline(net, ranks=2, microbatches=PARTS) as pipe:
+        with pytest.raises(BatchError, match=r"keyword input pixel_values has 8 rows .* the input x has 4"):
+            pipe.step(twice, pixel_values=images)
+        pipe.step(twice, pixel_values=penstock.Microbatches(list(images.chunk(PARTS))))
+    found = gradients(net)
+    counts = [penstock.valid_tokens(part) for part in twice["labels"].chunk(PARTS)]
+    for n, count in enumerate(counts):
+        part = {name: value.chunk(PARTS)[n] for name, value in twice.items()}
+        output = net(**part, pixel_values=images.chunk(PARTS)[n], use_cache=False)
+        (output.loss * (count / sum(counts))).backward()
+    for name, expected in gradients(net).items():
+        assert (found[name] is None) == (expected is None)
+        assert expected is None or torch.equal(found[name], expected), name
+
+
+def test_as_many_images_as_rows_but_not_one_in_each_are_refused():
+    net = image_models.model("llava")
+    whole = image_models.batch(net, rows=8)
+    whole["input_ids"][3][whole["input_ids"][3] == image_models.image_token(net)] = 5
+    with (
+        penstock.Pipeline(net, ranks=2, microbatches=2) as pipe,
+        pytest.raises(StageError, match="row 3 of a microbatch has no image"),
+    ):
+        pipe.step(whole)
+
+
+def test_adapters_are_trained_with_images():
+    import peft
+
+    net = image_models.model("llava")
+    whole = image_models.batch(net)
+    lora = peft.LoraConfig(
+        r=4, target_modules=r".*(language_model|vision_tower).*\.(q|v)_proj", task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(net, lora).train()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    _, expected = plainly(adapted, whole)
+    assert any("vision" in name and value is not None for name, value in expected.items())
+    with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=PARTS) as pipe:
+        pipe.step(whole)
+    for name, found in gradients(adapted).items():
+        assert (found is None) == (expected[name] is None)
+        assert found is None or torch.equal(found, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_vl", "patches of all images of a batch are one tensor"),
+        ("mllama", "its forward calls 3 of 4 blocks"),
+        ("blip-2", "Blip2ForConditionalGeneration cannot be cut"),
+        ("aria", "no form of a row's image is known that it reads"),
+    ],
+)
+def test_families_that_cannot_be_cut_are_refused_by_name(family: str, reason: str):
+    with pytest.raises(SplitError, match=reason):
+        penstock.from_transformers(image_models.model(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_patches_of_all_images_in_one_tensor_are_refused(family: str):
+    with torch.device("meta"):
+        net = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family]())
+    with pytest.raises(
+        SplitError, match="has no image_size, so the patches of all images of a batch are one tensor"
+    ):
+        penstock.from_transformers(net)
+
+
+def test_configs_and_folders_are_refused_with_the_way_out(tmp_path: Path):
+    net = image_models.model("llava")
+    with pytest.raises(SplitError, match="give the model itself, as AutoModelForImageTextToText makes it"):
+        penstock.from_transformers(net.config)
+    net.save_pretrained(tmp_path)
+    with pytest.raises(SplitError, match=r"AutoModelForImageTextToText\.from_pretrained"):
+        penstock.from_transformers(tmp_path)
+
+
+def test_a_rotary_rule_of_the_language_model_is_refused():
+    net = image_models.model("llava")
+    net.config.text_config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(SplitError, match="rope_type is 'dynamic'"):
+        penstock.from_transformers(net)
+
+
+def test_images_that_do_not_reach_the_loss_are_not_proved(monkeypatch: pytest.MonkeyPatch):
+    net = image_models.model("llava")
+    forward = type(net.model).forward
+    monkeypatch.setattr(
+        type(net.model), "forward", lambda self, *a, **k: forward(self, *a, **{**k, "pixel_values": None})
+    )
+    assert "they do not reach its loss" in images_refused(
+        small_config(net.config, layers=2), 1, "ImageTextToText"
+    )
+
+
+def test_a_family_without_images_refuses_them():
+    net = image_models.model("fuyu")
+    with penstock.Pipeline(net, ranks=2, microbatches=2) as pipe:
+        ids = torch.randint(3, 60, (4, 8))
+        with pytest.raises(BatchError, match="pixel_values"):
+            pipe.step({"input_ids": ids, "labels": ids, "pixel_values": torch.rand(4, 3, 8, 8)})
+
+
+def rows(net: Any, count: int) -> list[dict[str, Tensor]]:
+    whole = image_models.batch(net, rows=count)
+    return [{name: value[n] for name, value in whole.items()} for n in range(count)]
+
+
+def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
+
+
+def trainer_of(family: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
+    net = image_models.model(family)
+    more = {} if pipeline is None else {"pipeline": pipeline}
+    return (Trainer if pipeline is None else penstock.PipelineTrainer)(
+        model=net, args=arguments(folder, optim="sgd", learning_rate=0.1, **changes), train_dataset=rows(net, 20),
+        eval_dataset=rows(net, 10), data_collator=collate, **more,
+    )  # fmt: skip
+
+
+def logged(trainer: Any) -> list[dict]:
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_train_epochs": 1, "max_steps": -1},  # the last batch has 4 rows
+        {
+            "per_device_train_batch_size": 6,
+            "gradient_accumulation_steps": 2,
+        },  # does not divide into 4 microbatches
+    ],
+    ids=str,
+)
+def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str, changes: dict[str, Any]):
+    theirs, ours = (trainer_of(family, tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE))
+    expected = logged(theirs)
+    assert_close(logged(ours), expected)
+    assert_same_weights(ours.model, theirs.model)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
+    trainer = trainer_of("llava", tmp_path, PIPELINE)
+    trainer.data_collator = lambda rows: (
+        (whole := collate(rows)) | {"pixel_values": whole["pixel_values"][:1]}
+    )
+    with pytest.raises(ConfigError, match="gives 1 pixel_values for 8 rows"):
+        trainer.train()
