@@ -83,6 +83,7 @@ class _Run:
         self.calls: list[Call] = []
         self.rests: list[_Rest] = []
         self.modules: list[tuple[str, int]] = []
+        self.device: torch.device | None = None
         self._hidden: Any = None
 
     def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,9 +132,9 @@ class _Absent(nn.Module):
     def __init__(self, module: nn.Module, path: str, run: _Run) -> None:
         super().__init__()
         self.__dict__.update(module=module, path=path, run=run)
-        first = next(module.parameters())
-        # A model finds its dtype by its parameters.
-        self._parameters["_"] = nn.Parameter(_nan((), first.dtype, first.device), requires_grad=False)
+        dtype = next(module.parameters()).dtype
+        # A model finds its dtype and device by its parameters, and those of other stages may be on the meta device.
+        self._parameters["_"] = nn.Parameter(_nan((), dtype, run.device), requires_grad=False)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["module"], name)
@@ -400,6 +401,7 @@ class OwnForward:
         modules: dict[str, Any] = {} if layer is None else {path: layer.get_submodule(path) for path in own}
         if layer is not None and own is self.before:
             modules |= {name: layer.get_parameter(name) for name in self.parameters}
+        run.device = next(value.device for value in given.values() if isinstance(value, Tensor))
         shell = self._shell("", run, modules, training)
         try:
             return shell(**given, **self._constants)
@@ -430,7 +432,7 @@ class OwnForward:
         parameters = {
             name: None
             if p is None
-            else modules.get(f"{path}.{name}".lstrip("."), _nan(p.shape, p.dtype, p.device))
+            else modules.get(f"{path}.{name}".lstrip("."), _nan(p.shape, p.dtype, run.device))
             for name, p in module._parameters.items()
         }
         children: dict[str, nn.Module | None] = {}
