@@ -37,6 +37,7 @@ CLOSE = "pipe.close()"
 CALL_NAMES = (
     "pipe.step()",
     "pipe.evaluate()",
+    "pipe.log_probs()",
     "pipe.full_state_dict()",
     "pipe.clip_grad_norm_()",
     "pipe.sum_over_ranks()",
