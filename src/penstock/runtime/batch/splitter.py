@@ -273,6 +273,12 @@ class BatchSplitter:
         by_name: dict[str, Sequence[object]] = {}
         for name, value in named.items():
             if not has_tensor(value):
+                if type(value).__name__ == "BlockMask":
+                    raise BatchError(
+                        f"the keyword input {name} is a BlockMask of FlexAttention, which holds a function and cannot go to "
+                        "another stage; give the tensors that it is made from, such as document numbers, and call "
+                        "create_block_mask in the layers"
+                    )
                 by_name[name] = [value] * len(inputs)
                 continue
             by_name[name], rows = split_batch(
