@@ -166,6 +166,7 @@ def exchange(rank: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_pickle_from_another_process_is_refused_and_runs_nothing(processes: LocalProcesses, tmp_path: Path):
     whole = [{"rank": r, "of": (r, torch.ones(2))} for r in range(2)]
     for values, refused in processes.run(2, exchange, str(tmp_path)):

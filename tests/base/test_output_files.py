@@ -97,6 +97,7 @@ def test_no_command_replaces_a_file_of_another_kind(folder: Path, words: tuple[s
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

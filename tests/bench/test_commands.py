@@ -40,6 +40,11 @@ LINES = {
         r"1f1b( +N){7}", r"zb-v( +N){7}", r"median( +N){7}",
         r"best of ours over the bound: N \(.+\)", r"best of peer over the bound: N \(.+\)",
     ],
+    "bench.chunked_loss": [r"fp32( +N){6}", r"bf16( +N){6}"],
+    "bench.head_stage": [
+        r"even +N s +blocks N\+N.*", r"a block with the head +N s .*", r"cost +N s .*",
+        r"measured here: layers .* step over even N .*",
+    ],
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
     "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],

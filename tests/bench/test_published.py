@@ -23,6 +23,7 @@ def summary(comparison: Comparison, group: str):
     return next(s for s in comparison.summaries if s.group == group)
 
 
+@pytest.mark.slow
 def test_steps_on_a100s_reach_their_targets(of):
     assert summary(of["a100"], "SC21").mean <= 0.03
     assert summary(of["a100"], "Korthikanti").mean <= 0.03

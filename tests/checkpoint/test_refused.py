@@ -155,6 +155,7 @@ def link_to_a_moved_checkpoint(folder: Path, elsewhere: Path) -> None:
     (folder / "step-00000001").symlink_to(elsewhere / "step-00000001")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "put",
     [

@@ -324,6 +324,7 @@ def test_the_answer_says_what_why_and_what_would_change_it():
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_family_without_closed_form_is_traced(folder: Path):
     words = ("-c", "h100*4", "-b", "8", "--layout", "pp=2,dp=2,zero=true")
     of_config = plan("mixture", *words)
@@ -339,6 +340,7 @@ def test_a_family_without_closed_form_is_traced(folder: Path):
     assert written["runtime"]["precision"] == "bf16-weights"
 
 
+@pytest.mark.slow
 def test_a_plan_imports_no_torch():
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom penstock.cli.plan import command\n"
@@ -413,6 +415,7 @@ def commands_of_the_guide() -> list[list[str]]:
     return [shlex.split(line, comments=True)[2:] for line in lines if "--from-run" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands_of_the_guide(), ids=" ".join)
 def test_the_commands_of_the_guide_run_as_they_are_printed(words: list[str], folder: Path):
     (folder / "my-model").mkdir()

@@ -81,6 +81,7 @@ def test_a_plan_of_its_own_config_needs_another_path():
     assert tomllib.loads(Path("other.toml").read_text())["parallel"]["dp"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_files_are_complete_if_the_reader_is_gone(folder: Path, limit: int):
     words = [sys.executable, "-m", "penstock", *WORDS[:-2], "--out", "run.toml", "--html", "page.html"]
@@ -94,6 +95,7 @@ def test_the_files_are_complete_if_the_reader_is_gone(folder: Path, limit: int):
     assert (folder / "page.html").read_text().endswith("</html>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [pytest.param(["plan", *WORDS], marks=pytest.mark.slow), ["schedule", "list"]], ids=" ".join
 )
@@ -219,6 +221,7 @@ def test_the_data_of_the_run_are_said(folder: Path):
     assert start not in planned("own.toml", *WORDS[1:], "--out", "own-run.toml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "shown"), [(60, 9), (80, 12), (200, 14)])
 def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(
     width: int, shown: int, monkeypatch: pytest.MonkeyPatch

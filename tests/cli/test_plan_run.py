@@ -127,6 +127,7 @@ def test_other_samples_and_no_config_are_refused(folder: Path):
     assert "cannot read the config of the run, run/config.toml" in str(invoke().exception)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_family_without_closed_form(folder: Path):
     """It is compared in the dtype and with the samples of the run; a run of another size is refused."""
     config = {

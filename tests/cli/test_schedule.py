@@ -87,6 +87,7 @@ def test_show_program_prints_what_every_rank_carries_out():
     assert sum("reduce stage" in line for line in lines) == 4
 
 
+@pytest.mark.slow
 def test_options_of_a_family_are_passed_on():
     shown = run("show", "interleaved-1f1b", "-p", 2, "-m", 5, "-v", 2, "-o", "group_size=3").output
     schedule = build_schedule("interleaved-1f1b", 2, 5, 2, group_size=3)

@@ -155,6 +155,7 @@ def test_many_ranks_keep_the_page_short():
     assert sum(line.strip() == "..." for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_code_2_for_bad_input():
     line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
     bad = subprocess.run(line, capture_output=True, text=True, timeout=300)

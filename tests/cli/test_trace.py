@@ -63,6 +63,7 @@ def test_costs_are_written_as_simulate_reads_them(tmp_path: Path, name: str):
     assert json.loads(simulated.stdout)["makespan"] == pytest.approx(0.12)
 
 
+@pytest.mark.slow
 def test_everything_asked_for_is_written_and_named(tmp_path: Path):
     path = kept_run(tmp_path)
     for ending in ("json", "png", "svg", "pdf"):

@@ -233,6 +233,7 @@ def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_code_2_is_only_for_what_is_refused_before_a_run_begins(tmp_path: Path):
     text_folder(tmp_path)
     words = ["-m", "penstock", "train", f"data.path={tmp_path / 'text'}", *TINY, "train.name=one"]

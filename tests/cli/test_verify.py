@@ -18,6 +18,7 @@ def run(*args: str):
     return CliRunner().invoke(group, ["verify", *args], catch_exceptions=True)
 
 
+@pytest.mark.slow
 def test_it_prints_zeros_in_threads_and_processes():
     result = run("-p", "2", "-m", "3", "--schedule", "1f1b", "--json")
     assert result.exit_code == 0, result.output

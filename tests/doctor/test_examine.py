@@ -66,6 +66,7 @@ def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, 
     assert {link["way"] for own in report.links.values() for link in own} == {"process group"}
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_another_one_elsewhere_is_found(tmp_path: Path, processes: LocalProcesses):
     (tmp_path / "runs" / "other").mkdir(parents=True)
     report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "runs", "rank 1 sees another folder")
@@ -79,6 +80,7 @@ def missing(rank: int, place: Path) -> list[tuple[object, str]]:
     return [tuple(answer) for answer in rounds.each("x", lambda: 1 // (1 - rank))]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_and_one_that_fails_are_told_apart(
     tmp_path: Path, processes: LocalProcesses
 ):

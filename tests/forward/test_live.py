@@ -93,6 +93,7 @@ def all_changes(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_processes_follow_their_models(processes: LocalProcesses):
     assert processes.run(2, all_changes) == ["", ""]
 

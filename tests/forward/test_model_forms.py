@@ -23,6 +23,7 @@ def parts(value: Tensor) -> tuple[Tensor, ...]:
     return value.chunk(MICROBATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", forms.FORMS, ids=lambda make: make.__name__)
 def test_they_train_as_plain_pytorch(make):
     net = own_models.made(make)

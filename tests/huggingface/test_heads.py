@@ -200,6 +200,7 @@ def logged(trainer: Any) -> list[dict]:
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize(
     "changes",
@@ -237,6 +238,7 @@ def test_means_of_accumulated_batches_are_divided_if_the_trainer_says_so(tmp_pat
     assert summed[0]["loss"] == pytest.approx(2 * expected[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one label", "tokens"])
 def test_what_is_saved_loads_in_transformers_and_has_no_bits_per_token(tmp_path: Path, kind: str):
     trainer = trainer_of(kind, tmp_path, {"ranks": 2, "microbatches": 4}, max_steps=2, eval_strategy="epoch")

@@ -80,6 +80,7 @@ def test_split_backward_and_recompute_have_the_bits_of_plain_pytorch(
     require_same(found, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_dropout_depends_on_no_split_and_no_recompute(family: str):
     net = model(family, dropout=0.1)
@@ -107,6 +108,7 @@ def train_in_a_process(rank: int, folder: str) -> tuple[list[float], dict[str, t
         return losses, {name: p.grad for name, p in pipe.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_processes_read_a_folder_train_and_save_it(processes: LocalProcesses, family: str, tmp_path: Path):
     net = model(family)

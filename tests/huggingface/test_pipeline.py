@@ -56,6 +56,7 @@ def assert_close(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.allclose(seen[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +133,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DROPOUT)
 def test_dropout_of_attention_too_depends_on_no_split_and_no_recompute(family: str):
     tokens, labels, mask = hf_models.batch()
@@ -168,6 +170,7 @@ def train_in_a_process(rank: int, folder: str) -> tuple[list[float], dict[str, t
         return losses, pipe.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tied", "ranks"), [("gpt2", True, 4), ("llama", False, 2)])
 def test_processes_train_as_plain_transformers_does(
     processes: LocalProcesses, family: str, tied: bool, ranks: int, tmp_path: Path

@@ -201,6 +201,7 @@ def in_a_process(rank: int, folder: str, mesh: MeshShape) -> Step:
         return [float(loss) for loss in losses], gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_processes_and_replicas_of_a_folder(processes: LocalProcesses, family: str, tmp_path: Path):
     net = model(family)

@@ -55,6 +55,7 @@ def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.Ca
     assert run.pipe.schedule.name in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path):
     trainer(tmp_path, 4).train()
     trainer(tmp_path, 6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -86,6 +87,7 @@ class At(transformers.TrainerCallback):
             self.job()
 
 
+@pytest.mark.slow
 def test_the_page_is_drawn_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_page, "EVERY", 0)
     page = tmp_path / "report.html"

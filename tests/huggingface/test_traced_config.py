@@ -33,6 +33,7 @@ MIXTURE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
 def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
     """Products and parameters are the same.
@@ -62,6 +63,7 @@ def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
             assert theirs.saved_bytes < ours.saved_bytes < theirs.saved_bytes + more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: bool, tmp_path: Path):
     path = written(tmp_path, "mixtral", tie_word_embeddings=tied, **MIXTURE)
@@ -79,6 +81,7 @@ def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: 
     assert read_profile(tmp_path / "profile.json") == profile
 
 
+@pytest.mark.slow
 def test_the_dtype_is_that_of_weights_and_activations(tmp_path: Path):
     path = written(tmp_path, "mixtral", **MIXTURE)
     outputs = {

@@ -68,6 +68,7 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert (ours - theirs).norm() / theirs.norm() < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -153,6 +154,7 @@ def test_an_evaluation_of_the_loss_alone_makes_no_logits(tmp_path: Path, monkeyp
     assert asked == [False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path, accumulated: int):
     """In the middle of an epoch, and with dropout."""
@@ -208,6 +210,7 @@ def adapted() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_alone(tmp_path: Path):
     theirs, logged = trained(Trainer, adapted(), arguments(tmp_path))
     ours, seen = trained(

@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_two_ranks_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, changes: dict[str, Any]):
     _, logged = plainly(tmp_path / "plain", "whole", changes)
@@ -124,6 +125,7 @@ def test_two_ranks_train_as_trainer_does(tmp_path: Path, processes: LocalProcess
     assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
 
 
+@pytest.mark.slow
 def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: LocalProcesses):
     """Two pipelines of two ranks take two batches in a step; also metrics of an uneven last batch."""
     double = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
@@ -228,6 +230,7 @@ def in_threads(folder: Path, changes: dict[str, Any], pipeline: dict[str, Any], 
     job(0, folder, "whole", changes, pipeline, more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["the same", "threads first", "threads second", "other ranks"])
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, processes: LocalProcesses, layout: str):
     """With dropout, and bit for bit, at the layout of before and at others with as many microbatches."""
@@ -253,6 +256,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, processes: Loca
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 def test_adapters_resume(tmp_path: Path, processes: LocalProcesses):
     """Also at another layout than that of the first steps."""
     changes = {**SAVING, "max_steps": 4}

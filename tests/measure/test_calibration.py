@@ -38,6 +38,7 @@ def calibrated(rank: int = 0, dp: int = 1) -> tuple[Profile, Cluster]:
     ), cluster
 
 
+@pytest.mark.slow
 def test_a_calibrated_profile_and_the_measured_cluster_give_a_prediction():
     profile, cluster = calibrated()
     assert (cluster.devices, cluster.dtype) == (2, "fp32")
@@ -79,6 +80,7 @@ class OwnForward(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [False, True])
 @pytest.mark.parametrize("kind", ["own forward", "own loss", "transformers"])
 def test_every_model_that_a_pipeline_takes_is_profiled(kind: str, measure: bool):

@@ -61,6 +61,7 @@ def on_mesh(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], slice_: s
     return train(mesh if slice_ is None else mesh[slice_], dp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [False, True], ids=["whole meshes", "slices"])
 def test_dimensions_are_taken_by_name_in_any_order(processes: LocalProcesses, slices: bool):
     cases: list[tuple[Any, ...]] = [

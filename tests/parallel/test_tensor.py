@@ -178,6 +178,7 @@ def train_dp_and_tp(rank: int, sequence: bool):
     return first, {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: LocalProcesses, sequence):
     results = processes.run(4, train_dp_and_tp, sequence, timeout=600)
@@ -262,6 +263,7 @@ def refusals(rank: int) -> list[str]:
     return [*found, str(short.value)]
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses):
     for said in processes.run(2, refusals):
         heads, width, words, gpt2, gpt_neox, sequence = said

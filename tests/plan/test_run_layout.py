@@ -81,7 +81,7 @@ def test_sequence_parallel_needs_a_degree():
         ("recompute=0", "recompute must be .* got 0"),
         ("recompute=" + "9" * 5_000, "recompute must be"),
         ("split=evn", r"split must be even, cost or .* got 'evn' \(did you mean 'even'"),
-        ("split=2+0", r"split must be .* got \(2, 0\)"),
+        ("split=2+-1", r"split must be .* got \(2, -1\)"),
         ("split=" + "9" * 5_000, "split must be"),
         ("attention=flash", "attention must be fused or unfused, got 'flash'"),
         ("dtype=bf61", r"dtype must be bf16, fp16, fp8 or fp32, got 'bf61' \(did you mean 'bf16'"),

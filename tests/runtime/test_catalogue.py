@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ranks", "microbatches"),
     [pytest.param(*case, marks=() if case[1:] == (4, 11) else pytest.mark.slow) for case in CASES],
@@ -67,6 +68,7 @@ def losses_and_gradients(rank: int, cases: list[tuple[str, int]]) -> list[dict[s
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 2 else ()) for ranks in COUNTS]
 )

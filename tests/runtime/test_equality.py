@@ -86,6 +86,7 @@ def in_processes(processes: LocalProcesses) -> dict[tuple, list]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_processes_give_the_losses_weights_and_gradients_of_plain_pytorch(in_processes, case):
     assert_same(in_processes[case], case[2])

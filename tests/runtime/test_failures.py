@@ -108,6 +108,7 @@ def failures(processes: LocalProcesses) -> dict[tuple[int, bool], list[tuple[str
     return dict(zip(PLACES, run_cases(processes, 4, fail_in_process, PLACES), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "backward"), PLACES)
 def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(failures, stage, backward):
     losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
@@ -135,6 +136,7 @@ def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, train
     raise AssertionError("the step did not fail")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("shared_memory", "trains"), [("1", False), ("0", False), ("0", True)])
 def test_a_layer_that_raises_frees_the_ranks_that_wait_to_send(

@@ -64,6 +64,7 @@ def trained(rank: int, mesh: MeshShape, set_to_none: bool) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_norm_over_one_stage_is_refused_at_the_next_step_and_what_is_right_is_not(
     processes: LocalProcesses, set_to_none: bool

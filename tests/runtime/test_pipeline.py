@@ -271,6 +271,7 @@ def test_a_device_that_is_not_there_is_refused(device):
         Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, device=device)
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_leave_as_many_tensors_as_twenty():
     def tensors() -> int:
         gc.collect()

@@ -88,6 +88,7 @@ def unsplit() -> tuple:
     return train(0, {"ranks": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full", 2, 3])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
 def test_recompute_changes_no_loss_no_weight_and_no_running_statistic(unsplit, name, recompute):
@@ -157,6 +158,7 @@ def test_recompute_holds_the_layers_inputs_and_no_more():
     assert held_by_rank({"recompute": 2})[0] < none[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_the_memory_driven_choice_recomputes_as_few_layers_as_the_limit_allows(unsplit, name):
     none = max(held_by_rank({"schedule": name}))

@@ -116,6 +116,7 @@ def replicated(processes: LocalProcesses) -> dict[tuple, list]:
     return in_processes(processes, MeshShape(2, 2, 1), CASES, (False, True, "overlap"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(replicated, case: str):
     for zero in (True, "overlap"):
@@ -320,6 +321,7 @@ def of_a_kind(rank: int, kind: type[torch.optim.Optimizer], zero: Any) -> tuple:
         return copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
 
 
+@pytest.mark.slow
 def test_every_elementwise_optimizer_takes_the_steps_of_the_whole_one_bit_for_bit(processes: LocalProcesses):
     cases = [(kind, zero) for kind in KINDS for zero in (False, "overlap")]
     told = dict(zip(cases, run_cases(processes, 2, of_a_kind, cases), strict=True))
@@ -367,6 +369,7 @@ def half_by_half(rank: int, mesh: MeshShape, case: str, zero: bool, weights: dic
         return copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_divided_or_whole(processes: LocalProcesses):
     mesh, other = MeshShape(2, 2, 1), MeshShape(1, 2, 1)  # of two the sum has one order
     firsts = [(case, first) for case in ("plain", "main weights") for first in (True, False)]

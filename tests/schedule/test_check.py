@@ -33,6 +33,7 @@ def changed(schedule: Schedule, ops: Lists) -> Schedule:
     return Schedule.from_ops("changed", schedule.placement, schedule.microbatches, ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.searches])
 def test_every_family_is_valid_for_all_small_counts(name: str):
     family = FAMILIES[name]

@@ -19,6 +19,7 @@ def test_a_run_is_its_traces_metrics_and_config(tmp_path: Path):
         run.choose(7)
 
 
+@pytest.mark.slow
 def test_the_page_has_all_steps_or_the_one_asked_for(tmp_path: Path):
     run = read_run(kept_run(tmp_path))
     every = write_report(run, tmp_path / "a.html").read_text()

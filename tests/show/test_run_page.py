@@ -29,6 +29,7 @@ def run(config: Config, said: Reporter | None = None) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_page(tmp_path: Path):
     outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": True}))
     assert outcome.report == str(tmp_path / "runs" / "tiny" / "report.html")
@@ -41,6 +42,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path):
     assert "Not everything could be read" not in page
 
 
+@pytest.mark.slow
 def test_a_run_without_a_page_has_all_that_a_page_needs(tmp_path: Path):
     outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": False}))
     assert outcome.report is None
@@ -80,6 +82,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
     return started
 
 
+@pytest.mark.slow
 def test_while_the_run_goes_on_its_page_is_drawn_again_and_again_and_reloads_itself(tmp_path: Path, at_once):
     folder = kept_run(tmp_path)
     with RunPage(folder, 1000, pytest.fail) as page:
@@ -124,6 +127,7 @@ def test_a_page_that_cannot_be_drawn_is_said_once(tmp_path: Path, at_once):
     assert said.lines[1].startswith("no report: ")
 
 
+@pytest.mark.slow
 def test_a_process_that_draws_for_a_run_that_was_killed_leaves_the_page_alone(tmp_path: Path):
     folder = kept_run(tmp_path)
     command = [sys.executable, "-m", run_page.__name__, str(folder), "a note"]
@@ -133,6 +137,7 @@ def test_a_process_that_draws_for_a_run_that_was_killed_leaves_the_page_alone(tm
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_that_is_stopped_or_fails_says_so_and_is_the_last(tmp_path: Path):
     text, asked = text_folder(tmp_path), iter([False, False, True])
     with pytest.raises(StoppedError):

@@ -231,6 +231,7 @@ def require_as_in_threads(found: list[str]) -> None:
         assert overlapping or text.endswith(": "), text
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(processes: LocalProcesses):
     for found in processes.run(2, all_ways, {"schedule": "zb-h1"}):
         require_as_in_threads(found)
@@ -242,6 +243,7 @@ def over_gloo(rank: int) -> list[str]:
         return all_ways(rank, {"recompute": "full"})
 
 
+@pytest.mark.slow
 def test_the_process_group_carries_them_too(processes: LocalProcesses):
     for found in processes.run(2, over_gloo):
         require_as_in_threads(found)

@@ -36,12 +36,15 @@ def test_an_even_split_owns_every_block_once_and_puts_the_remainder_first(blocks
 def test_a_weighted_split_is_as_good_as_the_best_of_all(weights, stages):
     if len(weights) < stages:
         return
-    heaviest = max(sum(weights[a:b]) for a, b in by_weights(weights, stages))
-    best = min(
-        max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
+
+    def rated(ranges):
+        loads = [sum(weights[a:b]) for a, b in ranges]
+        return max(loads), sum(load**2 for load in loads), sizes(ranges)
+
+    assert rated(by_weights(weights, stages)) == min(
+        rated(tuple(itertools.pairwise((0, *cuts, len(weights)))))
         for cuts in itertools.combinations(range(1, len(weights)), stages - 1)
     )
-    assert heaviest == best
 
 
 @pytest.mark.parametrize("weights", [[1.0, float("nan")], [1.0, -1.0], [float("inf"), 1.0]])
@@ -69,7 +72,16 @@ def test_counts_must_add_up():
     assert by_counts([1, 3], 4) == ((0, 1), (1, 4))
     with pytest.raises(SplitError, match="add up to 5"):
         by_counts([2, 3], 4)
-    with pytest.raises(SplitError, match="at least one block"):
-        by_counts([4, 0], 4)
+    assert by_counts([0, 4, 0], 4, embedding=True, head=True) == ((0, 0), (0, 4), (4, 4))
+    for counts, more in [
+        ([4, 0], {"embedding": True}),
+        ([0, 4], {"head": True}),
+        ([2, 0, 2], {"embedding": True, "head": True}),
+        ([0], {"embedding": True}),
+        ([5, -1], {"head": True}),
+        ([], {}),
+    ]:
+        with pytest.raises(SplitError, match="at least one block"):
+            by_counts(counts, sum(counts), **more)
     with pytest.raises(SplitError, match="at least 1"):
         even(4, 0)

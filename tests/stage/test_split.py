@@ -33,9 +33,10 @@ def test_embedding_and_head_ride_along_with_the_first_and_the_last_stage():
         ({"layers_per_stage": 2}, ["embedding 0 1", "2 3", "4 head"]),
         ({"layers_per_stage": [1, 1, 3]}, ["embedding 0", "1", "2 3 4 head"]),
         ([3, 1, 1], ["embedding 0 1 2", "3", "4 head"]),
+        ([0, 5, 0], ["embedding", "0 1 2 3 4", "head"]),
         ({"ranges": [(0, 1), (1, 6), (6, 7)]}, ["embedding", "0 1 2 3 4", "head"]),
         ([(0, 1), (1, 6), (6, 7)], ["embedding", "0 1 2 3 4", "head"]),
-        ({"weights": [0, 1, 1, 1, 1, 1, 5]}, ["embedding", "0 1 2 3 4", "head"]),
+        ({"weights": [0, 1, 1, 1, 1, 1, 5]}, ["embedding 0 1", "2 3 4", "head"]),
         ({"weights": [1, 1, 1, 1, 1, 1, 2]}, ["embedding 0", "1 2 3", "4 head"]),
     ],
 )
@@ -53,6 +54,7 @@ def test_a_split_by_count_range_or_weight(split, expected):
         ({"weights": [1, 2]}, "2 weights for 7 layers"),
         ({"weights": "abc"}, "list of numbers"),
         ([1, 2], "add up to 3"),
+        ([3, 0, 2], "every stage needs at least one block, except"),
         ([(0, 7)], "makes 1 stage"),
         ([(0, 7, 2)], "cannot read"),
         ([], "cannot read"),
@@ -189,6 +191,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "share"), SPLITS, ids=["parameters", "time"])
 def test_one_layer_with_more_than_half_of_the_model_is_named(split, share):
     net = nn.Sequential(

@@ -19,6 +19,7 @@ from tests.support.commands import python
 SMALL = {"model": {"width": 32, "layers": 4, "hidden": 64}, "data": {"sequence": 16}, "train": {"batch": 8}}
 
 
+@pytest.mark.slow
 def test_the_plan_is_of_the_ranks_that_were_given():
     lines: list[str] = []
     config = from_mapping({**SMALL, "parallel": {"pp": 2}})

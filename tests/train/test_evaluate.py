@@ -107,6 +107,7 @@ def test_a_run_and_its_checkpoints_are_evaluated(own: Path):
     assert first[0].loss != pytest.approx(result.loss, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json_and_takes_the_held_out_data_by_default(own: Path):
     folder, text = own / "runs" / "own", own / "text"
     result = CliRunner().invoke(command, [str(folder), str(text), "--ranks", "1"])

@@ -29,6 +29,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
     text = text_folder(tmp_path)
     config = config_of(tmp_path, text, "full", 4, train={"keep_last": 0})

@@ -32,6 +32,7 @@ def quietly(steps: int, leads: bool) -> Reporter:
 FAST = ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 )
@@ -53,6 +54,7 @@ def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
         assert seen["grad_norm"] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
     own = {"name": "tests.support.own_schedules:folded"}
     config = tiny(tmp_path, text_folder(tmp_path), schedule=own, model={"layers": 8})
@@ -64,6 +66,7 @@ def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
     assert "virtual_stages = 2" in (folder / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2, "report": True})
     torch.set_num_threads(3)

@@ -64,6 +64,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(tm
     assert not (folder / LOCK).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1}, {"pp": 4}], ids=str)
 def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(tmp_path: Path, straight: Path, layout):
     text = tmp_path / "text"
@@ -83,6 +84,7 @@ def in_processes(rank: int, config: Config) -> None:
     run(config)
 
 
+@pytest.mark.slow
 def test_it_goes_on_in_processes(tmp_path: Path, straight: Path, processes: LocalProcesses):
     run(config_of(tmp_path, tmp_path / "text", "again", 6))
     folder = tmp_path / "runs" / "again"
@@ -134,6 +136,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path
         run(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_ranks", [False, True], ids=["threads", "processes"])
 def test_with_nothing_left_to_do_what_is_missing_is_written(
     tmp_path: Path, straight: Path, processes: LocalProcesses, in_ranks: bool
@@ -254,6 +257,7 @@ def shortened(text: Path) -> str:
     return r"the (training|held-out) file 'file_4.txt' had \d+ tokens and has \d+"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [grown, rewritten, shortened])
 def test_other_data_is_refused_by_name_or_accepted_once(tmp_path: Path, straight: Path, change):
     said = change(tmp_path / "text")

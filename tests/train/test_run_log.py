@@ -48,6 +48,7 @@ class Warns(Callback):
         warnings.warn("this will change", FutureWarning, stacklevel=1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always::FutureWarning")
 def test_the_level_is_the_configs_or_the_variables_and_warnings_are_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder

@@ -96,6 +96,7 @@ def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
     assert done.stderr == f"penstock: {number.name}: quitting now; no step has been done\n"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     text = text_folder(tmp_path)
     once = config_of(tmp_path, text, "once", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})

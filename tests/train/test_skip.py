@@ -53,6 +53,7 @@ def in_a_process(rank: int, config: Config, bad: Collection[int]) -> list[str]:
     return train(config, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [
@@ -99,6 +100,7 @@ def test_one_more_than_is_allowed_stops_the_run(tmp_path: Path):
     assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
 
 
+@pytest.mark.slow
 def test_what_is_skipped_is_skipped_the_same_after_a_resume(tmp_path: Path):
     text = text_folder(tmp_path)
     told = {"skip_nonfinite": 2}

@@ -133,6 +133,7 @@ def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
+@pytest.mark.slow
 def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
     """Whatever ends the launcher, and even if they are stopped."""
     names = [tmp_path / "pid-0", tmp_path / "pid-1"]

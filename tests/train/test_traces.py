@@ -34,6 +34,7 @@ def assert_whole(trace: Trace, ranks: int = 2, microbatches: int = 4) -> None:
     assert set(trace.rank.tolist()) == set(range(ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "kept"), [(2, [1, 2, 4, 5]), (0, [1, 5]), (100, [1, 5])])
 def test_the_first_step_the_last_and_every_nth_are_kept(tmp_path: Path, every: int, kept: list[int]):
     config = tiny(tmp_path, text_folder(tmp_path), train={"steps": 5, "trace_every": every})
@@ -51,6 +52,7 @@ def in_a_process(rank: int, config: Config) -> Outcome | None:
     return train(config, lambda steps, leads: Reporter())
 
 
+@pytest.mark.slow
 def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes: LocalProcesses):
     config = tiny(tmp_path, text_folder(tmp_path), runtime={"threads": 1}, train={"report": True})
     leader, other = processes.run(2, in_a_process, config)

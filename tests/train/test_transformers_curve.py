@@ -36,6 +36,7 @@ def config_of(root: Path, family: str, ranks: int) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", MODELS)
 def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):

@@ -41,6 +41,7 @@ CASES: dict[str, Sections] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_the_plain_loop(tmp_path: Path, case: str):
     config = tiny(tmp_path, text_folder(tmp_path), **CASES[case])
@@ -68,6 +69,7 @@ RESUMED: dict[str, Sections] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.slow if n < 2 else ()) for n, name in enumerate(RESUMED)]
 )
@@ -135,6 +137,7 @@ def test_compiled_stages_train_close_to_the_plain_loop(tmp_path: Path, what: str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["even", pytest.param("measured", marks=pytest.mark.slow)])
 def test_what_saves_memory_or_chooses_a_split_changes_no_number(tmp_path: Path, split: str):
     text = text_folder(tmp_path)

@@ -21,6 +21,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "zb-v"))]
 )
@@ -36,6 +37,7 @@ def test_a_kind_is_as_in_plain_pytorch_or_refused_by_name(name, schedule):
         assert verdict.outcome == "bounded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow), "dualpipe"])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_as_in_plain_pytorch_or_refused_by_name(name, layout):

@@ -19,6 +19,7 @@ from tests.zoo.shrink import shrink
 THREADS, PROCESSES = 160, 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -77,10 +77,10 @@ class Layout:
             _one_of("attention", self.attention, ("fused", "unfused"))
         if self.dtype is not None:
             _one_of("dtype", self.dtype, ("bf16", "fp16", "fp8", "fp32"))
-        if isinstance(self.split, list | tuple) and all(map(is_count, self.split)):
+        if isinstance(self.split, list | tuple) and all(is_count(count, least=0) for count in self.split):
             object.__setattr__(self, "split", tuple(self.split))  # JSON has lists for tuples
         else:
-            _one_of("split", self.split, ("even", "cost"), "at least 1 block for every stage, as in 3+3+2")
+            _one_of("split", self.split, ("even", "cost"), "the blocks of every stage, as in 3+3+2")
         if self.sequence_parallel and self.tp == 1:
             # One device divides nothing, and layouts that run alike are equal.
             object.__setattr__(self, "sequence_parallel", False)

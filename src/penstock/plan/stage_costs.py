@@ -280,8 +280,9 @@ def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout:
 
 def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
     """Return the number of blocks of every stage."""
-    stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
-    if blocks < stages:
+    roles, stages = times.table.roles, placement.stages
+    blocks = roles.count("block")
+    if isinstance(layout.split, str) and blocks < stages:
         raise ConfigError(
             f"the model's {blocks} blocks cannot be split into {plural(stages, 'stage')} (pp x v); "
             f"take at most {plural(blocks, 'stage')}"
@@ -292,7 +293,8 @@ def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tup
                 f"split gives the blocks of {plural(len(layout.split), 'stage')}, "
                 f"but the layout has {plural(stages, 'stage')} (pp x v)"
             )
-        return tuple(stop - start for start, stop in by_counts(layout.split, blocks))
+        ranges = by_counts(layout.split, blocks, embedding=roles[0] != "block", head=roles[-1] != "block")
+        return tuple(stop - start for start, stop in ranges)
     counts = even_counts(blocks, stages)
     return _balanced(times, layout, placement, counts) if layout.split == "cost" else counts
 
@@ -337,10 +339,14 @@ def _balanced(
     shares = work_shares(placement)
     of_rank = placement.stages_of
     counts = list(even_split)
+    least = np.ones(placement.stages)
+    if placement.stages > 1:
+        # An embedding and a head may be stages of their own.
+        least[0], least[-1] = first == 0, last == len(roles) - 1
     load = shares @ (fixed + np.array(counts) * block)
     for _ in range(sum(counts)):
         busiest, idlest = int(load.argmax()), int(load.argmin())
-        movable = [s for s in of_rank[busiest] if counts[s] > 1]
+        movable = [s for s in of_rank[busiest] if counts[s] > least[s]]
         if not movable or load[busiest] - load[idlest] <= block * (1 + 1e-9):
             break
         # From the stage with most blocks of the busiest rank, the last among equals, to the one with fewest.

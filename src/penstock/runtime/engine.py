@@ -136,10 +136,10 @@ class Engine:
         trains = options.trains
         if self._status == "stepping":
             raise PenstockError(
-                "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
-                "a hook, the loss function or another thread; call it between two steps"
+                f"Pipeline.{options.call} was called while a step of the same pipeline is under way, by a layer, a hook, "
+                "the loss function or another thread; call it between two steps"
             )
-        with self.calling("pipe.step()" if trains else "pipe.evaluate()"):
+        with self.calling(f"pipe.{options.call}()"):
             # 1. May a step run, and are the copies of modules and parameters the same?
             self._require_idle(trains)
             self._copies.sync_parameters()

@@ -282,7 +282,9 @@ class OpCompiler:
             batch = work.batch
             weight = batch.weights[microbatch]
             target = batch.targets[microbatch] if batch.targets else None
-            report = run(microbatch, messages, LossInputs(target, weight, work.options.outputs))
+            options = work.options
+            loss_inputs = LossInputs(target, weight, options.outputs, options.log_probs)
+            report = run(microbatch, messages, loss_inputs)
             number = batch.first + microbatch
             if report.loss is not None:
                 work.losses.total[number] = report.loss
@@ -290,7 +292,7 @@ class OpCompiler:
                 work.losses.weights[number] = weight.weight
                 if report.has_graph:
                     work.has_graph = True
-            if work.options.outputs:
+            if options.outputs:
                 work.outputs[number] = report.output
 
         return run_last_forward

@@ -21,11 +21,12 @@ from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,
     arguments_of,
+    classes_of,
     ignore_index_of,
     require_no_graph,
     require_reduction,
 )
-from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, step_result
+from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, Work, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.health.hang import Timeout, require_timeout
 from penstock.runtime.local_stages import LocalStages
@@ -299,7 +300,7 @@ class Pipeline(PipelineModel):
             WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs.
             CallOrderError, ReplicaError: if ranks run different calls, or copies differ.
         """
-        return self._run(True, x, y, outputs, input_grads, named)
+        return self._result(self._run("step", x, y, named, outputs=outputs, input_grads=input_grads))
 
     def evaluate(
         self, x: object = None, y: object = None, /, *, outputs: bool = False, **named: object
@@ -308,11 +309,32 @@ class Pipeline(PipelineModel):
 
         `x`, `y`, `outputs` and `named` are those of `step`; without `y` there is no loss.
         """
-        self._require_open()
-        self.wait()
-        self._engine.sync_modules()
-        with evaluating(self.stage_modules(), self._loss_fn):
-            return self._run(False, x, y, outputs, False, named)
+        return self._result(self._without_gradients("evaluate", x, y, named, outputs))
+
+    def log_probs(self, x: object = None, y: object = None, /, **named: object) -> Tensor:
+        """Return log p of the classes y at each position, in eval mode and without gradients; whole logits never exist.
+
+        Nothing is shifted: ``y[b, t]`` is the class that the output at position t is judged by. Of a causal model with
+        tokens `ids`, ``pipe.log_probs(ids[:, :-1], ids[:, 1:])`` is log p of each token but the first. The loss function is
+        not called. The head is the last ``nn.Linear`` of the last layer, as in `LinearCrossEntropy`, and the result equals
+        that of ``log_softmax(logits.float(), -1)`` to summation order. With ``compile="stage"``, or where the model needs
+        its logits, they exist for a microbatch.
+
+        Args:
+            x, named: those of `step`; a batch that is a mapping has no target in it.
+            y: int64 tensor of shape (batch, tokens); -100 where no class counts. In processes only the rank of the last
+                stage needs it; with replicas each takes its rows of the global batch.
+
+        Returns:
+            Tensor of the shape of the global batch's y, in fp32; 0 where y is -100; the same on every rank.
+
+        Raises:
+            BatchError: if y is not such a tensor, does not fit the output, or has a class beyond the vocabulary.
+            PenstockError: if the last layer has no head, or a step is under way; and what `step` raises.
+        """
+        works = self._without_gradients("log_probs", x, y, named)
+        found = {n: rows for work in works for n, rows in work.losses.total.items()}
+        return torch.cat([found[n] for n in sorted(found)]).to(self.device)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
@@ -411,16 +433,27 @@ class Pipeline(PipelineModel):
         if self._engine.closed:
             raise PenstockError("this pipeline is closed; build a new one")
 
+    def _without_gradients(
+        self, call: str, x: object, y: object, named: Mapping[str, object], outputs: bool = False
+    ) -> list[Work]:
+        self._require_open()
+        self.wait()
+        self._engine.sync_modules()
+        with evaluating(self.stage_modules(), self._loss_fn):
+            return self._run(call, x, y, named, outputs=outputs)
+
     def _run(
         self,
-        trains: bool,
+        call: str,
         x: object,
         y: object,
-        outputs: bool,
-        input_grads: bool,
         named: Mapping[str, object],
-    ) -> StepResult:
+        *,
+        outputs: bool = False,
+        input_grads: bool = False,
+    ) -> list[Work]:
         self._require_open()
+        trains, log_probs = call == "step", call == "log_probs"
         if trains and self.shards is not None:
             self.shards.require_used()
         for name, value in (("outputs", outputs), ("input_grads", input_grads)):
@@ -432,6 +465,7 @@ class Pipeline(PipelineModel):
         scaler = self.scaler
         options = StepOptions(
             trains=trains,
+            log_probs=log_probs,
             outputs=outputs,
             input_grads=input_grads,
             # A scaler looks for NaN and infinity itself, and skips the update.
@@ -443,11 +477,14 @@ class Pipeline(PipelineModel):
 
         def split() -> LocalBatch:
             self._container.require_unchanged()
-            inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
+            given = None if log_probs else y
+            inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, given, named)
+            if log_probs:
+                target = classes_of(y, target)
             if trains:
                 self._parameters.require_same()
-                given = [] if input_grads else [("x", inputs)]
-                require_no_graph([*given, ("y", target), *others.items()])
+                without_grads = [] if input_grads else [("x", inputs)]
+                require_no_graph([*without_grads, ("y", target), *others.items()])
             return self._splitter.split(inputs, target, others, options)
 
         check = None if self._first_step is None or not trains else self._first_step.run
@@ -459,6 +496,9 @@ class Pipeline(PipelineModel):
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
+        return works
+
+    def _result(self, works: list[Work]) -> StepResult:
         microbatches = self.microbatches * self.replicas
         holders = self.schedule.placement.holders
         return step_result(works, microbatches, Ends(self.local_ranks, holders[0], holders[-1]))

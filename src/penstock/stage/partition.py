@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from penstock.base.errors import SplitError
@@ -19,10 +19,20 @@ def even(blocks: int, stages: int) -> Ranges:
     return _from_counts([base + (s < extra) for s in range(stages)])
 
 
-def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
-    """Partition by the number of blocks of each stage."""
-    if any(count < 1 for count in counts) or not counts:
-        raise SplitError(f"every stage needs at least one block; the counts are {list(counts)}")
+def by_counts(counts: Sequence[int], blocks: int, *, embedding: bool = False, head: bool = False) -> Ranges:
+    """Partition by the number of blocks of each stage.
+
+    Args:
+        embedding, head: whether layers before or after the blocks are a stage, too, if the first or last count is 0.
+    """
+    least = [1] * len(counts)
+    if len(counts) > 1:
+        least[0], least[-1] = int(not embedding), int(not head)
+    if any(count < minimum for count, minimum in zip(counts, least, strict=True)) or not counts:
+        raise SplitError(
+            f"every stage needs at least one block, except a first one with an embedding and a last one with a head; the "
+            f"counts are {list(counts)}"
+        )
     if sum(counts) != blocks:
         raise SplitError(
             f"the counts {list(counts)} add up to {sum(counts)}, but there are {blocks} blocks to place"
@@ -48,34 +58,45 @@ def by_ranges(ranges: Sequence[tuple[int, int]], blocks: int) -> Ranges:
 def by_weights(weights: Sequence[float], stages: int) -> Ranges:
     """Partition so that the heaviest stage is as light as possible; exact.
 
-    Among the partitions with that heaviest stage, the early stages get as few layers as the bound allows, since they
-    hold the most activations. Dynamic programming, O(layers² · stages).
+    Among the partitions with that heaviest stage, the stages are as equal as possible (least sum of squares); of equals, the
+    early stages get few layers, since they hold the most activations. Dynamic programming, O(layers² · stages).
 
     Args:
         weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
     """
     if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
+    _require_enough(len(weights), stages)
+    heaviest, _ = _best(weights, stages, max)
+    _, counts = _best(
+        weights, stages, lambda stage, rest: stage * stage + rest if stage <= heaviest else math.inf
+    )
+    return _from_counts(counts)
+
+
+def _best(
+    weights: Sequence[float], stages: int, join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Return the least value of a partition, and its counts; `join` adds a stage's weight to the value of those after it."""
     n = len(weights)
-    _require_enough(n, stages)
     prefix = list(accumulate(weights, initial=0.0))
-    # least[k][i]: the lightest possible heaviest stage when layers i.. go to k stages.
+    # least[k][i]: the least value of layers i.. on k stages.
     least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
     cut = [[n] * (n + 1) for _ in range(stages + 1)]
     least[0][n] = 0.0
     for k in range(1, stages + 1):
         for i in range(n - k, -1, -1):
             for j in range(i + 1, n - k + 2):
-                heaviest = max(prefix[j] - prefix[i], least[k - 1][j])
-                # Not <=: of equal bounds the first, shortest range stays, so early stages get few layers.
-                if heaviest < least[k][i]:
-                    least[k][i], cut[k][i] = heaviest, j
+                value = join(prefix[j] - prefix[i], least[k - 1][j])
+                # Not <=: of equal values the first, shortest range stays, so early stages get few layers.
+                if value < least[k][i]:
+                    least[k][i], cut[k][i] = value, j
     counts, start = [], 0
     for k in range(stages, 0, -1):
         stop = cut[k][start]
         counts.append(stop - start)
         start = stop
-    return _from_counts(counts)
+    return least[stages][0], counts
 
 
 def _require_enough(blocks: int, stages: int) -> None:

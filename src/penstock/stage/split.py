@@ -26,7 +26,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
               front go to the first stage, head layers at the end to the last;
             - ``{"layers_per_stage": n}``: n blocks per stage (the last takes the rest), or a list of counts,
               one per stage; embedding and head as above;
-            - a list of counts, one per stage: short for the same;
+            - a list of counts, one per stage: short for the same; the first may be 0 if there is an embedding, and the
+              last if there is a head, which then is a stage of its own;
             - ``{"ranges": [(start, stop), ...]}``, or the list itself: over all layers, embedding and head included;
             - ``{"weights": [w, ...]}``: one weight a layer, over all layers; the contiguous split whose heaviest
               stage is lightest.
@@ -37,7 +38,7 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
     if isinstance(split, str):
         if split != "even":
             raise SplitError(f"no split {split!r}{nearest(split, ['even'])}; {_ALLOWED}")
-        return _split_blocks(layers, stages, lambda blocks: even(blocks, stages))
+        return _split_blocks(layers, stages, lambda blocks: _counts(even(blocks, stages)))
     if isinstance(split, Mapping):
         keys = list(split)
         if len(keys) != 1 or (key := keys[0]) not in _KEYS:
@@ -53,12 +54,12 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
             if isinstance(value, int):
                 return _split_blocks(layers, stages, lambda blocks: _fixed(blocks, stages, value))
             counts = [int(c) for c in _numbers(key, value)]
-            return _split_blocks(layers, stages, lambda blocks: by_counts(counts, blocks))
+            return _split_blocks(layers, stages, counts)
         split = _pairs(value)
     items: list[object] = list(split)
     if items and all(isinstance(item, int) for item in items):
         counts = [int(c) for c in _numbers("split", items)]
-        return _split_blocks(layers, stages, lambda blocks: by_counts(counts, blocks))
+        return _split_blocks(layers, stages, counts)
     return _split_ranges(layers, stages, by_ranges(_pairs(items), len(layers)))
 
 
@@ -131,7 +132,11 @@ def _pairs(value: object) -> list[tuple[int, int]]:
     return [(p[0], p[1]) for p in pairs]
 
 
-def _fixed(blocks: int, stages: int, each: int) -> Ranges:
+def _counts(ranges: Ranges) -> list[int]:
+    return [stop - start for start, stop in ranges]
+
+
+def _fixed(blocks: int, stages: int, each: int) -> list[int]:
     if each < 1:
         raise SplitError(f"layers_per_stage must be at least 1, got {each}")
     last = blocks - each * (stages - 1)
@@ -139,18 +144,18 @@ def _fixed(blocks: int, stages: int, each: int) -> Ranges:
         raise SplitError(
             f"{blocks} blocks at {each} per stage make {-(-blocks // each)} stage(s), but there are {stages}"
         )
-    return by_counts([each] * (stages - 1) + [last], blocks)
+    return [each] * (stages - 1) + [last]
 
 
 def _split_blocks(
-    layers: Sequence[Layer], stages: int, partition: Callable[[int], Ranges]
+    layers: Sequence[Layer], stages: int, counts: Sequence[int] | Callable[[int], list[int]]
 ) -> list[list[Layer]]:
     """Partition the blocks; the first stage also gets the embeddings before them, the last one the heads after them."""
     roles = [layer.role for layer in layers]
     front = next((n for n, role in enumerate(roles) if role != "embedding"), len(roles))
     back = len(roles) - next((n for n, role in enumerate(reversed(roles)) if role != "head"), len(roles))
     blocks = layers[front:back]
-    if len(blocks) < min(stages, len(layers)):
+    if callable(counts) and len(blocks) < min(stages, len(layers)):
         raise SplitError(
             f"{stages} stages but only {len(blocks)} block(s) among the {len(layers)} layers (an embedding stays with the "
             f"first stage, a head with the last); use at most {len(blocks)} stage(s) (ranks times virtual stages), or a "
@@ -160,7 +165,10 @@ def _split_blocks(
         raise SplitError(
             f"embedding layers must come first and head layers last; {misplaced[0]!r} is between blocks"
         )
-    parts = _split_ranges(blocks, stages, partition(len(blocks)))
+    if callable(counts):
+        counts = counts(len(blocks))
+    ranges = by_counts(counts, len(blocks), embedding=front > 0, head=back < len(layers))
+    parts = _split_ranges(blocks, stages, ranges)
     parts[0] = [*layers[:front], *parts[0]]
     parts[-1] = [*parts[-1], *layers[back:]]
     return parts

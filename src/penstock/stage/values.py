@@ -8,6 +8,7 @@ use it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -335,7 +336,15 @@ def split_batch(
             f"{what}: a batch of {size} is too small for {plural(microbatches, 'microbatch')}; "
             f"every one needs at least one row"
         )
-    leaves, structure = _pytree.tree_flatten(batch)
+    paths, structure = _pytree.tree_flatten_with_path(batch)
+    leaves = [leaf for _, leaf in paths]
+    for path, leaf in paths:
+        name = what + _pytree.keystr(path)
+        if isinstance(leaf, Tensor) and _OFFSETS.search(name) and _may_be_offsets(leaf):
+            raise BatchError(
+                f"{name} has the offsets of packed sequences, {leaf[:4].tolist()} and so on, not a value for each row, so "
+                "it cannot be split along dimension 0; give every microbatch its own in penstock.Microbatches"
+            )
     split = {id(leaf): torch.tensor_split(leaf, microbatches) for leaf in leaves if isinstance(leaf, Tensor)}
     split_leaves = [split.get(id(leaf), (leaf,) * microbatches) for leaf in leaves]
     rows, extra = divmod(size, microbatches)
@@ -343,6 +352,16 @@ def split_batch(
         [_pytree.tree_unflatten([leaf[n] for leaf in split_leaves], structure) for n in range(microbatches)],
         [rows + (n < extra) for n in range(microbatches)],
     )
+
+
+_OFFSETS = re.compile(r"cu_?seq|cu_?len|offset|seq_?lens|indptr", re.IGNORECASE)
+"""Names that people give to the offsets of packed sequences."""
+
+
+def _may_be_offsets(tensor: Tensor) -> bool:
+    """Return whether numbers are whole, begin with 0 and do not fall."""
+    whole = tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and bool(tensor[0] == 0) and bool((tensor.diff() >= 0).all())
 
 
 def _detach_to(value: object, what: str, device: torch.device | None) -> tuple[object, int]:

@@ -392,5 +392,7 @@ def _update_notes(config: Config, data: RunData) -> list[str]:
     if not config.model.path and optim.name != "AdamW":
         arguments = "".join(f", {key} {value}" for key, value in optim.arguments.items())
         notes.append(f"{optim.name} with weight decay {optim.weight_decay:g}{arguments}")
+    if optim.matrices:
+        notes.append(f"matrices of blocks: {optim.matrices}, learning rate up to {optim.matrices_lr:g}")
     lines = ["; ".join(notes)] if notes else []
     return [*lines, fine_tuning_note(optim)] if config.model.path else lines

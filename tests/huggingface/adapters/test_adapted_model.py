@@ -60,6 +60,7 @@ def test_loss_and_gradients_are_those_of_peft_bit_for_bit(family: str, changes: 
     assert peft_models.same(gradients, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -298,6 +299,7 @@ def test_replicas_and_zero_train_as_one_pipeline(zero: bool, processes: LocalPro
         assert max((weights[name] - value).abs().max().item() for name, value in own.items()) < 1e-6
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_is_refused_by_name(processes: LocalProcesses, bases):
     mesh = penstock.MeshShape(pp=1, dp=1, tp=2)
     refused = processes.run(2, in_processes, str(bases("llama")), mesh, False, timeout=300)

@@ -24,6 +24,7 @@ def found(small: SmallSpace, top: int = 3) -> SearchResult:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))]
 )
@@ -107,6 +108,7 @@ def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, objec
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -200,6 +202,7 @@ def test_devices_and_memory_are_kept():
     assert capped.best.step_seconds >= free.best.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
     small = small_space(seed)

@@ -248,6 +248,7 @@ def held_by_a_rank(rank: int, folder: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_holds_as_many_parameters_as_tensor_parallelism_leaves_it(
     processes: LocalProcesses, tmp_path: Path
 ):

@@ -117,6 +117,7 @@ class WithNames(nn.Linear):
         return super().forward(input)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("compile", ["none", "stage"])
 def test_layers_of_a_list_may_take_value_and_y(compile: str):

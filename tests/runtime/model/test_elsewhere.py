@@ -147,6 +147,7 @@ def in_process(rank: int, kind: str) -> tuple[Tensor, dict[str, Tensor], dict[st
     return loss, dict(net.state_dict()), dict(net.named_buffers()), names
 
 
+@pytest.mark.slow
 def test_a_process_holds_its_share_and_the_model_comes_back(processes: LocalProcesses):
     kinds = list(KINDS)
     for kind, by_rank in zip(kinds, run_cases(processes, 2, in_process, [(k,) for k in kinds]), strict=True):

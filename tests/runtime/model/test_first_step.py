@@ -207,6 +207,7 @@ def test_no_number_shows_it_in_threads(kind: str, autocast: torch.dtype | None):
         assert_same(*[steps(0, kind, check, 2, autocast=autocast) for check in (True, False)])
 
 
+@pytest.mark.slow
 def test_no_number_shows_it_in_processes(processes: LocalProcesses):
     cases = [(kind, check, 2) for kind in KINDS for check in (True, False)]
     results = run_cases(processes, 2, steps, cases)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.base.errors import ConfigError, ProfileError, SplitError
+from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
@@ -37,6 +39,46 @@ def test_a_measured_split_trains_as_any_other():
     with pipeline() as pipe, pipeline(split="even") as other:
         assert torch.equal(pipe.step(TOKENS, TOKENS).loss, other.step(TOKENS, TOKENS).loss)
         assert sum(len(stage.module.layers) for stage in pipe.stages.values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "split"),
+    [
+        ("1f1b", 1, [0, 4]),
+        ("gpipe", 1, [4, 0]),
+        ("interleaved-1f1b", 2, [0, 2, 2, 0]),
+        ("zb-v", None, [0, 2, 2, 0]),
+        ("dualpipe-v", None, [0, 3, 1, 0]),
+        ("chimera", None, [0, 4]),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_embedding_and_a_head_may_be_stages_of_their_own(
+    schedule: str, virtual_stages: int | None, split: list[int], recompute: str
+):
+    with (
+        pipeline(schedule=schedule, split=split, recompute=recompute, virtual_stages=virtual_stages) as pipe,
+        pipeline(split="even", ranks=1) as whole,
+    ):
+        assert torch.equal(pipe.step(TOKENS, TOKENS).losses, whole.step(TOKENS, TOKENS).losses)
+        ends = [len(pipe.stages[s].module.layers) for s in (0, len(split) - 1)]
+        assert ends == [1 + split[0], 1 + split[-1]]
+        for each in (pipe, whole):
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+        for name, weight in whole.state_dict().items():
+            assert torch.allclose(pipe.state_dict()[name], weight, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stages", "split"),
+    [(96, 3, (1, 2, 1)), (60_000, 3, (2, 2, 0)), (60_000, 6, (0, 1, 1, 1, 1, 0))],
+)
+def test_a_head_that_costs_more_than_the_blocks_gets_a_stage_of_its_own(
+    vocabulary: int, stages: int, split: tuple[int, ...]
+):
+    model = layers(replace(CONFIG, vocabulary=vocabulary))
+    profile = penstock.profile_layers(model, TOKENS, target=TOKENS, loss_fn=next_token_loss, measure=False)
+    assert blocks_by_cost(profile, stages, len(TOKENS)) == split
 
 
 @pytest.mark.slow
@@ -85,6 +127,7 @@ def test_what_cannot_be_measured_is_refused():
         pipeline([nn.Embedding(96, 4), lambda x: x * float(x.sum())], ranks=2)
 
 
+@pytest.mark.slow
 def test_layers_are_profiled_with_and_without_measuring():
     profile_layers = partial(penstock.profile_layers, layers(CONFIG), TOKENS[:2])
     traced = profile_layers(measure=False, microbatches=(1, 2))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.base.errors import ConfigError
 from penstock.forward.loss_piece import loss_in
-from penstock.runtime.model import pipeline_model
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models
 from tests.support.groups import run_cases
@@ -69,7 +68,6 @@ def test_threads_give_the_state_under_all_names_of_tied_weights(schedule: str):
 def in_process(
     rank: int, schedule: str, dp: int, zero: bool, only: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    pipeline_model.ROUND_BYTES = 1000  # several rounds
     with trained(own_models.NanoGPT, schedule, dp, zero) as pipe:
         state = pipe.full_state_dict(rank0_only=only)
         pipe.load_state_dict(pipe.full_state_dict())

@@ -42,6 +42,7 @@ def exact(layout: str) -> bool:
     return layout != "dualpipe"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FORMS)
 def test_threads_train_it_as_plain_pytorch_does(name: str, layout: str):
@@ -62,6 +63,7 @@ def found_by_processes(processes: LocalProcesses) -> dict[tuple[str, str], list[
     return dict(zip(cases, run_cases(processes, 2, in_process, cases), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", IN_PROCESSES)
 @pytest.mark.parametrize("name", FORMS)
 def test_processes_train_it_as_plain_pytorch_does(found_by_processes, name: str, layout: str):
@@ -95,6 +97,7 @@ def test_a_batch_may_be_a_mapping_with_the_labels_of_a_diffusion_transformer():
     assert all(torch.equal(found, plainly("dit").losses[0]) for found in losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "unet, no time", "dit"])
 def test_the_mode_of_the_model_is_that_of_its_stages(name: str):
     form = FORMS[name]

@@ -141,6 +141,7 @@ def test_threads_give_the_weights_of_one_torch_optimizer(ranks, family, name, ca
     assert_equal([one_case(ranks, family, name, CASES[case])], unsplit(name, CASES[case]), CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family"), [(2, "zb-v"), (4, "1f1b")])
 def test_processes_give_the_weights_of_one_torch_optimizer(processes: LocalProcesses, ranks, family):
     cases = [(name, CASES[case]) for name, case in ALL]

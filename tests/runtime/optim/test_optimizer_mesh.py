@@ -60,6 +60,7 @@ def trained(rank: int, mesh: MeshShape | None, fused: bool, accumulate: int) -> 
         return norms, pipe.state_dict(), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(2, 1, 2), MeshShape(1, 2, 2)], ids=["pp2 tp2", "dp2 tp2"])
 @pytest.mark.parametrize(("fused", "accumulate"), [(True, 1), pytest.param(False, 3, marks=pytest.mark.slow)])
 def test_adamw_with_groups_is_that_of_the_unsplit_model(
@@ -111,6 +112,7 @@ def in_bf16(rank: int, mesh: MeshShape | None) -> tuple[dict, dict]:
         return before, mains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(1, 1, 2), MeshShape(1, 2, 1)], ids=["tp2", "dp2"])
 def test_main_weights_of_replicas_and_of_cut_parameters_are_rounded_into_them(
     processes: LocalProcesses, mesh: MeshShape
@@ -170,6 +172,7 @@ def overflowing(rank: int) -> list[tuple[bool, float]]:
         return told
 
 
+@pytest.mark.slow
 def test_an_inf_in_one_process_s_part_skips_the_update_in_all(processes: LocalProcesses):
     assert processes.run(4, overflowing) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 4
 

@@ -82,6 +82,7 @@ def test_threads_update_a_tied_weight_once(ranks, family):
     assert_close([pipelined(0, ranks, family)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family"), CASES)
 def test_processes_update_a_tied_weight_alike(processes: LocalProcesses, ranks, family):
     assert_close(processes.run(ranks, pipelined, ranks, family))

@@ -35,6 +35,7 @@ def test_each_rank_comes_once(processes):
     assert meet(processes, [(0, 3), (1, 3), (2, 3)]) == ["all are here"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1), (0, 1, 2, 2)], ids=str)
 def test_all_are_told_of_a_rank_that_comes_twice(processes, ranks):
     for text in meet(processes, [(rank, len(ranks)) for rank in ranks]):
@@ -63,6 +64,7 @@ def test_ranks_that_do_not_come_are_named(processes):
     assert first.endswith("within 3 s: missing rank(s) 1, 3")
 
 
+@pytest.mark.slow
 def test_a_port_that_something_else_has_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -130,6 +130,7 @@ def exchange(rank: int, way: str) -> int:
     return good
 
 
+@pytest.mark.slow
 @both_ways
 def test_every_value_arrives_as_it_was_sent(processes: LocalProcesses, way):
     assert processes.run(2, exchange, way) == [len(values())] * 2

@@ -89,6 +89,7 @@ def every_schedule(processes: LocalProcesses, request) -> tuple[MeshShape, dict[
     return request.param, dict(zip(MICROBATCHES, run_cases(processes, 4, trained, cases), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MICROBATCHES)
 def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
     mesh, told = every_schedule
@@ -106,6 +107,7 @@ def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
     check(processes.run(2, trained, mesh, "gpipe", M, 6), mesh, M, 6)
 
 
+@pytest.mark.slow
 def test_sequence_parallelism(processes: LocalProcesses):
     mesh = MeshShape(2, 1, 2)
     told = processes.run(4, sequence_parallel)
@@ -232,6 +234,7 @@ def refused(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_is_refused_on_every_process(processes: LocalProcesses):
     for told in processes.run(2, refused):
         assert "a mesh of pp 2 x dp 3 x tp 1 has 6 ranks, but the launch has 2 processes" in told[0]

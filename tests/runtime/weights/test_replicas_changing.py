@@ -106,6 +106,7 @@ def check(told: list, kind: str, frozen: tuple[str, ...] | None, steps: int = 6,
 SCHEDULES = ["1f1b", "zb-h1", "dualpipe"]
 
 
+@pytest.mark.slow
 def test_experts_used_in_some_microbatches_only_have_the_gradients_of_plain_pytorch(
     processes: LocalProcesses,
 ):
@@ -131,6 +132,7 @@ def test_weights_frozen_and_unfrozen_between_steps_have_the_gradients_of_plain_p
     check([told], kind, FROZEN, 12)
 
 
+@pytest.mark.slow
 def test_weights_frozen_and_unfrozen_in_processes(processes: LocalProcesses):
     kinds = [(kind, schedule) for schedule in SCHEDULES for kind in ("plain", "tied")]
     cases = [(*kind, MeshShape(2, 2, 1), FROZEN) for kind in kinds]

@@ -22,6 +22,7 @@ from tests.support.listening import listening
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_processes_meet_through_a_file_and_listen_on_loopback_alone(tmp_path):
     environment = os.environ | {"WORLD_SIZE": "2", STORE: str(tmp_path / "store")}
     environment.pop("GLOO_SOCKET_IFNAME", None)

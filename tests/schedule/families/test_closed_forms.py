@@ -17,6 +17,7 @@ COSTS = ((1, 1, 1), (3, 3, 2), (3, 4, 2), (2, 1, 1), (1, 1, 2))
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 6, 8, 12, 13)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.searches])
 def test_bubble_and_peak_are_as_the_formulas_say(name: str):
     family = FAMILIES[name]

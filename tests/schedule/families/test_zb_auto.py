@@ -69,6 +69,7 @@ def test_the_papers_rate_in_p_activations_or_better_and_the_optimum_in_2p(
     assert makespan(loose, costs, latency) == pytest.approx((p - 1) * (costs[0] + latency) + m * sum(costs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_never_worse_than_the_handcrafted_schedules_in_their_memory(mix: tuple[int, int, int, int]):
     *costs, latency = mix

@@ -17,6 +17,7 @@ from tests.support.orders import PLACEMENTS, small_problem, stage_costs
 LEAST = {"loop": 1, "loop of 2": 2, "v": 2, "two pipes": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["full", "split"])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_no_pattern_is_ever_stuck_however_small_the_memory(name: str, backward: str):
@@ -31,6 +32,7 @@ def test_no_pattern_is_ever_stuck_however_small_the_memory(name: str, backward: 
             assert time_order(problem.tables, codes, max(problem.counts))[0] <= makespan < np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freed_at", ["B", "W"])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_gradients_that_wait_for_their_weight_halves_keep_the_limit(name: str, freed_at: FreedAt):

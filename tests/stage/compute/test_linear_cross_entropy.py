@@ -97,6 +97,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
     assert loss_fn(theirs(x), y).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])

@@ -37,6 +37,7 @@ def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_
     assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.slow
 def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
     told = {"loggers": "tensorboard", "trace_every": 1}
     text = text_folder(tmp_path)

@@ -119,6 +119,7 @@ def test_the_files_of_a_model_are_compared(processes: LocalProcesses, tmp_path: 
     assert "the file config.json of the model is digest" in told[0]
 
 
+@pytest.mark.slow
 def test_two_commands_with_other_learning_rates_are_refused_at_once(tmp_path: Path):
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     started = [

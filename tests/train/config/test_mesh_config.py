@@ -157,6 +157,7 @@ MESHES = {
 FAST = ("pp2 dp2", "pp2 dp2, ZeRO")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MESHES]
 )

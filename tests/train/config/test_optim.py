@@ -7,7 +7,7 @@ import math
 import pytest
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.config.config import Config
+from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.optim import build_optimizer, lr_factor
 from penstock.train.config.sections import ModelConfig, OptimConfig
 from penstock.train.model.llama import layers, next_token_loss
@@ -28,6 +28,20 @@ def test_matrices_decay_and_norms_and_embeddings_do_not():
             "head.norm.weight",
         }
         assert decaying == {name for name, _ in pipe.named_parameters()} - others
+
+
+def test_matrices_of_blocks_may_have_an_optimizer_of_their_own():
+    model = layers(ModelConfig(width=8, layers=1, heads=2, kv_heads=1, hidden=8))
+    given = {"optim": {"matrices": "Muon", "matrices_lr": 0.5, "lr": 0.1, "weight_decay": 0.3, "warmup": 0.0}}
+    with Pipeline(model, next_token_loss, microbatches=1, ranks=1) as pipe:
+        optimizer = build_optimizer(pipe, from_mapping(given))
+        matrices, decaying, others = ([name for name, _ in part] for part in optimizer.parts(0))
+        assert [g["lr"] for g in optimizer.optimizers[0].param_groups] == [0.5, 0.1, 0.1]
+        assert [g["weight_decay"] for g in optimizer.optimizers[0].param_groups] == [0.3, 0.3, 0.0]
+        assert len(matrices) == 7
+        assert all(name.startswith("blocks.0.") for name in matrices)
+        assert decaying == ["head.output.weight"]
+        assert "embedding.weight" in others
 
 
 def test_the_rate_climbs_in_a_line_and_falls_along_a_cosine():

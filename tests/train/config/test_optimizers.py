@@ -72,7 +72,18 @@ def test_arguments_reach_the_optimizer_as_torch_wants_them():
         (optim(name="AdmaW"), r"got 'AdmaW' \(did you mean 'AdamW'"),
         (optim(name="Optimizer"), "optim.name must be one of"),
         (optim(name="LBFGS"), "optim.name cannot be LBFGS: it runs the model itself, several times a step"),
-        (optim(name="Muon"), "optim.name cannot be Muon: it updates matrices only"),
+        (
+            optim(name="Muon"),
+            "optim.name cannot be Muon: it updates matrices only, .* set optim.matrices to it",
+        ),
+        (
+            optim(matrices="adamw"),
+            r"optim.matrices must be one of .*, got 'adamw' \(did you mean 'AdamW'\?\)",
+        ),
+        (
+            {"optim": {"matrices": "Muon"}, "parallel": {"tp": 2}},
+            "Muon does not update .* set optim.matrices to an element",
+        ),
         (optim(name="SparseAdam"), "optim.name cannot be SparseAdam: it takes sparse gradients only"),
         (
             optim(name="SGD", arguments={"momentun": 0.9}),

@@ -132,6 +132,7 @@ def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_config_without_tokenizer_trains_on_the_bytes_of_the_default_text(tmp_path: Path):
     net = hf_models.model("llama", vocab_size=300)
     net.config.save_pretrained(tmp_path / "net")

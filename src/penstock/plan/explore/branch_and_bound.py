@@ -442,12 +442,15 @@ def _least_wait(space: Space, point: Point, times: LayerTimes) -> float:
     """Return a bound on the seconds that the ranks wait for their first op, in the mean over the ranks.
 
     If at most c ranks have a copy of a stage, at most c (k + 1) ranks start at one of the stages 0 to k. So the n-th rank to
-    start waits at least for the forwards of n // c stages, of at least one block each.
+    start waits at least for the forwards of n // c stages, the first with the embedding, the others with at least a block.
     """
     pp, roles = point.layout.pp, times.table.roles
     copies = space.copies(pp, point.microbatches)
-    forward = min(float(time) for time, role in zip(times.forward, roles, strict=True) if role == "block")
-    return sum(rank // copies for rank in range(pp)) / pp * forward
+    front = roles.index("block")
+    block = min(float(time) for time, role in zip(times.forward, roles, strict=True) if role == "block")
+    first = float(times.forward[:front].sum()) if front else block
+    waits = [rank // copies for rank in range(pp)]
+    return sum(first + (stages - 1) * block for stages in waits if stages) / pp
 
 
 def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:

@@ -148,6 +148,23 @@ def arguments_of(
     return x, y, others
 
 
+def classes_of(y: object, own_target: object) -> object:
+    """Return y if it can be the targets of `Pipeline.log_probs`, or None on a rank without it.
+
+    Args:
+        own_target: target that is given with the model's arguments, by its name.
+    """
+    if own_target is not None:
+        raise BatchError(
+            "log_probs takes y, the class at each position of the output, in place of the loss function's target, which the "
+            "model may shift; leave the target out of the batch, log_probs(batch, y)"
+        )
+    if y is None or (isinstance(y, Tensor) and y.dtype == torch.int64 and y.dim() == 2):
+        return y
+    got = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+    raise BatchError(f"y must be an int64 tensor of shape (batch, tokens) for log_probs, got {got}")
+
+
 def _second_parameter(function: object) -> str | None:
     try:
         parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]  # raises
@@ -204,14 +221,19 @@ class BatchSplitter:
             inputs, rows_in = split_batch(x, self.global_microbatches, "the input x", self.device)
             if named:
                 inputs = self._with_named(inputs, rows_in, named)
-        if self.holds_last and y is None and options.trains:
+        if self.holds_last and y is None and (options.trains or options.log_probs):
             raise BatchError("the rank of the last stage needs the target y")
         if self.holds_last and y is not None:
             targets, rows_out = split_batch(y, self.global_microbatches, "the target y", self.device)
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
-            weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
-            if self._compares_counts and not self._compare_counts(targets, rows_out):
+            if not options.log_probs:
+                weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
+            if (
+                not options.log_probs
+                and self._compares_counts
+                and not self._compare_counts(targets, rows_out)
+            ):
                 self._compares_counts = False
         local = self.local
         return LocalBatch(
@@ -251,6 +273,12 @@ class BatchSplitter:
         by_name: dict[str, Sequence[object]] = {}
         for name, value in named.items():
             if not has_tensor(value):
+                if type(value).__name__ == "BlockMask":
+                    raise BatchError(
+                        f"the keyword input {name} is a BlockMask of FlexAttention, which holds a function and cannot go to "
+                        "another stage; give the tensors that it is made from, such as document numbers, and call "
+                        "create_block_mask in the layers"
+                    )
                 by_name[name] = [value] * len(inputs)
                 continue
             by_name[name], rows = split_batch(

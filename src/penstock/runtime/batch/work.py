@@ -20,12 +20,18 @@ class StepOptions:
     """Options of one step, the same on every rank; `number` counts the training steps done before it."""
 
     trains: bool = True
+    log_probs: bool = False
     outputs: bool = False
     input_grads: bool = False
     check_finite: bool = True
     number: int = 0
     reduces: bool = True
     loss_scale: float = 1.0
+
+    @property
+    def call(self) -> str:
+        """Name of the method of `Pipeline` that runs the step."""
+        return "step" if self.trains else "log_probs" if self.log_probs else "evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +175,13 @@ def _or_reason(
     values: Sequence[Any],
     *,
     asked: bool,
-    trains: bool,
+    call: str,
     local: Sequence[int],
     end: str,
     ranks: Sequence[int],
 ) -> tuple[Any, ...] | str:
     """Return values that some ranks have, or the text that says why this process has none."""
     if not asked:
-        call = "step" if trains else "evaluate"
         return f"result.{name} was not asked for; call pipe.{call}(..., {name}=True)"
     if not set(local) & set(ranks):
         holds = (
@@ -222,7 +227,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
             "outputs",
             by_id,
             asked=options.outputs,
-            trains=options.trains,
+            call=options.call,
             local=ends.local,
             end="last",
             ranks=ends.last,
@@ -231,7 +236,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
             "input_grads",
             leaves,
             asked=options.input_grads,
-            trains=options.trains,
+            call=options.call,
             local=ends.local,
             end="first",
             ranks=ends.first,

@@ -37,7 +37,9 @@ CLOSE = "pipe.close()"
 CALL_NAMES = (
     "pipe.step()",
     "pipe.evaluate()",
+    "pipe.log_probs()",
     "pipe.full_state_dict()",
+    "pipe.named_weights()",
     "pipe.clip_grad_norm_()",
     "pipe.sum_over_ranks()",
     "pipe.gather_trace()",

@@ -103,8 +103,8 @@ class FirstStepCheck:
         if reasons := [reason for _, reason in found if reason is not None]:
             return None, reasons[0]
         own = {} if checks else self._parameters.own_state() | self._parameters.non_persistent_buffers()
-        on_cpu = {name: value.cpu() for name, value in own.items() if isinstance(value, Tensor)}
-        gathered = gather_state(on_cpu, world, checks)
+        own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        gathered = gather_state(own, world, checks)
         if not checks:
             return None, None
 

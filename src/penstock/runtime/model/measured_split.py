@@ -92,17 +92,18 @@ def _split_by(profile: Profile, layers: Sequence[Layer], stages: int) -> tuple[i
 def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int, ...]:
     """Return the number of blocks of every stage, such that the most expensive stage costs least.
 
-    The first stage also gets the embeddings, the last one the heads and the loss.
+    The first stage also gets the embeddings, the last one the heads and the loss, which may be all that it has.
     """
     roles = [role for _, role, _ in profile.layers]
     if "block" not in roles:
         raise SplitError(f"the profile of {profile.name} has no blocks, so they cannot be split by cost")
     each = layer_costs(profile, microbatch)
     first, last = roles.index("block"), len(roles) - roles[::-1].index("block")
-    weights = each[first:last]
-    weights[0] += sum(each[:first])
-    weights[-1] += sum(each[last:])
-    return tuple(stop - start for start, stop in by_weights(weights, stages))
+    front, back = ([sum(part)] if part else [] for part in (each[:first], each[last:]))
+    counts = [stop - start for start, stop in by_weights([*front, *each[first:last], *back], stages)]
+    counts[0] -= len(front)
+    counts[-1] -= len(back)
+    return tuple(counts)
 
 
 def layer_costs(profile: Profile, microbatch: int) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.model.loss_reach import modules_called
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
@@ -18,9 +19,6 @@ from penstock.stage.module import StageModule
 
 Place = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter or buffer in it, and the tensor."""
-
-ROUND_BYTES = 1 << 26
-"""Bytes that a rank sends in one round, from which on the next begins; a larger tensor is alone in its round."""
 
 
 class PipelineModel:
@@ -90,20 +88,41 @@ class PipelineModel:
             PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
         """
         self.wait()
-        keeps = not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
+        keeps = self._keeps(rank0_only)
         with self.calling("pipe.full_state_dict()"):
-            own = {
-                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for name, value in self._parameters.own_state().items()
-            }
-            if self._world is None:
-                return self._parameters.with_all_names(own, self._given)
-            state = gather_state(own, self._world, keeps)
-            not_in_it = {
-                n: value.detach().cpu() for n, value in self._parameters.non_persistent_buffers().items()
-            }
-            give_values(self._parameters.layers, gather_state(not_in_it, self._world, keeps))
+            state = gather_state(self._parameters.own_state(), self._world, keeps)
+            if self._world is not None:
+                not_in_it = self._parameters.non_persistent_buffers()
+                give_values(self._parameters.layers, gather_state(not_in_it, self._world, keeps))
         return self._parameters.with_all_names(state, self._given) if keeps else {}
+
+    def named_weights(self, rank0_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all parameters and persistent buffers of the whole model, one tensor at a time.
+
+        For what loads weights one by one, such as an inference engine. Names are those of `full_state_dict`, and a tied
+        weight has the first of its names alone. Matrices are whole with tensor parallelism. Tensors are in the dtype that
+        trains, on its device, and only for reading: clone what is kept, since some of them are those that train.
+
+        In processes all ranks call this together and exhaust it, or the others wait; each tensor is broadcast from the
+        rank that has it, and a process holds no other besides its own stages. What is done with one must take less
+        than `timeout`.
+
+        Args:
+            rank0_only: whether all processes but the run's first get nothing (default False). They exhaust it, too.
+
+        Raises:
+            CallOrderError: if another rank makes another call.
+            PenstockError: if another rank failed.
+        """
+        self.wait()
+        keeps = self._keeps(rank0_only)
+        with self.calling("pipe.named_weights()"):
+            for name, value in each_value(self._parameters.own_state(), self._world):
+                if keeps and isinstance(value, Tensor):
+                    yield name, value
+
+    def _keeps(self, rank0_only: bool) -> bool:
+        return not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -197,24 +216,48 @@ def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
             inner.training = mode
 
 
-def gather_state(own: Mapping[str, Any], world: World, keeps: bool) -> dict[str, Any]:
-    """Return the states of all ranks; every rank calls it."""
-    rounds: list[dict[str, Any]] = [{}]
-    size = 0
-    for name, value in own.items():
-        nbytes = value.nbytes if isinstance(value, Tensor) else 0
-        if rounds[-1] and size + nbytes > ROUND_BYTES:
-            rounds.append({})
-            size = 0
-        rounds[-1][name] = value
-        size += nbytes
-    count = max(world.gather(len(rounds)))
-    state: dict[str, Any] = {}
-    for number in range(count):
-        for part in world.gather(rounds[number] if number < len(rounds) else {}):
-            if keeps:
-                state.update(part)
-    return state
+def each_value(own: Mapping[str, Any], world: World | None) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the states of all ranks, rank by rank, with whole tensors; every rank exhausts it."""
+    if world is None:
+        yield from ((n, v.detach() if isinstance(v, Tensor) else v) for n, v in own.items())
+        return
+    device = next((v.device for v in own.values() if isinstance(v, Tensor)), torch.device("cpu"))
+    reports = world.gather((device.type, [_described(name, value) for name, value in own.items()]))
+    if any(kind == "cpu" for kind, _ in reports):
+        device = torch.device("cpu")
+    for rank, (_, described) in enumerate(reports):
+        for name, value, shape, dtype in described:
+            if dtype is None:
+                yield name, value
+                continue
+            if rank == world.rank:
+                tensor = full_tensor(own[name]).detach()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            world.broadcast(_bytes_of(tensor.to(device)), rank)
+            yield name, tensor
+            del tensor  # the next one is not made beside it
+
+
+def _described(name: str, value: object) -> tuple[str, object, tuple[int, ...], str | None]:
+    """Return (name, None, shape, dtype) of a tensor, or (name, value, (), None) of another value."""
+    if isinstance(value, Tensor):
+        return name, None, tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    return name, value, (), None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in its own memory if it is contiguous."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def gather_state(own: Mapping[str, Any], world: World | None, keeps: bool) -> dict[str, Any]:
+    """Return copies on the CPU of the states of all ranks; empty unless kept; every rank calls it."""
+    return {
+        name: value.to("cpu", copy=name in own) if isinstance(value, Tensor) else value
+        for name, value in each_value(own, world)
+        if keeps
+    }
 
 
 def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Module | None) -> list[Tensor]:

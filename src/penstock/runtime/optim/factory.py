@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.base.errors import ConfigError, nearest
@@ -28,11 +29,25 @@ def build(
     options: list[dict[str, Any]],
     defaults: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """Return one rank's optimizer."""
-    param_groups = [
-        {"params": [main.of(name, p) for name, p in group], **chosen}
-        for group, chosen in zip(groups, options, strict=True)
-    ]
+    """Return one rank's optimizer; several as one, if groups have one of their own."""
+    kinds = [chosen.get("optimizer", make) for chosen in options]
+    parts = []
+    for kind in dict.fromkeys(kinds):
+        numbers = [n for n, other in enumerate(kinds) if other is kind]
+        chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
+        params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
+        parts.append((numbers, _build(kind, params, chosen, defaults if kind is make else {})))
+    return parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
+
+
+def _build(
+    make: MakeOptimizer,
+    params: dict[int, list[nn.Parameter]],
+    options: dict[int, dict[str, Any]],
+    defaults: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """Return the optimizer of some groups, by their numbers."""
+    param_groups = [{"params": params[n], **options[n]} for n in params]
     name = getattr(make, "__name__", "the optimizer")
     try:
         made = make(param_groups, **defaults)
@@ -49,13 +64,56 @@ def build(
     allowed = sorted(set(made.defaults) | {"lr"})
     problems = [
         f"groups[{n}] has {key!r}, which is not an option of {name}{nearest(key, allowed)}; it has {', '.join(allowed)}"
-        for n, chosen in enumerate(options)
+        for n, chosen in options.items()
         for key in chosen
         if key not in allowed
     ]
     if problems:
         raise ConfigError("; ".join(problems))
     return made
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers of different groups as one, with the groups and the state of all.
+
+    Args:
+        parts: the numbers of the groups that each optimizer has, and the optimizer.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], torch.optim.Optimizer]]) -> None:
+        self.parts = tuple(parts)
+        numbered = {
+            n: group for numbers, made in parts for n, group in zip(numbers, made.param_groups, strict=True)
+        }
+        groups = [numbered[n] for n in sorted(numbered)]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        self._share()
+
+    def _share(self) -> None:
+        for numbers, made in self.parts:
+            made.param_groups = [self.param_groups[n] for n in numbers]
+            made.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has an overload for closures
+        """Let each optimizer update its groups."""
+        for _, made in self.parts:
+            made.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups and the state of all."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def each_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one is made of, or itself."""
+    return [made for _, made in optimizer.parts] if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class, or of several with + between."""
+    return "+".join(type(made).__name__ for made in each_of(optimizer))
 
 
 def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -76,13 +134,13 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
     return made
 
 
-def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: bool) -> None:
-    """Raise if an optimizer needs whole matrices but gets shards of them."""
-    kind = type(optimizer).__name__
-    if kind in NOT_ELEMENTWISE and (zero or pipe.tensor_ranks > 1):
+def require_elementwise(pipe: Pipeline, kinds: Iterable[str], zero: bool) -> None:
+    """Raise if one of some optimizers, by their classes' names, needs whole matrices but gets shards of them."""
+    whole = [kind for kind in kinds if kind in NOT_ELEMENTWISE]
+    if whole and (zero or pipe.tensor_ranks > 1):
         cause, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
         raise ConfigError(
-            f"{kind} does not update every element by itself, and {cause} gives it parts of matrices; use an "
+            f"{whole[0]} does not update every element by itself, and {cause} gives it parts of matrices; use an "
             f"elementwise optimizer, such as AdamW or SGD, or {instead}"
         )
 

@@ -82,6 +82,11 @@ def _read(given: object) -> Iterator[Group]:
                 f"parameter) or 'names' (a list), and options of the optimizer; it is {group!r}"
             )
         options = {key: value for key, value in group.items() if key not in ("match", "names")}
+        if not callable(options.get("optimizer", dict)):
+            raise ConfigError(
+                f"groups[{n}]: 'optimizer' must be a class of torch.optim or a function that makes one, got "
+                f"{options['optimizer']!r}"
+            )
         if "params" in options:
             raise ConfigError(f"groups[{n}] has 'params'; choose parameters by 'match' or 'names' instead")
         if "names" in group:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import local
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.factory import (
@@ -25,6 +26,7 @@ from penstock.runtime.optim.factory import (
     MakeScheduler,
     build,
     build_scheduler,
+    each_of,
     require_elementwise,
     require_no_fp16,
     require_zero,
@@ -65,7 +67,8 @@ class PipelineOptimizer:
         groups: dictionaries with ``match`` (a regular expression searched for in the whole-model name, or a function of
             name and parameter) or ``names``, and optimizer options for these parameters. A parameter belongs to the first
             group that takes it, or to one more group at the end with only the `defaults`. Every rank has all groups in
-            this order, some possibly empty.
+            this order, some possibly empty. A group with an ``optimizer`` of its own, such as ``torch.optim.Muon`` for the
+            matrices of blocks, has that one's defaults in place of these.
         accumulate: pipeline steps that make one update, by the mean of their gradients (default 1), also with
             ``reduction="sum"``. Gradients are reduced over replicas in the last of them only.
         clip: largest global 2-norm of the gradients; ``math.inf`` only measures it (default None, neither).
@@ -139,14 +142,21 @@ class PipelineOptimizer:
             )
             for rank, of_rank in self._groups.items()
         }
-        self.optimizers = {
-            rank: build(optimizer, self.main_weights[rank], of_rank, options, defaults)
-            for rank, of_rank in updated.items()
-        }
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+
+        def build_all() -> None:
+            zero_shards = self.shards is not None
+            makes = (optimizer, *(chosen.get("optimizer") for chosen in options))
+            require_elementwise(pipe, (getattr(make, "__name__", "") for make in makes), zero_shards)
+            for rank, of_rank in updated.items():
+                self.optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
+            made = each_of(next(iter(self.optimizers.values())))
+            require_elementwise(pipe, (type(one).__name__ for one in made), zero_shards)
+
+        run_each(build_all, None if pipe.world is None else pipe.world.gather)
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
         self.schedulers = [build_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
-        require_elementwise(pipe, next(iter(self.optimizers.values())), self.shards is not None)
         pipe.scaler = self.scaler
         self._set_accumulated(0)
 

@@ -14,6 +14,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
 from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import distribute_like, from_local_like, full_tensor, is_dtensor, local
+from penstock.runtime.optim.factory import kind_of
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
@@ -86,7 +87,7 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
     """Return the entries of `PipelineOptimizer.state_dict` that are the same on every rank; the others are empty."""
     first = next(iter(optimizer.optimizers.values()))
     return {
-        "optimizer": type(first).__name__,
+        "optimizer": kind_of(first),
         "steps": optimizer.steps,
         "skipped": optimizer.skipped,
         "groups": [
@@ -248,7 +249,7 @@ def restore(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> None:
 
 def _problems(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[str]:
     first = next(iter(optimizer.optimizers.values()))
-    kind = type(first).__name__
+    kind = kind_of(first)
     problems = []
     if state["optimizer"] != kind:
         problems.append(f"it is of {state['optimizer']}, not {kind}")
@@ -317,7 +318,7 @@ def _restore_rank(
             {"state": {n: _copied(entries) for n, entries in local_state.items()}, "param_groups": groups}
         )
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        kind = type(torch_optimizer).__name__
+        kind = kind_of(torch_optimizer)
         raise ConfigError(
             f"torch's {kind} cannot load the state ({type(error).__name__}: {error}); load one that a {kind} has saved"
         ) from error

@@ -75,18 +75,17 @@ class LocalParameters:
 
         A tied weight has the first of its names, even if only another rank has the layer of that name.
         """
+        return {name: full_tensor(value) for name, value in self._state().items()}
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
             state.update(self.stages[index].module.whole_model_state())
         named = {name: self.ties.first.get(name, name) for name in state}
-        return {
-            first: full_tensor(state[name])
-            for name, first in named.items()
-            if name == first or first not in state
-        }
+        return {first: state[name] for name, first in named.items() if name == first or first not in state}
 
     def own_state(self) -> dict[str, Any]:
-        """Return `state_dict` without what other ranks have, too, and give."""
+        """Return `state_dict` without what other ranks have, too, and give; sharded tensors are not made whole."""
         holders = self.placement.holders
         held = {
             start
@@ -95,7 +94,7 @@ class LocalParameters:
             for start in prefixes(name)
             if self.rank is None or holders[s][0] == self.rank
         }
-        return {name: value for name, value in self.state_dict().items() if begins_in(name, held)}
+        return {name: value for name, value in self._state().items() if begins_in(name, held)}
 
     def non_persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are in no state, by their names in the whole model."""

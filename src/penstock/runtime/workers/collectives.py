@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -69,9 +70,18 @@ class Collectives:
         self, values: Tensor, group: dist.ProcessGroup | None, action: str
     ) -> Callable[[], object]:
         """Begin `all_reduce`, and return a function that waits for it; every process of the group calls both."""
+        return self._begin(dist.all_reduce, values, group, action)
+
+    def broadcast(self, values: Tensor, source: int, group: dist.ProcessGroup | None, action: str) -> None:
+        """Fill a tensor with that of the group's process `source`; every process of the group calls it."""
+        self._begin(partial(dist.broadcast, group_src=source), values, group, action)()
+
+    def _begin(
+        self, collective: Callable[..., Any], values: Tensor, group: dist.ProcessGroup | None, action: str
+    ) -> Callable[[], object]:
         visit = self.enter(group)
         try:
-            work = dist.all_reduce(values, group=group or self.everyone, async_op=True)
+            work = collective(values, group=group or self.everyone, async_op=True)
         except RuntimeError as error:  # the connection was broken already
             raise self._connection_error(action, error, visit) from error
         if values.is_cuda:

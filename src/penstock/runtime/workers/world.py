@@ -324,6 +324,10 @@ class World:
         """Sum a tensor over all ranks, in place; every rank calls it."""
         self.collectives.all_reduce(values, self._reductions, "add up over the pipeline's ranks")
 
+    def broadcast(self, values: Tensor, source: int) -> None:
+        """Fill a tensor with that of a rank of this pipeline; every rank calls it."""
+        self.collectives.broadcast(values, source, self._reductions, "send a tensor to all ranks")
+
     def all_reduce_tp(self, values: Tensor) -> None:
         """Sum a tensor over the processes that shard the same matrices, in place; they all call it."""
         if self.mesh is not None and self.mesh.shape.tp > 1:

@@ -10,7 +10,7 @@ function of torch it becomes the logits, and the loss is computed from them.
 
 With tensor parallelism each rank has a shard of the vocabulary, and computes the chunk's logits and gradients for it alone.
 Of other shards, a rank gets three numbers a token: the logarithm of their softmax's denominator, the target's logit, and the
-mean logit.
+mean logit. `log_probs` goes through the same chunks without gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ _FACTS = frozenset({"size", "dim", "numel", "is_floating_point", "shape", "dtype
 
 _Map = Callable[[Tensor], Tensor]
 
+IGNORED = -100
+"""Target without a class, as in torch."""
+
+CHUNKS = 8
+"""Parts of a microbatch's tokens."""
+
 
 class LinearCrossEntropy:
     """Loss function: mean cross entropy in nats of a linear head, by chunks of tokens, so that whole logits never exist.
@@ -67,8 +73,8 @@ class LinearCrossEntropy:
 
     def __init__(
         self,
-        chunks: int = 8,
-        ignore_index: int = -100,
+        chunks: int = CHUNKS,
+        ignore_index: int = IGNORED,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         *,
@@ -105,13 +111,8 @@ class LinearCrossEntropy:
         target = self._shifted(target).reshape(-1)
         counts = target != self.ignore_index
         # On a GPU this would wait for the device, and torch's own assertion is there.
-        if target.device.type == "cpu" and bool(
-            (wrong := ((target < 0) | (target >= classes)) & counts).any()
-        ):
-            raise BatchError(
-                f"the target has class {int(target[wrong][0])}, and the vocabulary is 0 to {classes - 1}; only "
-                f"ignore_index={self.ignore_index} is left out"
-            )
+        if target.device.type == "cpu":
+            _require_classes(target, counts, classes, f"ignore_index={self.ignore_index}")
         if not isinstance(output, PostponedLogits):
             return self._from_logits(output.flatten(0, -2), target, counts)
         if output.computed is not None:
@@ -145,6 +146,49 @@ class LinearCrossEntropy:
         if self.z_loss:
             loss = loss + self.z_loss * logits.logsumexp(-1)[counts].square().sum()
         return loss / counts.sum().clamp(min=1)
+
+
+def log_probs(output: object, target: Tensor, chunks: int = CHUNKS) -> Tensor:
+    """Return the logarithm of each target's probability, in fp32 and of the target's shape; 0 where it is -100.
+
+    Args:
+        output: logits of shape (..., vocabulary), or what the head returns in `postponing`.
+        target: int64 tensor of shape (...).
+        chunks: number of parts of the tokens; probabilities of one part exist at a time.
+
+    Raises:
+        BatchError: if the target does not fit the output, or has a class beyond the vocabulary.
+    """
+    if not isinstance(output, Tensor) or output.shape[:-1] != target.shape:
+        what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise BatchError(
+            f"log_probs needs logits of shape {(*target.shape, 'vocabulary')} for a microbatch of y of shape "
+            f"{tuple(target.shape)}, and the last layer returned {what}; y must have a class for each position"
+        )
+    counts = (target != IGNORED).reshape(-1)
+    target_of_token = target.reshape(-1)
+    _require_classes(target_of_token, counts, output.shape[-1], str(IGNORED))
+    found = torch.empty(target.numel(), dtype=torch.float32, device=target.device)
+    length = max(1, -(-target.numel() // chunks))
+    for start in range(0, target.numel(), length):
+        rows = slice(start, start + length)
+        if isinstance(output, PostponedLogits) and output.computed is None:
+            output.require_unwritten()
+            logits, shard = output.of_rows(rows), _Shard.of(output.weight)
+        else:
+            logits, shard = _computed(output).flatten(0, -2)[rows], None
+        logs = _logs_of(logits, target_of_token[rows], counts[rows], shard)
+        found[rows] = torch.where(counts[rows], logs.of_target, 0)
+    return found.view(target.shape)
+
+
+def _require_classes(target: Tensor, counts: Tensor, classes: int, ignored: str) -> None:
+    wrong = ((target < 0) | (target >= classes)) & counts
+    if bool(wrong.any()):
+        raise BatchError(
+            f"the target has class {int(target[wrong][0])}, and the vocabulary is 0 to {classes - 1}; only {ignored} is "
+            "left out"
+        )
 
 
 class PostponedLogits(Tensor):
@@ -208,12 +252,21 @@ class PostponedLogits(Tensor):
             self.computed = value
         return self.computed
 
+    def of_rows(self, rows: slice) -> Tensor:
+        """Compute the logits of some tokens; with a shard of the vocabulary, of its classes."""
+        bias = None if self.bias is None else _local(self.bias)
+        with self.autocast():
+            value = F.linear(_local(self.hidden).flatten(0, -2)[rows], _local(self.weight), bias)
+            for function in self.maps:
+                value = function(value)
+        return value
+
     def require_unwritten(self) -> None:
         """Raise PenstockError if the head's input was modified in place since, as plain PyTorch does in the backward."""
         if _memory(self.hidden)._version != self._version_of_hidden:
             raise PenstockError(
-                "the input of the head was modified in place after the head was called, so LinearCrossEntropy would see "
-                "other numbers; modify a copy, or take torch.nn.CrossEntropyLoss"
+                "the input of the head was modified in place after the head was called, so LinearCrossEntropy and log_probs "
+                "would see other numbers; modify a copy, or take torch.nn.CrossEntropyLoss"
             )
 
     @classmethod
@@ -265,7 +318,7 @@ class PostponedLogits(Tensor):
 def _refused() -> PenstockError:
     return PenstockError(
         "a function that is not torch's own, such as a torch.autograd.Function, takes the logits, and LinearCrossEntropy "
-        "does not compute them; call it before the head, or take torch.nn.CrossEntropyLoss"
+        "and log_probs do not compute them; call it before the head, or take torch.nn.CrossEntropyLoss"
     )
 
 
@@ -292,8 +345,8 @@ def postponing(layer: nn.Module) -> Iterator[None]:
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     if not linear:
         raise ConfigError(
-            f"LinearCrossEntropy needs a head, an nn.Linear in the last layer, and {type(layer).__name__} has none; take "
-            "torch.nn.CrossEntropyLoss or another loss of the output"
+            f"LinearCrossEntropy, as log_probs, needs a head, an nn.Linear in the last layer, and {type(layer).__name__} "
+            "has none; take torch.nn.CrossEntropyLoss or another loss of the output, or evaluate(..., outputs=True)"
         )
     head = linear[-1]
     hooks = head._forward_hooks
@@ -412,11 +465,8 @@ def _loss_and_grad(raw: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tenso
     The gradient is p (1 + 2 z lse) - (1 - s) [target] - s / vocabulary, with the softmax p, the logarithm lse of its
     denominator, the label smoothing s and the weight z of the z-loss. With a shard of the vocabulary, it is its gradient.
     """
-    target, counts, options, maps = work.target[rows], work.counts[rows], work.options, work.maps
-    here, classes = counts, raw.shape[-1]
-    if work.shard is not None:
-        target, classes = target - work.shard.start, work.shard.classes
-        here = counts & (target >= 0) & (target < raw.shape[-1])
+    counts, options, maps = work.counts[rows], work.options, work.maps
+    classes = raw.shape[-1] if work.shard is None else work.shard.classes
     raw = raw.detach().requires_grad_(bool(maps))
     # Hooks of a recompute, which drop what is saved, are not for this graph: it ends in this call.
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
@@ -424,36 +474,65 @@ def _loss_and_grad(raw: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tenso
         for function in maps:
             mapped = function(mapped)
     smoothing = options.label_smoothing
-    chosen = torch.where(here, target, 0).unsqueeze(-1)
-    logs = F.log_softmax(mapped.detach(), -1, dtype=torch.float32)
-    of_target = logs.gather(-1, chosen).squeeze(-1)
-    of_target_logit = mapped.detach().gather(-1, chosen).squeeze(-1).float()
-    lse = of_target_logit - of_target
-    mean = logs.mean(-1) if smoothing else torch.zeros_like(lse)
-    if work.shard is not None:
-        own = lse
-        lse, of_target, mean = _over_shards(
-            work.shard.group, lse, torch.where(here, of_target_logit, 0), mean + lse
-        )
-        logs += (own - lse).unsqueeze(-1)
+    found = _logs_of(mapped.detach(), work.target[rows], counts, work.shard, with_mean=bool(smoothing))
+    lse, of_target = found.lse, found.of_target
     loss = -(1 - smoothing) * of_target
     if smoothing:
-        loss -= smoothing * mean
+        loss -= smoothing * found.mean
     if options.z_loss:
         loss += options.z_loss * lse.square()
-    grad = logs.exp_()
+    grad = found.softmax.exp_()
     if options.z_loss:
         grad *= (1 + 2 * options.z_loss * lse).unsqueeze(-1)
     if smoothing:
         grad -= smoothing / classes
     at_target = torch.full_like(lse, smoothing - 1)
     if work.shard is not None:
-        at_target = at_target * here
-    grad.scatter_add_(-1, chosen, at_target.unsqueeze(-1))
+        at_target = at_target * found.here
+    grad.scatter_add_(-1, found.chosen, at_target.unsqueeze(-1))
     if maps:
         (grad,) = torch.autograd.grad(mapped, raw, grad.to(mapped.dtype))
     # A token that does not count may have a loss that is not finite; 0 times it would be NaN.
     return torch.where(counts, loss, 0).sum(), grad.to(raw.dtype)
+
+
+class _Logs(NamedTuple):
+    """Logarithms of probabilities by token.
+
+    Attributes:
+        softmax: of each class of the rank's part of the vocabulary.
+        of_target, lse, mean: of the target, of the softmax's denominator, and the mean over the classes (0 unless asked).
+        chosen, here: index of the target in the part, and whether it is there.
+    """
+
+    softmax: Tensor
+    of_target: Tensor
+    lse: Tensor
+    mean: Tensor
+    chosen: Tensor
+    here: Tensor
+
+
+def _logs_of(
+    logits: Tensor, target: Tensor, counts: Tensor, shard: _Shard | None, with_mean: bool = False
+) -> _Logs:
+    here = counts
+    if shard is not None:
+        target = target - shard.start
+        here = counts & (target >= 0) & (target < logits.shape[-1])
+    chosen = torch.where(here, target, 0).unsqueeze(-1)
+    logs = F.log_softmax(logits, -1, dtype=torch.float32)
+    of_target = logs.gather(-1, chosen).squeeze(-1)
+    of_target_logit = logits.gather(-1, chosen).squeeze(-1).float()
+    lse = of_target_logit - of_target
+    mean = logs.mean(-1) if with_mean else torch.zeros_like(lse)
+    if shard is not None:
+        own = lse
+        lse, of_target, mean = _over_shards(
+            shard.group, lse, torch.where(here, of_target_logit, 0), mean + lse
+        )
+        logs += (own - lse).unsqueeze(-1)
+    return _Logs(logs, of_target, lse, mean, chosen, here)
 
 
 def _over_shards(

@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
-from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postponing
+from penstock.stage.compute.linear_cross_entropy import CHUNKS, PostponedLogits, log_probs, postponing
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
@@ -100,6 +100,7 @@ class LossReport(NamedTuple):
     """Losses of a microbatch, as 0-d tensors without a graph.
 
     Attributes:
+        loss: their sum; or the logarithms of the targets' probabilities, of the target's shape.
         parts: losses by name; ``"loss"`` is the one of a `loss_fn` that returns a single tensor.
         has_graph: whether the loss counts and has a graph, so that its backward can start.
     """
@@ -111,11 +112,16 @@ class LossReport(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """Inputs of the loss on the last stage."""
+    """Inputs of the loss on the last stage.
+
+    Attributes:
+        log_probs: whether the logarithms of the targets' probabilities are computed in place of the loss.
+    """
 
     target: object
     loss_weight: LossWeight = LossWeight()
     keep_output: bool = False
+    log_probs: bool = False
 
 
 class SegmentOutput(NamedTuple):
@@ -151,7 +157,6 @@ class Runner:
         self._rng_free: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._device_type = "cpu"
-        self._postpones = False
 
     def begin(self, step: int, first_microbatch: int) -> None:
         """Begin a step; see `Stage.begin`."""
@@ -161,7 +166,6 @@ class Runner:
         self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
-        self._postpones = getattr(self.loss_fn, "postpones_logits", False) and self.module.compiled is None
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
@@ -198,7 +202,7 @@ class Runner:
             queue.running = True
         try:
             last = segment.stop == len(self.module.layers)
-            if last and loss_inputs is not None and self._postpones:
+            if last and loss_inputs is not None and self._postpones_logits(loss_inputs):
                 with postponing(self.module.layers[-1]):
                     value = self._run_layers(segment, state.value, context, queue)
             else:
@@ -212,10 +216,22 @@ class Runner:
                 return self._stage_output(value, context, linked)
             if loss_inputs is None:
                 return SegmentOutput((), (), LossReport(None, {}, _detached(value)))
+            if loss_inputs.log_probs:
+                found = self._log_probs(value, loss_inputs.target)
+                return SegmentOutput((), (), LossReport(found, {}, None))
             return self._loss_output(value, context, loss_inputs)
         finally:
             if queue is not None:
                 queue.running = False
+
+    def _postpones_logits(self, loss_inputs: LossInputs) -> bool:
+        asked = loss_inputs.log_probs or getattr(self.loss_fn, "postpones_logits", False)
+        return asked and self.module.compiled is None
+
+    def _log_probs(self, value: object, target: object) -> Tensor:
+        assert isinstance(target, Tensor), "what a Pipeline takes"
+        with self._autocast():
+            return log_probs(value, target, getattr(self.loss_fn, "chunks", CHUNKS))
 
     def _isolated_call(self, microbatch: int) -> IsolatedCall | None:
         random, step = self.settings.random, self.step

@@ -138,7 +138,7 @@ class RandomState:
         no_forward_mode = NoForwardMode(name) if self.in_threads else nullcontext()
         isolated = isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint)
         with lock, no_forward_mode, isolated as mode:
-            result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
+            result = _run_watched(key[0], audit, call) if _suffers_from_modes() else _run_within(audit, call)
         if cuda_states() != before:
             raise ConfigError(
                 f"{refused_draw(name, 'an extension that torch does not see')}; set its dropout to 0"
@@ -207,11 +207,12 @@ def _run_within(audit: Audit, call: Callable[[], T]) -> T:
 
 
 def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
-    """Run a layer under autocast, where the audit's dispatch mode would change its results.
+    """Run a layer where the audit's dispatch mode would change its results, or stop it.
 
     Within a dispatch mode autocast does not cast the inner calls of an operator, such as the multiplications in
-    ``nn.Bilinear``. So only the default generators are watched. If they advance, the layer runs again within the audit,
-    which raises with the name of the operator; if it does not, another thread of the program has drawn.
+    ``nn.Bilinear``, and FlexAttention, which torch compiles, does not run. So only the default generators are watched. If
+    they advance, the layer runs again within the audit, which raises with the name of the operator; if it does not, another
+    thread of the program has drawn.
     """
     before = default_states()
     result = call()
@@ -224,7 +225,9 @@ def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
     return result
 
 
-def _autocast_is_on() -> bool:
+def _suffers_from_modes() -> bool:
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        return True
     return torch.is_autocast_enabled("cpu") or (cuda_in_use() and torch.is_autocast_enabled("cuda"))
 
 

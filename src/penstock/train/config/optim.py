@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
-from penstock.train.config.optimizers import has_weight_decay, keywords, optimizer_class
+from penstock.train.config.optimizers import has_weight_decay, keywords, matrices_class, optimizer_class
 from penstock.train.config.sections import OptimConfig
+
+_HEAD = re.compile(r"(^|\.)(lm_)?head\.")
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
@@ -23,8 +27,15 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
+def is_of_blocks(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a matrix, and not an embedding's or the head's."""
+    return parameter.ndim == 2 and decays(name, parameter) and not _HEAD.search(name)
+
+
 def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
-    """Return the optimizer of a run, with one group of parameters that decay and one of those that do not.
+    """Return the optimizer of a run, with a group for parameters that decay and one for those that do not.
+
+    With ``optim.matrices``, the matrices of the blocks are in one before them.
 
     With ``parallel.zero``, parameters must then be read through `pipe`.
     """
@@ -33,10 +44,15 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
     if precision == "fp16":
         scaler = GradScaler(init_scale=optim.loss_scale, growth_interval=optim.loss_scale_interval)
     decay: dict[str, Any] = {"weight_decay": 0.0} if has_weight_decay(optim.name) else {}
+    groups: list[dict[str, Any]] = [{"match": decays, "weight_decay": optim.weight_decay}] if decay else []
+    if optim.matrices:
+        kind = matrices_class(optim.matrices)
+        chosen = {"weight_decay": optim.weight_decay} if "weight_decay" in signature(kind).parameters else {}
+        groups.insert(0, {"match": is_of_blocks, "optimizer": kind, "lr": optim.matrices_lr, **chosen})
     return PipelineOptimizer(
         pipe,
         optimizer_class(optim.name),
-        groups=[{"match": decays, "weight_decay": optim.weight_decay}] if decay else None,
+        groups=groups or None,
         accumulate=train.accumulate,
         clip=optim.clip or math.inf,
         lr_factor=lambda step: lr_factor(step, train.steps, optim),

@@ -18,7 +18,7 @@ from penstock.train.config.sections import OptimConfig
 
 _REFUSED = {
     "LBFGS": "it runs the model itself, several times a step, through a closure",
-    "Muon": "it updates matrices only, and models have vectors (norms, biases), too",
+    "Muon": "it updates matrices only, and models have vectors (norms, biases), too; set optim.matrices to it",
     "SparseAdam": "it takes sparse gradients only, and a pipeline has dense ones",
 }
 _FUSED = ("Adam", "AdamW")
@@ -26,7 +26,8 @@ _ADAM_KEYS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 """Keys of ``[optim]`` for optimizers with ``betas`` alone, and their defaults."""
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def optimizer_class(name: str, key: str = "name") -> type[torch.optim.Optimizer]:
+    """Return the optimizer that a key of ``[optim]`` names."""
     kinds = {
         kind.__name__: kind
         for kind in vars(torch.optim).values()
@@ -36,12 +37,17 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     }
     usable = sorted(set(kinds) - set(_REFUSED))
     if name in _REFUSED:
-        raise ConfigError(f"optim.name cannot be {name}: {_REFUSED[name]}; take one of {', '.join(usable)}")
+        raise ConfigError(f"optim.{key} cannot be {name}: {_REFUSED[name]}; take one of {', '.join(usable)}")
     if name not in kinds:
         alike = [known for known in usable if known.lower() == name.lower()]
         near = f" (did you mean {alike[0]!r}?)" if alike else nearest(name, usable)
-        raise ConfigError(f"optim.name must be one of {', '.join(usable)}, got {name!r}{near}")
+        raise ConfigError(f"optim.{key} must be one of {', '.join(usable)}, got {name!r}{near}")
     return kinds[name]
+
+
+def matrices_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the optimizer of ``optim.matrices``."""
+    return torch.optim.Muon if name == "Muon" else optimizer_class(name, "matrices")
 
 
 def is_of_adam(name: str) -> bool:
@@ -105,12 +111,15 @@ def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
         raise ConfigError(
             f"optim.weight_decay must be 0 with {config.name}, which has none, got {config.weight_decay:g}"
         )
-    if config.name in NOT_ELEMENTWISE and (zero or tp > 1):
-        cause = f"parallel.tp = {tp}" if tp > 1 else "parallel.zero"
-        raise ConfigError(
-            f"{config.name} does not update every element by itself, and {cause} gives it parts of matrices; set optim.name "
-            f"to an elementwise optimizer, such as AdamW or SGD, or leave {cause} out"
-        )
+    if config.matrices:
+        matrices_class(config.matrices)
+    for key, name in (("name", config.name), ("matrices", config.matrices)):
+        if name in NOT_ELEMENTWISE and (zero or tp > 1):
+            cause = f"parallel.tp = {tp}" if tp > 1 else "parallel.zero"
+            raise ConfigError(
+                f"{name} does not update every element by itself, and {cause} gives it parts of matrices; set optim.{key} "
+                f"to an elementwise optimizer, such as AdamW or SGD, or leave {cause} out"
+            )
     try:
         kind([torch.nn.Parameter(torch.zeros(1))], **keywords(config))
     except (TypeError, ValueError, RuntimeError) as error:

@@ -159,8 +159,11 @@ class OptimConfig(Table):
     (such as ``NAdam``) have these rates, too, and `lr` must be given for the rest.
 
     Attributes:
-        name: class of ``torch.optim``, such as ``AdamW``, ``SGD`` or ``Adafactor``. Refused are ``LBFGS``, ``Muon`` and
-            ``SparseAdam``, which cannot train a pipeline.
+        name: class of ``torch.optim``, such as ``AdamW``, ``SGD`` or ``Adafactor``. Refused are ``LBFGS`` and
+            ``SparseAdam``, which cannot train a pipeline, and ``Muon``, which is for `matrices`.
+        matrices: class for the matrices of the blocks, such as ``Muon``, with its own defaults beside `matrices_lr` and
+            `weight_decay`; empty for `name`.
+        matrices_lr: highest learning rate of these.
         arguments: further arguments of the class, as in ``[optim.arguments]`` with ``momentum = 0.9``.
         lr: highest learning rate.
         lr_schedule: course of the rate after the warm-up: ``cosine`` or ``linear`` down to `final_lr`, or ``constant``.
@@ -176,6 +179,8 @@ class OptimConfig(Table):
     """
 
     name: Text = "AdamW"
+    matrices: Text = ""
+    matrices_lr: Positive = 2e-2
     arguments: Options = field(default_factory=dict)
     lr: Positive = 4e-3
     lr_schedule: LrSchedule = "cosine"

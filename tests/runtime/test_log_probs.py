@@ -1,0 +1,328 @@
+"""`Pipeline.log_probs` beside ``log_softmax`` of plain PyTorch's logits."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import BatchError, LinearCrossEntropy, MeshShape, Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers
+from tests.support import hf_models
+
+CLASSES, WIDTH, ROWS, TOKENS = 53, 16, 7, 10
+
+
+class Capped(nn.Module):
+    """A head whose logits are capped, as those of Gemma 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(x) / 3.0) * 3.0
+
+
+class Chosen(nn.Module):
+    """A head whose logits are needed: a mask is written into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x)
+        logits[..., 0] = -1e4
+        return logits
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, CLASSES),
+    "capped": Capped,
+    "chosen": Chosen,
+}
+
+
+def model(head: str = "linear") -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(CLASSES, WIDTH), *blocks, HEADS[head]())
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(1, CLASSES, (rows, TOKENS), generator=generator) for _ in range(2))
+    y[0, :4] = y[3] = -100
+    return x, y
+
+
+@torch.no_grad()
+def gathered(logits: Tensor, y: Tensor) -> Tensor:
+    """Return log p of y by plain PyTorch."""
+    found = F.log_softmax(logits.float(), -1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(y == -100, 0, found)
+
+
+def plain(net: nn.Module, x: Tensor, y: Tensor, **named: Tensor) -> Tensor:
+    with torch.no_grad():
+        output: Any = copy.deepcopy(net).eval()(x, **named)
+    return gathered(getattr(output, "logits", output), y)
+
+
+def ppo_loss(output: Tensor, target: Any) -> Tensor:
+    """A loss of log p, advantages and a mask; log_probs does not call it."""
+    log_p = F.log_softmax(output.float(), -1).gather(-1, target["tokens"].unsqueeze(-1)).squeeze(-1)
+    ratio = torch.exp(log_p - target["old"])
+    clipped = ratio.clamp(0.8, 1.2)
+    return -torch.minimum(ratio * target["gain"], clipped * target["gain"]).mean()
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    same_form = ours.dtype is torch.float32 and ours.shape == theirs.shape and not ours.requires_grad
+    return same_form and torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
+def test_it_is_the_gathered_log_softmax_and_leaves_nothing(head: str, schedule: str):
+    net = model(head)
+    x, y = batch(16)
+    stages = 2 if schedule == "interleaved-1f1b" else None
+    with Pipeline(net, ppo_loss, ranks=2, microbatches=4, schedule=schedule, virtual_stages=stages) as pipe:
+        found = pipe.log_probs(x, y)
+        again = pipe.log_probs(x, y)
+        assert pipe.steps == 0
+    assert close(found, plain(net, x, y))
+    assert torch.equal(found, again)
+    assert (found[y == -100] == 0).all()
+    assert all(p.grad is None for p in net.parameters())
+    assert net.training
+    assert net[1][1].training
+
+
+@pytest.mark.parametrize("loss_fn", [ppo_loss, LinearCrossEntropy(3), nn.CrossEntropyLoss()])
+@pytest.mark.parametrize("reduction", ["mean", "valid"])
+@pytest.mark.filterwarnings("error")
+def test_uneven_microbatches_and_any_loss(loss_fn: Any, reduction: str):
+    net = model()
+    x, y = batch()
+    y[:] = torch.where(torch.arange(ROWS).unsqueeze(-1) < 2, -100, y)  # a microbatch without a class
+    with Pipeline(net, loss_fn, ranks=2, microbatches=3, reduction=reduction) as pipe:
+        assert close(pipe.log_probs(x, y), plain(net, x, y))
+
+
+def test_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
+    largest = hf_models.watch_logits(monkeypatch, CLASSES)
+    x, y = batch(8)
+    for loss_fn, chunks in ((ppo_loss, 8), (LinearCrossEntropy(5), 5)):
+        largest.clear()
+        with Pipeline(model("capped"), loss_fn, ranks=1, microbatches=1) as pipe:
+            pipe.log_probs(x, y)
+        assert max(largest) == 8 * TOKENS // chunks * CLASSES
+
+
+def test_it_follows_the_weights_between_steps():
+    net = model()
+    x, y = batch(8)
+    with Pipeline(net, ppo_loss, ranks=2, microbatches=4) as pipe:
+        optimizer = penstock.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        old = pipe.log_probs(x, y)
+        target = {"tokens": y.clamp(min=0), "old": old, "gain": torch.randn(y.shape)}
+        for _ in range(2):
+            pipe.step(x, target)
+            gradients = [p.grad.clone() for p in net.parameters()]
+            new = pipe.log_probs(x, y)
+            assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True))
+            assert close(new, plain(net, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.equal(old, new)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_causal_model_of_transformers(family: str):
+    net = hf_models.model(family, tied=family == "gpt2")
+    ids, _, mask = hf_models.batch()
+    expected = plain(net, ids[:, :-1], ids[:, 1:], attention_mask=mask[:, :-1])
+    with Pipeline(net, ranks=2, microbatches=2) as pipe:
+        found = pipe.log_probs(ids[:, :-1], ids[:, 1:], attention_mask=mask[:, :-1])
+        whole = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
+        assert torch.equal(pipe.log_probs(whole, ids[:, 1:]), found)
+        with pytest.raises(BatchError, match="in place of the loss function's target"):
+            pipe.log_probs({**whole, "labels": ids[:, :-1]}, ids[:, 1:])
+    assert close(found, expected)
+
+
+def test_autocast_is_that_of_the_steps():
+    net = model()
+    x, y = batch(8)
+    with Pipeline(net, ppo_loss, ranks=2, microbatches=2, autocast=torch.bfloat16) as pipe:
+        found = pipe.log_probs(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(net, x, y)
+    assert close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_compiled_stage_gives_its_logits():
+    net = model()
+    x, y = batch(8)
+    execution = penstock.ExecutionOptions(compile="stage")
+    with Pipeline(net, ppo_loss, ranks=1, microbatches=2, execution=execution) as pipe:
+        assert close(pipe.log_probs(x, y), plain(net, x, y))
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "beyond the vocabulary": (
+        lambda y: torch.where(y == -100, y, CLASSES),
+        f"class {CLASSES}, and the vocabulary is 0 to {CLASSES - 1}; only -100",
+    ),
+    "too short": (lambda y: y[:, 1:], r"needs logits of shape .* must have a class for each position"),
+    "floats": (lambda y: y.float(), "must be an int64 tensor .* got torch.float32"),
+    "one number a row": (lambda y: y[:, 0], r"must be an int64 tensor of shape \(batch, tokens\)"),
+    "a mapping": (lambda y: {"labels": y}, "got a dict"),
+    "other rows": (lambda y: y[1:], "rows|needs logits of shape"),
+    "missing": (lambda y: None, "needs the target y"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_y_that_does_not_fit_is_refused(wrong: str):
+    change, said = WRONG[wrong]
+    x, y = batch(8)
+    with Pipeline(model(), ppo_loss, ranks=2, microbatches=4) as pipe:
+        with pytest.raises(penstock.PenstockError, match=said):
+            pipe.log_probs(x, change(y))
+        assert pipe.log_probs(x, y).shape == y.shape
+
+
+def test_a_last_layer_without_a_head_is_refused():
+    net = nn.Sequential(nn.Embedding(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES), nn.GELU())
+    with (
+        Pipeline(net, ppo_loss, ranks=2, microbatches=2) as pipe,
+        pytest.raises(penstock.PenstockError, match=r"log_probs, needs a head, .* and GELU has none"),
+    ):
+        pipe.log_probs(*batch())
+
+
+def test_a_call_within_a_step_is_refused():
+    net, x, y = model(), *batch(8)
+    called: list[str] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        try:
+            pipe.log_probs(x, y)
+        except penstock.PenstockError as error:
+            called.append(str(error))
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    with Pipeline(net, loss_fn, ranks=2, microbatches=2, reduction="valid") as pipe:
+        pipe.step(x, y)
+    assert len(called) == 2
+    assert "Pipeline.log_probs was called while a step of the same pipeline is under way" in called[0]
+
+
+BUILT_IN = ModelConfig(vocabulary=62, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
+MESHES = {
+    "two ranks": ("llama", {"pp": 2}, False),
+    "replicas": ("llama", {"pp": 2, "dp": 2}, False),
+    "shards": ("llama", {"pp": 1, "tp": 2}, False),
+    "shards and ranks": ("llama", {"pp": 2, "tp": 2}, False),
+    "sequence parallel": ("penstock", {"pp": 1, "tp": 2}, True),
+}
+
+
+def given(family: str) -> Any:
+    return layers(BUILT_IN) if family == "penstock" else hf_models.model(family, vocab_size=62)
+
+
+def shifted() -> tuple[Tensor, Tensor]:
+    ids, _, _ = hf_models.batch()
+    y = ids.roll(-1, 1)
+    y[:, -1] = y[0, :3] = -100
+    return ids, y
+
+
+def before_and_after_a_step(pipe: Pipeline) -> tuple[Tensor, Tensor]:
+    x, y = shifted()
+    before = pipe.log_probs(x if pipe.holds_first else None, y if pipe.holds_last else None)
+    optimizer = penstock.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    pipe.step(x, y)
+    optimizer.step()
+    return before, pipe.log_probs(x, y)
+
+
+def in_processes(rank: int, case: str) -> tuple[Tensor, Tensor]:
+    family, axes, sequence = MESHES[case]
+    parallel = penstock.ParallelOptions(family=family, sequence_parallel=sequence)
+    mesh = MeshShape(**axes)
+    with Pipeline(
+        given(family), penstock.causal_lm_loss, microbatches=2, mesh=mesh, parallel=parallel
+    ) as pipe:
+        return before_and_after_a_step(pipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESHES)
+def test_every_process_has_the_whole_batch(processes: LocalProcesses, case: str):
+    family, axes, _ = MESHES[case]
+    results = processes.run(MeshShape(**axes).ranks, in_processes, case)
+    with Pipeline(
+        given(family), penstock.causal_lm_loss, ranks=1, microbatches=2 * axes.get("dp", 1)
+    ) as pipe:
+        expected = before_and_after_a_step(pipe)
+    if family == "llama":
+        assert close(expected[0], plain(given(family), *shifted()))
+    for found in results:
+        for one, first, plainly in zip(found, results[0], expected, strict=True):
+            assert torch.equal(one, first)
+            assert torch.allclose(one, plainly, rtol=1e-5, atol=1e-5)
+
+
+def refused(rank: int, wrong: str) -> tuple[str, bool]:
+    change, _ = WRONG[wrong]
+    x, y = batch(8)
+    with Pipeline(model(), ppo_loss, microbatches=4, timeout=30) as pipe:
+        try:
+            pipe.log_probs(x, change(y) if pipe.holds_last else y)
+        except penstock.PenstockError as error:
+            return str(error), pipe.holds_last
+    return "", False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["beyond the vocabulary", "too short", "floats", "missing", "other rows"])
+def test_every_process_is_told_why(processes: LocalProcesses, wrong: str):
+    _, said = WRONG[wrong]
+    for text, _ in processes.run(2, refused, wrong):
+        assert re.search(said, text), text
+
+
+def mixed_calls(rank: int) -> str:
+    x, y = batch(8)
+    with Pipeline(model(), nn.CrossEntropyLoss(), microbatches=4, timeout=30) as pipe:
+        try:
+            if rank:
+                pipe.evaluate(x)
+            else:
+                pipe.log_probs(x, y)
+        except penstock.PenstockError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_in_other_calls_are_named(processes: LocalProcesses):
+    texts = processes.run(2, mixed_calls)
+    assert all("pipe.log_probs()" in text and "pipe.evaluate()" in text for text in texts), texts
