@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import penstock
 from penstock.base.errors import BatchError, ConfigError, SplitError, StageError
 from penstock.huggingface.proof import images_refused
 from penstock.huggingface.small_config import small_config
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.layers import whole_name
 from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights
 from tests.support import image_models
@@ -259,3 +261,22 @@ def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
     )
     with pytest.raises(ConfigError, match="gives 1 pixel_values for 8 rows"):
         trainer.train()
+
+
+def job(rank: int, folder: Path, family: str) -> Any:
+    warnings.filterwarnings("ignore", "layer .* of the model's parameters")
+    trainer = trainer_of(family, folder, {"ranks": 2, "microbatches": 2, "report": False}, max_steps=2)
+    lines = logged(trainer)
+    trainer.save_model(str(folder / "saved"))
+    return lines, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llava_next", "smolvlm"])
+def test_processes_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, family: str):
+    plain = trainer_of(family, tmp_path / "plain", None, max_steps=2)
+    told = processes.run(2, job, tmp_path / "piped", family)
+    assert_close(told[0][0], logged(plain))
+    assert told[0][1] == told[1][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "piped" / "saved")
+    assert_same_weights(again, plain.model)

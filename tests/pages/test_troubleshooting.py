@@ -13,7 +13,6 @@ from torch import nn
 import penstock
 from penstock.plan import read_cluster, read_model, search
 from penstock.runtime.start.launch_environment import find_launch
-from penstock.runtime.workers.pool import require_processes
 from penstock.schedule.check import check
 from penstock.train import run_folder
 from penstock.train.config.config import from_mapping
@@ -120,9 +119,7 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     ),
     "is set but": lambda _: find_launch({"RANK": "0"}),
     "a mesh of … needs": lambda _: pipeline(mesh=penstock.MeshShape(tp=2)),
-    "start at most": lambda _: require_processes(1_000_000),
     "sees no GPU": lambda _: pipeline(device="cuda"),
-    "layer(s) to cut": lambda _: pipeline(ranks=3),
     "no loop over modules": lambda _: pipeline(NoLoop()),
     "becomes the loss function": lambda _: pipeline(Twice(), None),
     "without a shape yet": lambda _: lazy(),
@@ -130,11 +127,6 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     "loss_fn must be given": lambda _: pipeline(None, None),
     "number of virtual stages": lambda _: pipeline(schedule="1f1b", virtual_stages=2, ranks=1),
     "deadlocks": lambda _: check(penstock.read_csv(_csv(_, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))),
-    "is not a valid schedule": lambda _: check(penstock.read_csv(_csv(_, "0F0,0F0,0B0\n"))),
-    "is too small for": lambda _: step(microbatches=9),
-    "has a graph": lambda _: step(loss_fn=lambda output, target: MSE(output.detach(), target)),
-    "requires a gradient": lambda _: step(x=X.clone().requires_grad_()),
-    "no layer takes": lambda _: step(named=X),
     "is NaN or infinite": lambda _: step(x=X / 0),
     "is closed": lambda _: step_when_closed(),
     "is set around a step": lambda _: step_within_hooks(),
