@@ -254,6 +254,13 @@ def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str, ch
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
+def test_the_trainer_refuses_label_smoothing(tmp_path: Path):
+    """Trainer shifts the labels of causal language models alone, by the name of their class."""
+    pipeline = {"ranks": 2, "microbatches": 2, "report": False}
+    with pytest.raises(penstock.ConfigError, match="label_smoothing_factor must be 0 with a model of images"):
+        trainer_of("llava", tmp_path, pipeline, label_smoothing_factor=0.1)
+
+
 def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
     trainer = trainer_of("llava", tmp_path, PIPELINE)
     trainer.data_collator = lambda rows: (

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE
-from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
-
-IGNORED = -100
+from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
 
 _MANY_CLASSES = 32_000
 """Vocabulary of Llama 2, from which on the logits weigh more than what chunks of them cost."""

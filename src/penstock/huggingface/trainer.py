@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
 from penstock.huggingface.from_transformers import from_transformers
-from penstock.huggingface.heads import CAUSAL, SEQUENCE, head_of
+from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, head_of
 from penstock.huggingface.library import package_of
-from penstock.huggingface.loss import IGNORED, ModelLoss, chunked_loss
+from penstock.huggingface.loss import ModelLoss, chunked_loss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.run_report import RunReport
@@ -29,7 +29,7 @@ from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
-from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
+from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
 
 _OURS = {
     "loss_fn": "the model's own loss is used",
@@ -54,7 +54,13 @@ class _StepLoss:
     """
 
     def __init__(self, model: Any, smoother: Any) -> None:
-        self.own, self.smoother = ModelLoss(model, head_of(model)), smoother
+        head = head_of(model)
+        if head == IMAGES and smoother is not None:
+            raise ConfigError(
+                "label_smoothing_factor must be 0 with a model of images and text: Trainer does not shift the labels of its "
+                "class, so that each token would be trained to predict itself"
+            )
+        self.own, self.smoother = ModelLoss(model, head), smoother
         self.divisor: Tensor | int = 1
         self._chunked: LinearCrossEntropy | None = None
         if self.own.head == CAUSAL:

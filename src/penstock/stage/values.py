@@ -359,9 +359,9 @@ _OFFSETS = re.compile(r"cu_?seq|cu_?len|offset|seq_?lens|indptr", re.IGNORECASE)
 
 
 def _may_be_offsets(tensor: Tensor) -> bool:
-    """Return whether numbers are whole, begin with 0 and do not fall."""
+    """Return whether numbers are whole, and rise from 0; where all are 0, they are of rows."""
     whole = tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and bool(tensor[0] == 0) and bool((tensor.diff() >= 0).all())
+    return whole and bool(tensor[0] == 0) and bool(tensor[-1] > 0) and bool((tensor.diff() >= 0).all())
 
 
 def _detach_to(value: object, what: str, device: torch.device | None) -> tuple[object, int]:

@@ -103,9 +103,10 @@ def test_offsets_are_not_split_as_rows():
     torch.testing.assert_close(loss, mse_loss(torch.cat(halves), x).detach())
 
 
-def test_lengths_of_rows_are_split():
-    """Their name may be one of offsets, and their numbers are not."""
+@pytest.mark.parametrize("numbers", [[3, 2, 5, 9], [0, 0, 0, 0]])
+def test_numbers_of_rows_are_split(numbers: list[int]):
+    """Their name may be one of offsets, and they are not."""
     net = nn.Sequential(Counting(), Counting())
     x = torch.randn(4, 4)
     with penstock.Pipeline(net, mse_loss, ranks=2, microbatches=2) as pipe:
-        pipe.step(x, x, packed=Packed(torch.tensor([3, 2, 5, 9]), 4))
+        pipe.step(x, x, packed=Packed(torch.tensor(numbers), 4))

@@ -18,40 +18,9 @@ from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postpon
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 from tests.support import hf_models
+from tests.support.heads import CLASSES, HEADS, WIDTH
 
-CLASSES, WIDTH, ROWS, TOKENS = 53, 16, 6, 10
-
-
-class Capped(nn.Module):
-    """A head whose logits are scaled and capped, as those of Gemma 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.head(self.norm(x)) / 3.0) * 3.0
-
-
-class Chosen(nn.Module):
-    """A head whose logits are needed: a mask is written into them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(x)
-        logits[..., 0] = -1e4
-        return logits
-
-
-HEADS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDTH, CLASSES),
-    "capped": Capped,
-    "chosen": Chosen,
-}
+ROWS, TOKENS = 6, 10
 
 
 def model(head: str = "linear", dtype: torch.dtype = torch.float32) -> nn.Sequential:

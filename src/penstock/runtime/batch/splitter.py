@@ -229,12 +229,8 @@ class BatchSplitter:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             if not options.log_probs:
                 weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
-            if (
-                not options.log_probs
-                and self._compares_counts
-                and not self._compare_counts(targets, rows_out)
-            ):
-                self._compares_counts = False
+                if self._compares_counts and not self._compare_counts(targets, rows_out):
+                    self._compares_counts = False
         local = self.local
         return LocalBatch(
             inputs=inputs[local],

@@ -69,7 +69,7 @@ class LinearCrossEntropy:
     """
 
     postpones_logits = True
-    """Whether a stage gives the loss a `PostponedLogits`; other losses that call this one may set it, too."""
+    """True if a stage gives the loss a `PostponedLogits` in place of logits; a loss that calls this one sets it, too."""
 
     def __init__(
         self,
