@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DataError
-from penstock.huggingface.loss import IGNORED
+from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.train.data.corpus import Corpus
 
 Numbers = npt.NDArray[np.int64]

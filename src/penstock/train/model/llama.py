@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.huggingface.loss import IGNORED
+from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
 from penstock.train.config.sections import ModelConfig
