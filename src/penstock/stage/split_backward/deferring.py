@@ -11,8 +11,6 @@ W uses the formulas in `weight_uses`. `split_check` verifies them on the first m
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +20,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import PenstockError
+from penstock.stage.split_backward.intercepted import (
+    InterceptedParameter,
+    ParameterView,
+    intercept,
+    of_thread,
+    owner_of,
+    release,
+    view_of,
+)
 from penstock.stage.split_backward.weight_grad import WeightFormula, WeightGradQueue, WeightUse
 from penstock.stage.split_backward.weight_uses import VALUE_NOT_READ, WEIGHT_USES
 
@@ -42,7 +49,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
 
     def __init__(self, queue: WeightGradQueue, parameters: Sequence[nn.Parameter] = ()) -> None:
         self.queue = queue
-        plain = all(type(p) is nn.Parameter or type(p) is _InterceptedParameter for p in parameters)
+        plain = all(type(p) is nn.Parameter or type(p) is InterceptedParameter for p in parameters)
         self._parameters = parameters if plain else ()
         self._mode = None if self._parameters else _AllFunctions(self)
         self._outer: defer_weight_grads | None = None
@@ -53,17 +60,17 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         if self._mode is not None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         else:
-            self._outer = getattr(_of_thread, "context", None)
-            _of_thread.context = self
-            _intercept(self._parameters)
+            self._outer = of_thread.context
+            of_thread.context = self
+            intercept(self._parameters)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._mode is not None:
             self._mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         else:
-            _release(self._parameters)
-            _of_thread.context = self._outer
+            release(self._parameters)
+            of_thread.context = self._outer
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch, with its weight gradients deferred if it owns weights."""
@@ -72,6 +79,9 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             use = make_use(*args, **kwargs)
             if use is not None and self._can_defer(use):
                 return self._defer(use)
+        view = view_of(func, args, kwargs)
+        if view is not None and self._can_defer_parameter(view.owner):
+            return view
         if func not in VALUE_NOT_READ:
             self._exclude(args)
             self._exclude(kwargs.values())
@@ -80,23 +90,27 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
     def _exclude(self, args: Iterable[Any]) -> None:
         """Never defer these parameters again: the last bits of a sum depend on the order of its terms."""
         for arg in args:
-            if isinstance(arg, nn.Parameter):
-                self.queue.excluded.add(id(arg))
+            if isinstance(arg, nn.Parameter | ParameterView):
+                self.queue.excluded.add(id(owner_of(arg)))
             elif type(arg) is list or type(arg) is tuple:
                 self._exclude(arg)
 
     def _can_defer(self, use: WeightUse) -> bool:
         """Return whether a use can be deferred: trained leaves as weights, in a context that does not run again."""
-        weight, bias, excluded = use.weight, use.bias, self.queue.excluded
         return (
-            torch.is_grad_enabled()
-            and weight.is_leaf
-            and weight.requires_grad
-            and id(weight) not in excluded
-            and (bias is None or (bias.is_leaf and bias.requires_grad and id(bias) not in excluded))
-            and not weight.is_complex()
+            all(map(self._can_defer_parameter, use.parameters()))
+            and not use.weight.is_complex()
             and _saved_tensor_hooks() == self._saved_hooks
             and not _in_transform()
+        )
+
+    def _can_defer_parameter(self, parameter: Tensor) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and isinstance(parameter, nn.Parameter)
+            and parameter.is_leaf
+            and parameter.requires_grad
+            and id(parameter) not in self.queue.excluded
         )
 
     def _defer(self, use: WeightUse) -> Tensor:
@@ -104,7 +118,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         if queue.check is not None:
             output = queue.check.run(use)
         else:
-            output = use.call(use.x, use.weight.detach(), None if use.bias is None else use.bias.detach())
+            output = use.run(use.x, attached=False)
             if not output.requires_grad:
                 # Without a gradient of the input, as for an embedding, the output has no node, so the hook needs one.
                 anchor = torch.empty(0, requires_grad=True, device=output.device)
@@ -114,7 +128,9 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         node = output.grad_fn
         assert node is not None, "the output of a function whose weights or input require a gradient"
         # A hook on the node, not on the tensor, sees the gradient after all hooks on the tensor have changed it.
-        node.register_prehook(partial(_enqueue, queue, use.formula, use.x, use.x._version, use.weight))
+        node.register_prehook(
+            partial(_enqueue, queue, use.formula, use.x, use.x._version, owner_of(use.weight))
+        )
         return output
 
 
@@ -129,43 +145,6 @@ class _AllFunctions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._context.call(func, args, kwargs or {})
-
-
-class _InterceptedParameter(nn.Parameter):
-    """Class of a parameter while a context intercepts the functions that take it."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        context = getattr(_of_thread, "context", None)
-        # Otherwise every call of torch in here would come back to this method.
-        with torch._C.DisableTorchFunctionSubclass():
-            if context is None:  # another thread's parameter, too, whose context is there
-                return func(*args, **(kwargs or {}))
-            return context.call(func, args, kwargs or {})
-
-
-_of_thread = threading.local()
-_lock = threading.Lock()
-_contexts: Counter[int] = Counter()
-"""Contexts that intercept a parameter at present, in all threads, by its id."""
-
-
-def _intercept(parameters: Iterable[nn.Parameter]) -> None:
-    with _lock:
-        for parameter in parameters:
-            _contexts[id(parameter)] += 1
-            parameter.__class__ = _InterceptedParameter
-
-
-def _release(parameters: Iterable[nn.Parameter]) -> None:
-    with _lock:
-        for parameter in parameters:
-            _contexts[id(parameter)] -= 1
-            if not _contexts[id(parameter)]:
-                del _contexts[id(parameter)]
-                parameter.__class__ = nn.Parameter
 
 
 def _enqueue(

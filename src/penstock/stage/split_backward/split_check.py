@@ -126,12 +126,11 @@ class SplitCheck:
 
     def run(self, use: WeightUse) -> Tensor:
         """Call a function as plain PyTorch does, and compare the result with a call with detached weights."""
-        for weight in (use.weight, use.bias):
-            if weight is not None:
-                self._uses[id(weight)] = weight
-        output = use.call(use.x, use.weight, use.bias)
+        parameters = use.parameters()
+        self._uses.update((id(p), p) for p in parameters)
+        output = use.run(use.x, attached=True)
         if not _same_without_weights(use, output):
-            self.reject(use.weight)
+            self.reject(parameters[0])
         return output
 
     def reject(self, weight: Tensor) -> None:
@@ -184,14 +183,13 @@ def _same_without_weights(use: WeightUse, output: Tensor) -> bool:
     """Return whether a use gives the same output and input gradient with its weights detached."""
     if _is_dtensor(use.weight):
         return True
-    bias = None if use.bias is None else use.bias.detach()
     # These hooks hide the calls from outer hooks, which may count bytes or belong to a checkpoint.
     with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
         if not use.x.requires_grad:
-            return same_values(use.call(use.x, use.weight.detach(), bias), output.detach())
+            return same_values(use.run(use.x, attached=False), output.detach())
         x_attached, x_detached = use.x.detach().requires_grad_(), use.x.detach().requires_grad_()
-        attached = use.call(x_attached, use.weight, use.bias)
-        detached = use.call(x_detached, use.weight.detach(), bias)
+        attached = use.run(x_attached, attached=True)
+        detached = use.run(x_detached, attached=False)
         any_gradient = attached.detach()
         (grad_attached,) = torch.autograd.grad(attached, x_attached, any_gradient)
         (grad_detached,) = torch.autograd.grad(detached, x_detached, any_gradient)

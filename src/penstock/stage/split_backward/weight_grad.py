@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import PenstockError
+from penstock.stage.split_backward.intercepted import ParameterView, owner_of, plain_of
 
 WeightFormula = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
-"""From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""
+"""From (input, output gradient) to the (weight, gradient) pairs of one use of one function; a weight may be a view."""
 
 Sums = tuple[list[Tensor], list[Tensor]]
 """Parameters, and the gradient of each."""
@@ -32,6 +33,19 @@ class WeightUse(NamedTuple):
     bias: Tensor | None
     call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     formula: WeightFormula
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that the weight and the bias are, or are views of."""
+        return [owner_of(x) for x in (self.weight, self.bias) if x is not None]
+
+    def run(self, x: Tensor, *, attached: bool) -> Tensor:
+        """Call the function, with the weights in the graph or not."""
+        weight, bias = (
+            None if w is None else plain_of(w) if attached else plain_of(w).detach()
+            for w in (self.weight, self.bias)
+        )
+        assert weight is not None, "it is not optional"
+        return self.call(x, weight, bias)
 
 
 class Check(Protocol):
@@ -89,13 +103,20 @@ class WeightGradQueue:
                         "function, so the weights' gradient cannot be computed later; clone the gradient there, or use a "
                         "schedule that does not split the backward"
                     )
-                for parameter, gradient in formula(x, grad):
+                for weight, gradient in formula(x, grad):
+                    parameter = owner_of(weight)
+                    if isinstance(weight, ParameterView):  # Autocast casts each view for itself.
+                        gradient = gradient.to(parameter.dtype)
                     dtype = gradient.dtype
                     if dtype is parameter.dtype:
                         gradient = _to_grad_dtype(gradient, parameter)
                     key = (id(parameter), dtype)
-                    before = sums.get(key)
-                    sums[key] = (parameter, gradient if before is None else before[1] + gradient)
+                    before = sums[key][1] if key in sums else None
+                    if isinstance(weight, ParameterView):
+                        gradient = weight.to_owner(gradient, before)
+                    elif before is not None:
+                        gradient = before + gradient
+                    sums[key] = (parameter, gradient)
             self.clear()
             return _sum_dtypes(sums)
 

@@ -1,7 +1,7 @@
-"""Functions that own weights (linear, addmm, convolution, embedding), and the formulas of their weights' gradients.
+"""Functions that own weights, and the formulas of their weights' gradients.
 
-The formulas are those of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the gradients are
-bit-identical.
+The formulas are those of PyTorch's own backward (derivatives.yaml and FunctionsManual.cpp: mm, addmm, bmm, _grouped_mm,
+convolution, embedding), so the gradients are bit-identical.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+def _folds(input: Tensor) -> bool:
+    """Return whether matmul makes one matrix of an input's leading dimensions, whatever the weight requires.
+
+    For an input that is not contiguous, it decides by the weight's requires_grad (should_fold in ATen's LinearAlgebra.cpp),
+    which changes the last bits of the result.
+    """
+    return input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightUse | None:
     """Return the `WeightUse` of y = x Wᵀ + b, with any number of leading dimensions."""
-    # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
-    # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
-    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
-    if not folds or weight.dim() != 2:
+    if not _folds(input) or weight.dim() != 2:
         return None
     return WeightUse(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
 
@@ -61,7 +67,64 @@ def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
+    return _pairs(weight, bias, _right_factor(weight, x, grad), grad.sum(0))
+
+
+def _right_factor(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of W in x W, of matrices, in the layout that PyTorch computes it in."""
+    x = x.to(grad.dtype)
+    if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
+        return grad.t().mm(x).t()
+    return x.t().mm(grad)
+
+
+def _matmul(input: Tensor, other: Tensor) -> WeightUse | None:
+    """Return the `WeightUse` of y = x W, with any number of leading dimensions of x."""
+    if not _folds(input) or other.dim() != 2:
+        return None
+    return WeightUse(input, other, None, _without_bias(torch.matmul), partial(_matmul_weights, other))
+
+
+def _matmul_weights(weight: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(weight, _right_factor(weight, _rows(x), _rows(grad)))]
+
+
+def _bmm(input: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
+    """Return the `WeightUse` of y[e] = x[e] W[e], as of experts that all take as many tokens."""
+    if options:
+        return None
+    return WeightUse(input, mat2, None, _without_bias(torch.bmm), partial(_bmm_weights, mat2))
+
+
+def _bmm_weights(weight: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(weight, x.to(grad.dtype).transpose(1, 2).bmm(grad))]
+
+
+def _grouped_mm(
+    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any
+) -> WeightUse | None:
+    """Return the `WeightUse` of rows of x, sorted by expert, each times the matrix of its expert.
+
+    Args:
+        offs: int32 tensor [experts]: the row at which each expert's rows end.
+    """
+    if offs is None or mat_a.dim() != 2 or mat_b.dim() != 3 or any(v is not None for v in options.values()):
+        return None
+
+    def call(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=offs)
+
+    return WeightUse(mat_a, mat_b, None, call, partial(_grouped_weights, mat_b, offs))
+
+
+def _grouped_weights(weight: Tensor, offs: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    if weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]:
+        return [(weight, torch._grouped_mm(grad.t(), x, offs=offs).transpose(-2, -1))]
+    return [(weight, torch._grouped_mm(x.t(), grad, offs=offs))]
+
+
+def _without_bias(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, weight, _: function(x, weight)
 
 
 def _embedding(  # noqa: PLR0917 - the parameters of torch's function
@@ -138,6 +201,12 @@ def _convolution_weights(
 WEIGHT_USES: dict[Any, Callable[..., WeightUse | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch._grouped_mm: _grouped_mm,
     F.embedding: _embedding,
     F.conv1d: _convolution(1, F.conv1d),
     F.conv2d: _convolution(2, F.conv2d),
