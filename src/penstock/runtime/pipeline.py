@@ -151,7 +151,9 @@ class Pipeline(PipelineModel):
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
-        self.reduction = require_reduction(given.reduction if reduction is None else reduction)
+        # The count that comes with a loss also knows whether it shifts its targets.
+        counts = callable(given.reduction) and reduction == "valid"
+        self.reduction = require_reduction(given.reduction if reduction is None or counts else reduction)
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)

@@ -56,6 +56,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
             counts = [int(c) for c in _numbers(key, value)]
             return _split_blocks(layers, stages, counts)
         split = _pairs(value)
+    if not isinstance(split, Sequence):
+        raise SplitError(f"a split cannot be {split!r}; {_ALLOWED}")
     items: list[object] = list(split)
     if items and all(isinstance(item, int) for item in items):
         counts = [int(c) for c in _numbers("split", items)]

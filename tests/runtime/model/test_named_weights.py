@@ -138,6 +138,21 @@ def test_every_dtype_travels_with_its_bits(processes: LocalProcesses):
         assert same(whole, expected)
 
 
+def broken_off(rank: int) -> tuple[str, int]:
+    with Pipeline(odd(), lambda output, _: output.sum(), microbatches=2, timeout=120) as pipe:
+        if rank:
+            first = next(name for name, _ in pipe.named_weights())
+        else:
+            first = [name for name, _ in pipe.named_weights()][0]
+        return first, len(pipe.full_state_dict())
+
+
+@pytest.mark.slow
+def test_a_rank_that_breaks_off_does_not_hold_up_the_others(processes: LocalProcesses):
+    (first, count), other = processes.run(2, broken_off)
+    assert (first, count) == other == ("0.weight", len(odd().state_dict()))
+
+
 def other_call(rank: int) -> str:
     with Pipeline(odd(), lambda output, _: output.sum(), microbatches=2, timeout=30) as pipe:
         try:

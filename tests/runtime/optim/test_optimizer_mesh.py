@@ -190,3 +190,33 @@ def test_an_optimizer_of_whole_matrices_is_refused_for_parts_of_them(processes: 
     for text in processes.run(2, of_whole_matrices):
         assert "Adafactor does not update every element by itself" in text
         assert "or tp = 1" in text
+
+
+def other_arguments(rank: int, given: list[dict[str, Any]]) -> list[str]:
+    told = []
+    for by_rank in given:
+        with pipe_on(MeshShape(pp=2)) as pipe, pytest.raises(ConfigError) as error:
+            PipelineOptimizer(pipe, **{"optimizer": torch.optim.AdamW, "lr": 0.01, **by_rank[rank]})
+        told.append(str(error.value))
+    return told
+
+
+def test_processes_that_give_other_arguments_are_told(processes: LocalProcesses):
+    own = [{"match": "proj", "optimizer": torch.optim.SGD, "lr": 0.1}]
+    told = processes.run(
+        2,
+        other_arguments,
+        [
+            ({}, {"lr": 0.02}),
+            ({"groups": own}, {"groups": [{**own[0], "lr": 0.3}]}),
+            ({"optimizer": torch.optim.SGD}, {}),
+            ({"clip": -1}, {}),
+        ],
+    )
+    assert told[0] == told[1]
+    assert "lr is 0.01 on rank 0" in told[0][0]
+    assert "0.02 on rank 1" in told[0][0]
+    assert "groups[0].lr is 0.1 on rank 0" in told[0][1]
+    assert "optimizer is SGD on rank 0" in told[0][2]
+    assert "AdamW on rank 1" in told[0][2]
+    assert "clip is -1 on rank 0" in told[0][3]

@@ -255,6 +255,10 @@ def test_a_cast_to_the_same_dtype_is_the_same_tensor():
         ({"chunks": 0}, "chunks must be a whole number of at least 1, got 0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
         ({"z_loss": -1.0}, "z_loss must be a finite number"),
+        ({"z_loss": "a"}, "z_loss must be a finite number of at least 0, got 'a'"),
+        ({"label_smoothing": None}, "label_smoothing must be at least 0 and less than 1, got None"),
+        ({"ignore_index": 1.5}, r"ignore_index must be a whole number, got 1\.5"),
+        ({"shift": 1}, "shift must be True or False, got 1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(given: dict[str, Any], said: str):
@@ -267,10 +271,15 @@ def test_arguments_out_of_range_are_refused(given: dict[str, Any], said: str):
     [
         (
             lambda y: torch.where(y == -100, y, CLASSES),
-            f"class {CLASSES}, and the vocabulary is 0 to {CLASSES - 1}",
+            rf"class {CLASSES} at \[0, 4\] of the microbatch, and the vocabulary is 0 to {CLASSES - 1}",
         ),
         (lambda y: y[:, 1:].contiguous(), "int64 of the output's shape without the vocabulary"),
         (lambda y: y.float(), "got float32"),
+        (
+            lambda y: (y, y),
+            r"int64 tensor .* got a tuple\. A loss that weighs tokens is a loss function of your own",
+        ),
+        (lambda y: {"y": y, "weight": y}, "got a dict"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor], said: str):
@@ -280,6 +289,67 @@ def test_targets_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor],
         pytest.raises(penstock.PenstockError, match=said),
     ):
         pipe.step(x, change(y))
+
+
+class Named(nn.Module):
+    """A head whose output has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(x)}
+
+
+def test_a_last_layer_that_returns_no_tensor_is_refused():
+    x, y = batch()
+    net = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), Named())
+    with (
+        penstock.Pipeline(net, LinearCrossEntropy(), ranks=2, microbatches=2) as pipe,
+        pytest.raises(
+            penstock.PenstockError, match=r"takes logits, a tensor .* the last layer returned a dict"
+        ),
+    ):
+        pipe.step(x, y)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_float64_stays(z_loss: float):
+    ours, theirs = model(dtype=torch.float64), model(dtype=torch.float64)
+    x, y = batch()
+    with penstock.Pipeline(ours, LinearCrossEntropy(3, z_loss=z_loss), ranks=2, microbatches=1) as pipe:
+        loss = pipe.step(x, y).loss
+    logits, target = theirs(x).flatten(0, 1), y.flatten()
+    expected = F.cross_entropy(logits, target) + z_loss * logits.logsumexp(-1)[target != -100].square().mean()
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-14)
+    assert difference(ours, theirs) < 1e-13
+
+
+@pytest.mark.parametrize("loss_fn", [LinearCrossEntropy(shift=True), penstock.causal_lm_loss])
+def test_valid_counts_the_targets_of_a_loss_that_shifts_them(loss_fn: Any):
+    results = []
+    for reduction in (None, "valid"):
+        net = model()
+        x, y = batch()
+        y[:3, 3:] = -100
+        with penstock.Pipeline(net, loss_fn, ranks=2, microbatches=3, reduction=reduction) as pipe:
+            results.append((pipe.step(x, y).loss, [p.grad for p in net.parameters()]))
+    (one, grads), (other, same) = results
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(grads, same, strict=True))
+
+
+def test_a_split_is_measured_and_a_profile_traced_with_it():
+    x, y = batch()
+    loss_fn = LinearCrossEntropy()
+    with penstock.Pipeline(
+        model(), loss_fn, ranks=2, microbatches=2, split={"measured": (x[:3], y[:3])}
+    ) as pipe:
+        assert pipe.step(x, y).loss > 0
+    profile = penstock.profile_layers(model(), x, target=y, loss_fn=loss_fn, measure=False)
+    assert len(profile.layers) == 3
 
 
 def test_a_last_layer_without_a_linear_is_refused():

@@ -44,6 +44,7 @@ CALL_NAMES = (
     "pipe.sum_over_ranks()",
     "pipe.gather_trace()",
     CLOSE,
+    "PipelineOptimizer()",
     "PipelineOptimizer.step()",
     "Checkpoints()",
     "Checkpoints.save()",

@@ -103,9 +103,9 @@ class PipelineModel:
         weight has the first of its names alone. Matrices are whole with tensor parallelism. Tensors are in the dtype that
         trains, on its device, and only for reading: clone what is kept, since some of them are those that train.
 
-        In processes all ranks call this together and exhaust it, or the others wait; each tensor is broadcast from the
-        rank that has it, and a process holds no other besides its own stages. What is done with one must take less
-        than `timeout`.
+        In processes all ranks call this together and go through it; each tensor is broadcast from the rank that has it, and
+        a process holds no other besides its own stages. A rank that breaks off receives the rest, and drops it. What is
+        done with one must take less than `timeout`.
 
         Args:
             rank0_only: whether all processes but the run's first get nothing (default False). They exhaust it, too.
@@ -117,9 +117,14 @@ class PipelineModel:
         self.wait()
         keeps = self._keeps(rank0_only)
         with self.calling("pipe.named_weights()"):
-            for name, value in each_value(self._parameters.own_state(), self._world):
-                if keeps and isinstance(value, Tensor):
-                    yield name, value
+            values = each_value(self._parameters.own_state(), self._world)
+            try:
+                for name, value in values:
+                    if keeps and isinstance(value, Tensor):
+                        yield name, value
+            except GeneratorExit:
+                for _ in values:  # or the other ranks would wait for this one
+                    pass
 
     def _keeps(self, rank0_only: bool) -> bool:
         return not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)

@@ -34,6 +34,7 @@ from penstock.runtime.optim.factory import (
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
+from penstock.runtime.start.agreement import require_same_arguments
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -110,6 +111,16 @@ class PipelineOptimizer:
         zero: bool | Literal["overlap"] = False,
         **defaults: Any,
     ) -> None:
+        if pipe.world is not None:
+            given = {
+                "accumulate": accumulate, "clip": clip, "lr_factor": lr_factor, "lr_scheduler": lr_scheduler,
+                "scaler": scaler is not None, "main_weights": main_weights, "zero": zero, "optimizer": optimizer, **defaults,
+            }  # fmt: skip
+            for number, group in enumerate(groups if isinstance(groups, list | tuple) else ()):
+                named = group if isinstance(group, Mapping) else {"": group}
+                given |= {f"groups[{number}].{name}": value for name, value in named.items()}
+            with pipe.calling("PipelineOptimizer()"):
+                require_same_arguments(pipe.world.collectives, given)
         require_count("accumulate", accumulate)
         require_zero(zero)
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import penstock
 from penstock.base.errors import ConfigError, ScheduleError
@@ -89,6 +91,11 @@ def require_same_pipeline(
     require_same(facts, collectives)
 
 
+def require_same_arguments(collectives: Collectives, given: Mapping[str, object]) -> None:
+    """Check that all processes gave a call the same arguments, or raise ConfigError on all; every process calls it."""
+    require_same({name: _argument(value) for name, value in given.items()}, collectives)
+
+
 def version_facts() -> Facts:
     """Return the versions that must be equal, with a digest of Penstock's own code."""
     return {
@@ -116,7 +123,9 @@ def _argument(value: object) -> str:
         return "a file or an object"  # its ops are compared
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)} {value.dtype}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 
 
 def _digest(data: bytes) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ Over = Literal["pp", "dp", "dp and tp", "run"]
 
 _joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
+_met_here: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Default groups that this process opened for its pipelines, and not the user."""
 
 
 class World:
@@ -97,6 +99,7 @@ class World:
         self._collectives = Collectives(self.timeout, self._peer_registry)
         if not dist.is_initialized():
             meet(self.rank, self.size, self.timeout)
+            _met_here.add(_default_group())
         if isinstance(mesh, Mesh):
             self._members = sorted(mesh.ranks)
         self._join_members()
@@ -126,17 +129,17 @@ class World:
         return self
 
     def _join_members(self) -> None:
-        """Open the communicator of all processes of the run, unless ``torch.distributed`` has one for the CPU."""
+        """Open the communicator of all processes of the run, unless we opened the default one, and for the CPU."""
         members, processes = self._members, dist.get_world_size()
         if len(members) < processes:
             with named_errors(f"the processes {members} of the mesh did not all meet"):
                 self._local_groups = LocalGroups(members, self._longest)
-        if len(members) < processes or _backends() is not None:
+        if len(members) < processes or _backends() is not None or _default_group() not in _met_here:
             self.collectives.everyone = self._group([members])
 
     def _attendance_of_join(self) -> Attendance:
         """Return an attendance by which a wait names the processes that build no such pipeline, before any page is open."""
-        world: Any = dist.group.WORLD
+        world: Any = _default_group()
         members = tuple(self._members)
         counts = _joins.setdefault(world, Counter())
         counts[members] += 1
@@ -175,7 +178,8 @@ class World:
         for group in (*own, *axes):
             if group is not None:
                 _set_pg_timeout(self.timeout.delta, group)
-        _set_pg_timeout(self.timeout.delta)
+        if _default_group() in _met_here:  # one of the user's own keeps its timeout
+            _set_pg_timeout(self.timeout.delta)
 
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
@@ -285,7 +289,7 @@ class World:
                 rank: f"{entry.name} on host {entry.host}"
                 for rank, entry in zip(self._members, entries, strict=True)
             }
-            world: Any = dist.group.WORLD
+            world: Any = _default_group()
             store = world.get_group_store().clone()  # a separate connection
             collectives.attendance = Attendance(store, replies[0][1], names)
         hosts = {entry.rank: entry.host for entry in entries if entry.pipeline == pipeline}
@@ -368,6 +372,12 @@ def current_world() -> World | None:
     return None if launch is None else World(launch.rank, launch.size)
 
 
+def _default_group() -> dist.ProcessGroup:
+    group: Any = dist.group.WORLD
+    opened: dist.ProcessGroup = group
+    return opened
+
+
 def _distinct(lines: Iterable[Sequence[int]]) -> list[list[int]]:
     """Return each line once, in an order that is the same on every process."""
     return sorted({tuple(sorted(line)): list(line) for line in lines}.values())
@@ -395,7 +405,7 @@ class LocalGroups:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        world: Any = dist.group.WORLD
+        world: Any = _default_group()
         # PrefixStore is public, though torch does not export it explicitly.
         store = dist.PrefixStore(f"penstock/{'-'.join(map(str, ranks))}", world.get_group_store())  # type: ignore[attr-defined]
         position = list(ranks).index(dist.get_rank())
@@ -413,7 +423,7 @@ class LocalGroups:
         line = next((line for line in lines if rank in line), None)
         if line is None:
             return None
-        world: Any = dist.group.WORLD
+        world: Any = _default_group()
         group, _ = _new_process_group_helper(
             len(line),
             list(line).index(rank),

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -52,9 +53,9 @@ class LinearCrossEntropy:
 
     A `Pipeline` with this loss does not call the head, the last ``nn.Linear`` of the last layer, in training steps and
     evaluations; it may be tied, and the model may scale, cast or cap the logits afterwards. Loss and gradients equal those
-    of ``torch.nn.functional.cross_entropy`` to summation order. Between the forward and the backward of a microbatch a
-    gradient of the weight's size is kept, in fp32, instead of the logits. Called with logits, as outside a pipeline, in a
-    compiled stage or with ``outputs=True``, it computes the same loss from them.
+    of ``torch.nn.functional.cross_entropy`` of fp32 logits (float64 stays) to summation order. Between the forward and the
+    backward of a microbatch a gradient of the weight's size is kept, in fp32, instead of the logits. Called with logits, as
+    outside a pipeline, in a compiled stage or with ``outputs=True``, it computes the same loss from them.
 
     Args:
         chunks: number of parts of the tokens of a microbatch (default 8).
@@ -82,10 +83,14 @@ class LinearCrossEntropy:
     ) -> None:
         if type(chunks) is not int or chunks < 1:
             raise ConfigError(f"chunks must be a whole number of at least 1, got {chunks!r}")
-        if not 0 <= label_smoothing < 1:
+        if type(ignore_index) is not int:
+            raise ConfigError(f"ignore_index must be a whole number, got {ignore_index!r}")
+        if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 1:
             raise ConfigError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing!r}")
-        if not 0 <= z_loss < float("inf"):
+        if not isinstance(z_loss, int | float) or not 0 <= z_loss < float("inf"):
             raise ConfigError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
+        if type(shift) is not bool:
+            raise ConfigError(f"shift must be True or False, got {shift!r}")
         self.chunks = chunks
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -102,17 +107,24 @@ class LinearCrossEntropy:
         Raises:
             BatchError: if the target's shape or dtype is not the one above, or it has a class beyond the vocabulary.
         """
+        if not isinstance(output, Tensor):
+            raise BatchError(
+                f"LinearCrossEntropy takes logits, a tensor of shape (..., vocabulary), and the last layer returned a "
+                f"{type(output).__name__}; return the tensor alone, or take a loss function of your own"
+            )
         shape, classes = tuple(output.shape[:-1]), output.shape[-1]
-        if tuple(target.shape) != shape or target.dtype != torch.int64:
+        if tuple(self._classes(target).shape) != shape:
             raise BatchError(
                 f"the target of LinearCrossEntropy must be int64 of the output's shape without the vocabulary, {shape}; got "
-                f"{str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}"
+                f"int64 of shape {tuple(target.shape)}"
             )
-        target = self._shifted(target).reshape(-1)
+        shifted = self._shifted(target)
+        # On a GPU this would wait for the device, and torch's own assertion is there. FakeTensors have no values.
+        if target.device.type == "cpu" and not isinstance(target, FakeTensor):
+            counts = shifted != self.ignore_index
+            _require_classes(shifted, counts, classes, f"ignore_index={self.ignore_index}")
+        target = shifted.reshape(-1)
         counts = target != self.ignore_index
-        # On a GPU this would wait for the device, and torch's own assertion is there.
-        if target.device.type == "cpu":
-            _require_classes(target, counts, classes, f"ignore_index={self.ignore_index}")
         if not isinstance(output, PostponedLogits):
             return self._from_logits(output.flatten(0, -2), target, counts)
         if output.computed is not None:
@@ -129,13 +141,27 @@ class LinearCrossEntropy:
 
     def valid_targets(self, target: Tensor) -> int:
         """Return the number of targets that count; a `Pipeline` weighs each microbatch by it unless it is told otherwise."""
-        return int((self._shifted(target) != self.ignore_index).sum())
+        return int((self._shifted(self._classes(target)) != self.ignore_index).sum())
+
+    @staticmethod
+    def _classes(target: object) -> Tensor:
+        if isinstance(target, Tensor) and target.dtype == torch.int64:
+            return target
+        got = (
+            f"{str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}"
+            if isinstance(target, Tensor)
+            else f"a {type(target).__name__}"
+        )
+        raise BatchError(
+            "the target of LinearCrossEntropy must be an int64 tensor of the output's shape without the vocabulary; got "
+            f"{got}. A loss that weighs tokens is a loss function of your own, on logits"
+        )
 
     def _shifted(self, target: Tensor) -> Tensor:
         return F.pad(target[:, 1:], (0, 1), value=self.ignore_index) if self.shift else target
 
     def _from_logits(self, logits: Tensor, target: Tensor, counts: Tensor) -> Tensor:
-        logits = logits.float()
+        logits = logits.to(_wide(logits))
         loss = F.cross_entropy(
             logits,
             target,
@@ -167,7 +193,7 @@ def log_probs(output: object, target: Tensor, chunks: int = CHUNKS) -> Tensor:
         )
     counts = (target != IGNORED).reshape(-1)
     target_of_token = target.reshape(-1)
-    _require_classes(target_of_token, counts, output.shape[-1], str(IGNORED))
+    _require_classes(target, target != IGNORED, output.shape[-1], str(IGNORED))
     found = torch.empty(target.numel(), dtype=torch.float32, device=target.device)
     length = max(1, -(-target.numel() // chunks))
     for start in range(0, target.numel(), length):
@@ -183,12 +209,18 @@ def log_probs(output: object, target: Tensor, chunks: int = CHUNKS) -> Tensor:
 
 
 def _require_classes(target: Tensor, counts: Tensor, classes: int, ignored: str) -> None:
-    wrong = ((target < 0) | (target >= classes)) & counts
-    if bool(wrong.any()):
+    wrong = (((target < 0) | (target >= classes)) & counts).nonzero()
+    if len(wrong):
+        place = tuple(wrong[0].tolist())
         raise BatchError(
-            f"the target has class {int(target[wrong][0])}, and the vocabulary is 0 to {classes - 1}; only {ignored} is "
-            "left out"
+            f"the target has class {int(target[place])} at {[*place]} of the microbatch, and the vocabulary is 0 to "
+            f"{classes - 1}; only {ignored} is left out"
         )
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    """Return the dtype that a loss is computed in."""
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
 
 
 class PostponedLogits(Tensor):
@@ -423,11 +455,12 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
         for_hidden, for_weight, for_bias = (work.trains and needed for needed in ctx.needs_input_grad[:3])
-        total = hidden.new_zeros((), dtype=torch.float32)
+        dtype = _wide(weight)
+        total = hidden.new_zeros((), dtype=dtype)
         number = work.counts.sum().clamp(min=1)
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if for_bias and bias is not None else None
+        weight_grad = torch.zeros_like(weight, dtype=dtype) if for_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=dtype) if for_bias and bias is not None else None
         length = max(1, -(-len(hidden) // work.options.chunks))
         for start in range(0, len(hidden), length):
             rows = slice(start, start + length)
@@ -438,7 +471,7 @@ class _Chunks(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[rows] = (grad @ weight.to(grad.dtype)) * counts
             x = hidden[rows].to(grad.dtype) * counts
-            if weight_grad is not None and grad.dtype is torch.float32:
+            if weight_grad is not None and grad.dtype is dtype:
                 weight_grad.addmm_(grad.t(), x)
             elif weight_grad is not None:
                 weight_grad += grad.t() @ x
@@ -521,9 +554,9 @@ def _logs_of(
         target = target - shard.start
         here = counts & (target >= 0) & (target < logits.shape[-1])
     chosen = torch.where(here, target, 0).unsqueeze(-1)
-    logs = F.log_softmax(logits, -1, dtype=torch.float32)
+    logs = F.log_softmax(logits, -1, dtype=_wide(logits))
     of_target = logs.gather(-1, chosen).squeeze(-1)
-    of_target_logit = logits.gather(-1, chosen).squeeze(-1).float()
+    of_target_logit = logits.gather(-1, chosen).squeeze(-1).to(logs.dtype)
     lse = of_target_logit - of_target
     mean = logs.mean(-1) if with_mean else torch.zeros_like(lse)
     if shard is not None:
