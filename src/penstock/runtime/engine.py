@@ -253,7 +253,7 @@ class Engine:
         """Return the executors for a number of microbatches, the same ones as the last time if they are still kept."""
         programs = self._programs.pop(microbatches, None)
         if programs is None:
-            programs = Programs(self._program_of(microbatches), self.local_stages.routes.skips)
+            programs = self.local_stages.programs_for(self._program_of(microbatches))
             if self._world is not None:
                 self._world.widen(programs.train, self.local_stages.holders)
         self._programs[microbatches] = programs

@@ -125,6 +125,12 @@ class LocalStages:
         }
         self.replica_reduction: ReplicaReduction | None = None
 
+    def programs_for(self, program: Program) -> Programs:
+        """Return what another number of microbatches needs; its schedule may split backwards where the first does not."""
+        if self._world is None or not self._world.shards_matrices:
+            require_own_axes(self.modules, self._world, program.schedule)
+        return Programs(program, self.routes.skips)
+
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
 

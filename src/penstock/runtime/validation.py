@@ -16,7 +16,6 @@ from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.families import CatalogueFamily, require_family
-from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
@@ -77,12 +76,10 @@ def program_for(
     named = isinstance(given, str) and not is_csv(given)
     chosen = (given, virtual_stages) if named else (schedule, None)
     found = resolve_schedule(chosen[0], schedule.ranks, microbatches, chosen[1], None)
-    splits = bool((found.kind == Kind.W).any()) and not (schedule.kind == Kind.W).any()
-    if found.placement != schedule.placement or splits:
-        does = "splits backwards" if splits else "places its stages on other ranks"
+    if found.placement != schedule.placement:
         raise ScheduleError(
-            f"with {plural(microbatches, 'microbatch')} the schedule {found.name} {does}, unlike with the "
-            f"{schedule.microbatches} that the pipeline was built for; build another one"
+            f"with {plural(microbatches, 'microbatch')} the schedule {found.name} places its stages on other ranks than "
+            f"with {schedule.microbatches}, which the pipeline was built for; build another one"
         )
     return check(found).program
 
