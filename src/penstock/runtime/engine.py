@@ -247,12 +247,13 @@ class Engine:
         if self._world is not None and self._world.shards_matrices:
             action = "compare their numbers of microbatches"
             require_same_number(self._world.gather(str(microbatches), "dp and tp", action))
-        require_count("microbatches", microbatches)
 
     def _prepare(self, trains: bool, microbatches: int) -> list[Executor]:
         """Return the executors for a number of microbatches, the same ones as the last time if they are still kept."""
-        programs = self._programs.pop(microbatches, None)
+        # Only whole numbers are looked up, since 4.0 and True equal some.
+        programs = self._programs.pop(microbatches, None) if type(microbatches) is int else None
         if programs is None:
+            require_count("microbatches", microbatches)
             programs = self.local_stages.programs_for(self._program_of(microbatches))
             if self._world is not None:
                 self._world.widen(programs.train, self.local_stages.holders)

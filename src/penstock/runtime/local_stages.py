@@ -41,7 +41,7 @@ Modules = dict[tuple[int, int], StageModule]
 
 
 class Programs:
-    """What depends on the number of microbatches: the programs of a step and of an evaluation, and their executors.
+    """Programs of a step and of an evaluation for one number of microbatches, and their executors.
 
     Attributes:
         executors: executors of this process's ranks, by whether they train; made when a step first needs them.
