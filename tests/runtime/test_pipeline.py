@@ -108,7 +108,7 @@ def test_one_rank_hands_over_locally_and_needs_no_threads_or_channels():
     ) as pipe:
         assert pipe._engine._rank_threads is None
         losses = pipe.step(x, y).losses
-        assert pipe._engine._executors[True][0].channel is None
+        assert pipe._engine._programs[4].executors[True][0].channel is None
     assert torch.equal(losses, plain.step(other, nn.functional.mse_loss, x, y, 4)[0])
 
 

@@ -11,17 +11,18 @@ from typing import Literal, TypeVar
 
 import torch
 
+from penstock.base.counts import require_count
 from penstock.base.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
-from penstock.runtime.consensus import require_graph
+from penstock.runtime.consensus import GradientScale, require_graph, require_same_number
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
 from penstock.runtime.gather_trace import gather_trace, measured_trace
 from penstock.runtime.health.hang import HangDetector, Timeout, Watchdog
 from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
-from penstock.runtime.local_stages import LocalStages
+from penstock.runtime.local_stages import LocalStages, Programs
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
@@ -30,22 +31,28 @@ from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Kind
+from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
 
 T = TypeVar("T")
+
+KEPT = 4
+"""Numbers of microbatches whose programs and executors are kept."""
 
 
 class Engine:
     """The part of a pipeline that runs the steps of this process's ranks.
 
     Args:
+        program_of: function from another number of microbatches to its checked program.
         timeout: longest wait between threads; between processes the timeout of `world` counts.
     """
 
     def __init__(
         self,
         local_stages: LocalStages,
+        program_of: Callable[[int], Program],
         *,
         local_ranks: Sequence[int],
         timeout: Timeout,
@@ -63,7 +70,11 @@ class Engine:
         self._rank_threads: RankThreads | None = None
         self._watch: Watchdog | None = None
         self._streams: Streams | None = None
-        self._executors: dict[bool, list[Executor]] = {}
+        self._program_of = program_of
+        self._first = local_stages.schedule.microbatches
+        # By number of microbatches, the one that was used last at the end.
+        self._programs = {self._first: local_stages.programs}
+        self._wraps: list[Callable[[int, Callable[[], None]], Callable[[], None]]] = []
         self._step = 0
         self._status: Literal["idle", "stepping", "failed"] = "idle"
         self._late = LateRanks()
@@ -76,6 +87,8 @@ class Engine:
         self._copies = Copies(local_stages, world, replicas, options)
         local_stages.watch_copies(replicas)
         self._fixed = local_stages.fixed_modules(replicas)
+        # Of all executors that train: the last step may have been another one's.
+        self._scale = GradientScale(p for module in self.stage_modules() for p in module.parameters())
 
     def stage_modules(self) -> list[StageModule]:
         """Return the modules of all stages of this process, copies included."""
@@ -84,8 +97,9 @@ class Engine:
     def _connect(self, world: World, device: torch.device | None) -> None:
         local_stages, rank = self.local_stages, world.rank
         gpu = None if device is None or device.type == "cpu" else device
-        channel = world.connect(local_stages.program, local_stages.holders, gpu)
-        detector = HangDetector(self.timeout, [channel.progress], [f"rank {rank}"], local_stages.program)
+        program = local_stages.programs.train
+        channel = world.connect(program, local_stages.holders, gpu)
+        detector = HangDetector(self.timeout, [channel.progress], [f"rank {rank}"], program)
         self._watch = Watchdog(world.peer_registry, detector)
         modules = {s: stage.module for s, stage in local_stages.stages_by_number.items()}
         broadcast_shared(local_stages.shared_groups[rank], modules, rank, channel)
@@ -113,7 +127,7 @@ class Engine:
         except CallOrderError as error:
             if self._status == "idle":  # a step that runs tells them itself
                 self._status = "failed"
-                for executor in self._prepare(True):
+                for executor in self._prepare(True, self._first):
                     executor.refuse(self._step + 1, error)
             raise
         except TransportError:
@@ -145,17 +159,19 @@ class Engine:
             self._copies.sync_parameters()
             self._step += 1
             self._status = "stepping"
-            executors = self._prepare(trains)
+            executors: Sequence[Executor] = ()
             works: list[Work] = []
             try:
                 with self._timeout_of_step(trains):
                     self._copies.before_step(trains, self.wait_for_parameters)
-                    # 2. The batch, and each rank's share of the work.
+                    # 2. The program for this number of microbatches, the batch, and each rank's share of the work.
                     try:
+                        self._require_same_number(options.microbatches)
+                        executors = self._prepare(trains, options.microbatches)
                         batch = split()
                     except Exception as error:
                         if self._world is not None:  # the others wait for this rank's messages
-                            for executor in executors:
+                            for executor in executors or self._prepare(trains, self._first):
                                 executor.refuse(self._step, error)
                         raise
                     works = [Work(batch=batch, options=options) for _ in self.local_ranks]
@@ -171,7 +187,7 @@ class Engine:
                 self._copies.restore()
                 if self._world is None:
                     # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
-                    self._executors.clear()
+                    self._drop_executors()
                 raise
             finally:
                 self._status = "failed"  # a step that succeeded continues with the next line
@@ -226,34 +242,59 @@ class Engine:
         if self.local_stages.replica_reduction is not None:
             self.local_stages.replica_reduction.set_timeout(self.timeout.seconds)
 
-    def _prepare(self, trains: bool) -> list[Executor]:
-        if trains not in self._executors:
-            self._executors[trains] = self._make_executors(trains)
-        executors = self._executors[trains]
+    def _require_same_number(self, microbatches: int) -> None:
+        """Compare the number with the processes that share this one's matrices, whose layers wait for each other."""
+        if self._world is not None and self._world.shards_matrices:
+            action = "compare their numbers of microbatches"
+            require_same_number(self._world.gather(str(microbatches), "dp and tp", action))
+
+    def _prepare(self, trains: bool, microbatches: int) -> list[Executor]:
+        """Return the executors for a number of microbatches, the same ones as the last time if they are still kept."""
+        # Only whole numbers are looked up, since 4.0 and True equal some.
+        programs = self._programs.pop(microbatches, None) if type(microbatches) is int else None
+        if programs is None:
+            require_count("microbatches", microbatches)
+            programs = self.local_stages.programs_for(self._program_of(microbatches))
+            if self._world is not None:
+                self._world.widen(programs.train, self.local_stages.holders)
+        self._programs[microbatches] = programs
+        if len(self._programs) > KEPT:
+            del self._programs[next(iter(self._programs))]
+        if trains not in programs.executors:
+            programs.executors[trains] = self._make_executors(programs, trains)
+        executors = programs.executors[trains]
         # An evaluation has rows of its own, by which the watchdog describes where the rank is.
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
         return executors
 
-    def _make_executors(self, trains: bool) -> list[Executor]:
+    def _drop_executors(self) -> None:
+        for programs in self._programs.values():
+            programs.executors.clear()
+
+    def _make_executors(self, programs: Programs, trains: bool) -> list[Executor]:
         local_stages = self.local_stages
+        program = programs.train if trains else programs.evaluate
         channels: Sequence[Channel | None] = [None]
         if self._world is not None:
             channels = [self._world.channel]
         elif local_stages.schedule.ranks > 1:
-            program = local_stages.program if trains else local_stages.evaluate_program
             channels = thread_channels(program, self.timeout, local_stages.holders, self._streams)
-        fixed = None if self._world is None else self._fixed
-        return [
-            local_stages.executor(trains, rank, channel, fixed)
+        fixed, scale = (None, None) if self._world is None else (self._fixed, self._scale)
+        executors = [
+            local_stages.executor(program, trains, rank, channel, fixed, scale)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
+        for executor in executors if trains else ():
+            for wrap in self._wraps:
+                executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
+        return executors
 
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         if self._world is not None and self._world.mesh is not None:
             # Their compiled ops refer to the reduction that is replaced.
-            self._executors.clear()
+            self._drop_executors()
             self.local_stages.make_buckets(self._world, zero)
 
     @property
@@ -282,8 +323,8 @@ class Engine:
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
         """Replace every op of a training step; see `Pipeline.wrap_ops`."""
-        for executor in self._prepare(True):
-            executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
+        self._wraps.append(wrap)
+        self._drop_executors()
 
     def choose_recompute(self, memory: int) -> None:
         """Choose the layers to recompute from now on, after the first step has measured all; every process calls it."""
@@ -321,7 +362,7 @@ class Engine:
             self._end()
 
     def _end(self) -> None:
-        self._executors.clear()
+        self._drop_executors()
         self.local_stages.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
         if self.local_stages.replica_reduction is not None:

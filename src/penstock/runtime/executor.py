@@ -53,6 +53,7 @@ class Executor:
         shared: SharedGradients | None = None,
         replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
+        scale: GradientScale | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -61,15 +62,13 @@ class Executor:
         self.shared = shared
         self.replica_reduction = replica_reduction
         self.fixed = fixed
-        self._scale: GradientScale | None = None
+        self._microbatches = program.schedule.microbatches
         self._factor: float | None = None
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
         self.trains = bool((program.schedule.kind != Kind.F).any())
-        in_processes = channel is not None and not channel.one_process
-        if self.trains and (in_processes or replica_reduction is not None):
-            self._scale = GradientScale(p for stage in stages.values() for p in stage.module.parameters())
+        self._scale = scale if self.trains else None
         self.device = device_of([stage.module for stage in stages.values()])
         # Two moments for each op: its start and its end.
         self.records = OpRecords(count, clock(self.device, 2 * count))
@@ -108,7 +107,9 @@ class Executor:
                 self._finish_gradients()
                 refusal, flags = self._agree()
             if self.replica_reduction is not None:
-                work.losses, refusal, flags = self.replica_reduction.gather(work.losses, refusal, flags)
+                work.losses, refusal, flags = self.replica_reduction.gather(
+                    work.losses, refusal, flags, self._microbatches
+                )
             refusal, work.flags = compare_marks(flags, refusal)
         except BaseException as error:
             self._fail(step, error)
@@ -128,7 +129,7 @@ class Executor:
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
         if self.channel is not None:
-            self.channel.open(step, self.trains)
+            self.channel.open(step, self.trains, self._microbatches)
             self.channel.fail(Failure(self.rank, step, text))
             self._drain(error)
 
@@ -139,7 +140,7 @@ class Executor:
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
-            self.channel.open(step, self.trains)
+            self.channel.open(step, self.trains, self._microbatches)
 
     def _run_ops(self) -> None:
         progress = self.progress
@@ -186,7 +187,7 @@ class Executor:
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
         if self.replica_reduction is None or not self.trains:
             return nullcontext()
-        return self.replica_reduction.step(step, reduces)
+        return self.replica_reduction.step(step, reduces, self._microbatches)
 
     def _agree(self) -> tuple[Refusal | None, int]:
         """Report this rank's losses, refusal and flags, and return the refusal and the flags of all ranks."""

@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.tensor import tensor_parallel
+from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
@@ -37,6 +38,24 @@ from penstock.stage.rng.random_state import RandomState
 
 Modules = dict[tuple[int, int], StageModule]
 """Stage modules by (rank, stage)."""
+
+
+class Programs:
+    """Programs of a step and of an evaluation for one number of microbatches, and their executors.
+
+    Attributes:
+        executors: executors of this process's ranks, by whether they train; made when a step first needs them.
+    """
+
+    def __init__(self, program: Program, skips: tuple[tuple[int, int], ...]) -> None:
+        self.train = replace(program, skips=skips)
+        self.executors: dict[bool, list[Executor]] = {}
+
+    @cached_property
+    def evaluate(self) -> Program:
+        """Program of a step of forwards only."""
+        forwards = check(self.train.schedule.forwards(), forward_only=True).program
+        return replace(forwards, skips=self.train.skips)
 
 
 class LocalStages:
@@ -85,7 +104,7 @@ class LocalStages:
         compile_modules(modules, compile)
         names = {s: names_of(module) for (_, s), module in modules.items()}
         self.routes = ValueRoutes(gathered(world.gather_dict(names) if world else names))
-        self.program = replace(program, skips=self.routes.skips)
+        self.programs = Programs(program, self.routes.skips)
         last = self.schedule.stages - 1
         self.modules = modules
         isolations = isolation.of(modules)
@@ -105,6 +124,12 @@ class LocalStages:
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
         self.replica_reduction: ReplicaReduction | None = None
+
+    def programs_for(self, program: Program) -> Programs:
+        """Return what another number of microbatches needs; its schedule may split backwards where the first does not."""
+        if self._world is None or not self._world.shards_matrices:
+            require_own_axes(self.modules, self._world, program.schedule)
+        return Programs(program, self.routes.skips)
 
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
@@ -172,12 +197,6 @@ class LocalStages:
         """Ranks that hold the same parameters, by number of the group; see `group_holders`."""
         return group_holders(self.schedule.placement, self.ties)
 
-    @cached_property
-    def evaluate_program(self) -> Program:
-        """Program of a step of forwards only."""
-        forwards = check(self.schedule.forwards(), forward_only=True).program
-        return replace(forwards, skips=self.routes.skips)
-
     def fixed_modules(self, replicas: int) -> FixedModules | None:
         """Return a check that modules with copies are unchanged; None if there are no copies."""
         if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
@@ -192,10 +211,15 @@ class LocalStages:
                 choose_recompute(self.schedule, rank, stages, memory)
 
     def executor(
-        self, trains: bool, rank: int, channel: Channel | None, fixed: FixedModules | None = None
+        self,
+        program: Program,
+        trains: bool,
+        rank: int,
+        channel: Channel | None,
+        fixed: FixedModules | None,
+        scale: GradientScale | None,
     ) -> Executor:
         """Return a rank's executor."""
-        program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
         if trains and self.shared_groups[rank] and channel is not None:
@@ -210,6 +234,7 @@ class LocalStages:
             shared=shared,
             replica_reduction=self.replica_reduction,
             fixed=fixed,
+            scale=scale,
         )
 
 

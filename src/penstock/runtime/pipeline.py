@@ -42,6 +42,7 @@ from penstock.runtime.validation import (
     LossScale,
     local_device,
     make_settings,
+    program_for,
     require_loss_without_parameters,
     require_seed,
     resolve_mesh,
@@ -75,7 +76,7 @@ class Pipeline(PipelineModel):
             of its own, as `penstock.split` takes it; or a model of Hugging Face transformers.
         loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
             several. None for the loss that the model's own ``forward(x, target)`` returns, or Hugging Face's own (default).
-        microbatches: number of microbatches that a batch is split into along dimension 0.
+        microbatches: number of microbatches that a batch is split into along dimension 0; a step may take another one.
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
             "1f1b"). In processes, each must find the same schedule.
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
@@ -220,6 +221,7 @@ class Pipeline(PipelineModel):
         )
         self._engine = Engine(
             self._local,
+            partial(program_for, self.schedule, schedule, virtual_stages),
             local_ranks=self.local_ranks,
             timeout=waits,
             world=self.world,
@@ -232,7 +234,6 @@ class Pipeline(PipelineModel):
             self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1
         )  # takes only its own batch
         self._splitter = BatchSplitter(
-            microbatches,
             replicas=self.replicas,
             replica=self.replica,
             device=self.device,
@@ -274,6 +275,7 @@ class Pipeline(PipelineModel):
         *,
         outputs: bool = False,
         input_grads: bool = False,
+        microbatches: int | None = None,
         **named: object,
     ) -> StepResult:
         """Run the forward and backward of every microbatch of a batch; gradients accumulate in ``.grad``.
@@ -292,6 +294,9 @@ class Pipeline(PipelineModel):
             outputs: also return the last stage's outputs, on the ranks that hold it (default False).
             input_grads: also return the gradients of the floating-point inputs, on the ranks of the first stage (default
                 False).
+            microbatches: number of microbatches of this step, for a schedule that was given as a family (default: the
+                pipeline's own); every process gives the same. The first step of a number checks its schedule, and the last
+                four numbers are kept. Not with ``recompute="auto"``, which chooses for the pipeline's own.
             named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
 
         Raises:
@@ -302,18 +307,28 @@ class Pipeline(PipelineModel):
             WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs.
             CallOrderError, ReplicaError: if ranks run different calls, or copies differ.
         """
-        return self._result(self._run("step", x, y, named, outputs=outputs, input_grads=input_grads))
+        run = partial(self._run, "step", x, y, named, microbatches)
+        return self._result(run(outputs=outputs, input_grads=input_grads))
 
     def evaluate(
-        self, x: object = None, y: object = None, /, *, outputs: bool = False, **named: object
+        self,
+        x: object = None,
+        y: object = None,
+        /,
+        *,
+        outputs: bool = False,
+        microbatches: int | None = None,
+        **named: object,
     ) -> StepResult:
         """Run forwards only, in eval mode and without gradients.
 
-        `x`, `y`, `outputs` and `named` are those of `step`; without `y` there is no loss.
+        `x`, `y`, `outputs`, `microbatches` and `named` are those of `step`; without `y` there is no loss.
         """
-        return self._result(self._without_gradients("evaluate", x, y, named, outputs))
+        return self._result(self._without_gradients("evaluate", x, y, named, microbatches, outputs))
 
-    def log_probs(self, x: object = None, y: object = None, /, **named: object) -> Tensor:
+    def log_probs(
+        self, x: object = None, y: object = None, /, *, microbatches: int | None = None, **named: object
+    ) -> Tensor:
         """Return log p of the classes y at each position, in eval mode and without gradients; whole logits never exist.
 
         Nothing is shifted: ``y[b, t]`` is the class that the output at position t is judged by. Of a causal model with
@@ -323,7 +338,7 @@ class Pipeline(PipelineModel):
         its logits, they exist for a microbatch.
 
         Args:
-            x, named: those of `step`; a batch that is a mapping has no target in it.
+            x, microbatches, named: those of `step`; a batch that is a mapping has no target in it.
             y: int64 tensor of shape (batch, tokens); -100 where no class counts. In processes only the rank of the last
                 stage needs it; with replicas each takes its rows of the global batch.
 
@@ -334,7 +349,7 @@ class Pipeline(PipelineModel):
             BatchError: if y is not such a tensor, does not fit the output, or has a class beyond the vocabulary.
             PenstockError: if the last layer has no head, or a step is under way; and what `step` raises.
         """
-        works = self._without_gradients("log_probs", x, y, named)
+        works = self._without_gradients("log_probs", x, y, named, microbatches)
         found = {n: rows for work in works for n, rows in work.losses.total.items()}
         return torch.cat([found[n] for n in sorted(found)]).to(self.device)
 
@@ -436,13 +451,19 @@ class Pipeline(PipelineModel):
             raise PenstockError("this pipeline is closed; build a new one")
 
     def _without_gradients(
-        self, call: str, x: object, y: object, named: Mapping[str, object], outputs: bool = False
+        self,
+        call: str,
+        x: object,
+        y: object,
+        named: Mapping[str, object],
+        microbatches: int | None,
+        outputs: bool = False,
     ) -> list[Work]:
         self._require_open()
         self.wait()
         self._engine.sync_modules()
         with evaluating(self.stage_modules(), self._loss_fn):
-            return self._run(call, x, y, named, outputs=outputs)
+            return self._run(call, x, y, named, microbatches, outputs=outputs)
 
     def _run(
         self,
@@ -450,6 +471,7 @@ class Pipeline(PipelineModel):
         x: object,
         y: object,
         named: Mapping[str, object],
+        microbatches: int | None,
         *,
         outputs: bool = False,
         input_grads: bool = False,
@@ -466,6 +488,7 @@ class Pipeline(PipelineModel):
                 )
         scaler = self.scaler
         options = StepOptions(
+            microbatches=self.microbatches if microbatches is None else microbatches,
             trains=trains,
             log_probs=log_probs,
             outputs=outputs,
@@ -479,6 +502,11 @@ class Pipeline(PipelineModel):
 
         def split() -> LocalBatch:
             self._container.require_unchanged()
+            if trains and options.microbatches != self.microbatches and self.execution.memory is not None:
+                raise ConfigError(
+                    f"microbatches={options.microbatches}, but recompute='auto' chooses the layers for the "
+                    f"{self.microbatches} of the pipeline; give recompute='full' or a number"
+                )
             given = None if log_probs else y
             inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, given, named)
             if log_probs:
@@ -501,6 +529,6 @@ class Pipeline(PipelineModel):
         return works
 
     def _result(self, works: list[Work]) -> StepResult:
-        microbatches = self.microbatches * self.replicas
+        microbatches = works[0].options.microbatches * self.replicas
         holders = self.schedule.placement.holders
         return step_result(works, microbatches, Ends(self.local_ranks, holders[0], holders[-1]))

@@ -14,7 +14,9 @@ from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
+from penstock.schedule.check import check
 from penstock.schedule.families import CatalogueFamily, require_family
+from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 from penstock.stage.compute.recompute import require_policy
@@ -63,6 +65,25 @@ def resolve_schedule(
     return resolved
 
 
+def program_for(
+    schedule: Schedule, given: str | Path | Schedule, virtual_stages: int | None, microbatches: int
+) -> Program:
+    """Return the checked program of a pipeline for another number of microbatches.
+
+    Args:
+        given: name or function of the pipeline's family; or else a schedule or file, which has only one number.
+    """
+    named = isinstance(given, str) and not is_csv(given)
+    chosen = (given, virtual_stages) if named else (schedule, None)
+    found = resolve_schedule(chosen[0], schedule.ranks, microbatches, chosen[1], None)
+    if found.placement != schedule.placement:
+        raise ScheduleError(
+            f"with {plural(microbatches, 'microbatch')} the schedule {found.name} places its stages on other ranks than "
+            f"with {schedule.microbatches}, which the pipeline was built for; build another one"
+        )
+    return check(found).program
+
+
 def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, virtual_stages: int) -> None:
     if ranks is not None and schedule.ranks != ranks:
         raise ScheduleError(
@@ -77,7 +98,7 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
     if schedule.microbatches != microbatches:
         raise ScheduleError(
             f"the schedule {schedule.name} has {plural(schedule.microbatches, 'microbatch')}, "
-            f"but microbatches={microbatches}"
+            f"but microbatches={microbatches}; a schedule or a file has one number, the name of a family takes any"
         )
 
 

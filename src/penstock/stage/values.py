@@ -326,7 +326,8 @@ def split_batch(
     if isinstance(value, Microbatches):
         if len(value.parts) != microbatches:
             raise BatchError(
-                f"{what}: {plural(len(value.parts), 'microbatch')} given, but there are {microbatches}"
+                f"{what}: {plural(len(value.parts), 'microbatch')} given, but there are {microbatches}; a step takes "
+                "another number by microbatches=..."
             )
         moved = [_detach_to(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
         return [part for part, _ in moved], [rows for _, rows in moved]

@@ -169,6 +169,40 @@ def test_the_notice_of_a_failure_arrives_and_what_it_left_behind_is_dropped(proc
     assert processes.run(2, failing, way)[1] == ["ok", "it failed", "ok"]
 
 
+def widened(rank: int, way: str) -> list[int]:
+    """Twice more messages than before, all of them sent before the first is taken, and a notice behind them."""
+    joined = world(rank, way)
+    channel, taken = joined.channel, []
+    for step, count in enumerate((3, 40, 100)):
+        if rank == 0:
+            channel.widen({1: count})
+            channel.open(step)
+            for tag in range(count):
+                channel.send(1, tag, Message((torch.full((20 + tag,), float(tag)),)))
+        joined.gather(step)  # until here nothing is taken
+        if rank == 1:
+            channel.open(step)
+            taken.append(sum(channel.recv(0, tag).leaves[0][-1].item() == tag for tag in range(count)))
+        joined.gather(step)
+        channel.finish()
+    if rank == 0:
+        channel.widen({1: 300})
+        channel.fail(Failure(0, 2, "it failed"))
+    joined.gather(None)
+    if rank == 1:
+        # In shared memory as while it waits to send.
+        take = (channel._require_no_notice, 0) if way == "shared memory" else (channel.recv, 0, 0)
+        with pytest.raises(PeerError, match="it failed"):
+            take[0](*take[1:])
+    joined.disconnect()
+    return taken
+
+
+@both_ways
+def test_more_messages_are_under_way_after_an_edge_was_widened(processes: LocalProcesses, way):
+    assert processes.run(2, widened, way)[1] == [3, 40, 100]
+
+
 def dying(rank: int, way: str) -> str:
     joined = world(rank, way)
     joined.channel.open(1)

@@ -182,7 +182,6 @@ class BatchSplitter:
 
     def __init__(
         self,
-        microbatches: int,
         *,
         replicas: int,
         replica: int,
@@ -194,14 +193,12 @@ class BatchSplitter:
         holds_last: bool,
         compares: bool,
     ) -> None:
-        # Each loss is divided by this number, so that the gradients add up to those of the mean.
-        self.global_microbatches = microbatches * replicas
-        self.local = slice(replica * microbatches, (replica + 1) * microbatches)
+        self.replicas, self.replica = replicas, replica
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         self.ignore_index = ignore_index
         # One replica warns for all, since each splits the whole batch.
-        self._compares_counts = reduction == "mean" and microbatches * replicas > 1 and replica == 0
+        self._compares_counts = reduction == "mean" and replica == 0
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
         self.compares = compares
@@ -210,7 +207,9 @@ class BatchSplitter:
         """Split a step's batch into microbatches, and keep this pipeline's."""
         inputs: list[object] = []
         targets: list[object] = []
-        weights = [LossWeight(divisor=self.global_microbatches)] * self.global_microbatches
+        count = options.microbatches * self.replicas
+        # Each loss is divided by this number, so that the gradients add up to those of the mean.
+        weights = [LossWeight(divisor=count)] * count
         rows_in: list[int] = []
         rows_out: list[int] = []
         if self.holds_first:
@@ -218,27 +217,28 @@ class BatchSplitter:
                 raise BatchError("the rank of the first stage needs the input x")
             if named or self.routes.required:
                 self.routes.check_given(named)
-            inputs, rows_in = split_batch(x, self.global_microbatches, "the input x", self.device)
+            inputs, rows_in = split_batch(x, count, "the input x", self.device)
             if named:
                 inputs = self._with_named(inputs, rows_in, named)
         if self.holds_last and y is None and (options.trains or options.log_probs):
             raise BatchError("the rank of the last stage needs the target y")
         if self.holds_last and y is not None:
-            targets, rows_out = split_batch(y, self.global_microbatches, "the target y", self.device)
+            targets, rows_out = split_batch(y, count, "the target y", self.device)
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             if not options.log_probs:
                 weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
-                if self._compares_counts and not self._compare_counts(targets, rows_out):
+                if self._compares_counts and count > 1 and not self._compare_counts(targets, rows_out):
                     self._compares_counts = False
-        local = self.local
+        first = self.replica * options.microbatches
+        local = slice(first, first + options.microbatches)
         return LocalBatch(
             inputs=inputs[local],
             targets=targets[local],
             weights=weights[local],
             rows_in=tuple(rows_in[local]),
             rows_out=tuple(rows_out[local]),
-            first=local.start,
+            first=first,
             target_tensors=_tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
             ignore_index=self.ignore_index,
             digest=None if not self.compares or x is None or y is None
@@ -277,9 +277,7 @@ class BatchSplitter:
                     )
                 by_name[name] = [value] * len(inputs)
                 continue
-            by_name[name], rows = split_batch(
-                value, self.global_microbatches, f"the keyword input {name}", self.device
-            )
+            by_name[name], rows = split_batch(value, len(inputs), f"the keyword input {name}", self.device)
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(
                     f"{_unequal(f'keyword input {name}', rows, rows_in)}; to pass it unsplit, give one value per "

@@ -19,6 +19,7 @@ from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 class StepOptions:
     """Options of one step, the same on every rank; `number` counts the training steps done before it."""
 
+    microbatches: int = 1
     trains: bool = True
     log_probs: bool = False
     outputs: bool = False

@@ -39,7 +39,7 @@ class Channel(Protocol):
     def find_failed(self, patience: float = 0.0) -> str | None:
         """Describe the process that is stopped or has ended, and where it was; None if none is seen to be."""
 
-    def open(self, step: int, trains: bool = True) -> None:
+    def open(self, step: int, trains: bool = True, microbatches: int = 0) -> None:
         """Begin a step, and drop the messages that a failed step left."""
 
     def send(self, peer: int, tag: int, message: Message) -> None:

@@ -84,7 +84,7 @@ class Strided(NamedTuple):
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64  # payloads behind it are aligned as torch's own memory is
 # Bits of `Header.flags`.
-INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
+INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE, MOVED = 1, 2, 4, 8, 16, 32
 # More than these come from shapes that always change; both ends then start again, so that memory stays bounded.
 MAX_LAYOUTS = 256
 

@@ -176,6 +176,11 @@ class GroupOutgoing:
                 _wait(on_device, timeout, self.peer, "take a value on a device")
             self._free.append(frame)
 
+    def widen(self, capacity: int) -> None:
+        """Let at least `capacity` messages be under way; the receiver posts no more receives than before."""
+        missing = capacity + 1 - len(self._free) - len(self._pending)
+        self._free += [_Frame() for _ in range(missing)]
+
     def close(self) -> None:
         """Do nothing: messages under way end with the group."""
 

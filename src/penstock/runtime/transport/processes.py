@@ -25,12 +25,15 @@ SWITCH = "PENSTOCK_SHARED_MEMORY"
 
 _EVALUATION = 1 << 40
 """Bit that the tags of an evaluation's messages have besides the row of the op."""
+_MICROBATCHES = 41
+"""Bits of a tag below the number of the step's microbatches."""
 
 
 class _Sender(Protocol):
     def send(self, step: int, tag: int, message: Message) -> None: ...
     def notify(self, step: int, failure: Failure) -> None: ...
     def wait_sent(self) -> None: ...
+    def widen(self, capacity: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -133,9 +136,14 @@ class ProcessChannel:
             for peer, edge in self._out.items()
         }
 
-    def open(self, step: int, trains: bool = True) -> None:
+    def widen(self, outgoing: Mapping[int, int]) -> None:
+        """Let at least so many messages be under way to each peer; each rank does so for itself, between two steps."""
+        for peer, capacity in outgoing.items():
+            self._out[peer].widen(capacity)
+
+    def open(self, step: int, trains: bool = True, microbatches: int = 0) -> None:
         self._step = step
-        self._kind = 0 if trains else _EVALUATION
+        self._kind = (0 if trains else _EVALUATION) | microbatches << _MICROBATCHES
         self._aside.clear()
         self._taken = dict.fromkeys(self._in, 0)
         self._ended.clear()
@@ -161,8 +169,8 @@ class ProcessChannel:
             if isinstance(content, Failure):
                 self._ended.add(peer)
                 raise PeerError(content.message, content)
-            if arrived & _EVALUATION != self._kind:
-                raise self._other_call(peer)
+            if (arrived ^ self._kind) >= _EVALUATION:
+                raise self._other_call(peer, arrived)
             self._taken[peer] += 1
             if arrived == tag:
                 self.progress[WAITS] = 0
@@ -184,8 +192,12 @@ class ProcessChannel:
             if isinstance(content, Failure) and step >= self._step:
                 raise PeerError(content.message, content)
 
-    def _other_call(self, peer: int) -> CallOrderError:
-        calls = ("pipe.step()", "pipe.evaluate()")[:: -1 if self._kind else 1]
+    def _other_call(self, peer: int, arrived: int) -> CallOrderError:
+        kinds = (self._kind, arrived)
+        calls = ["pipe.evaluate()" if kind & _EVALUATION else "pipe.step()" for kind in kinds]
+        if calls[0] == calls[1]:
+            own = self._peer_registry.call.removesuffix(")")
+            calls = [f"{own}microbatches={kind >> _MICROBATCHES})" for kind in kinds]
         return CallOrderError(other_calls(dict(zip((self._rank, peer), calls, strict=True))))
 
     def fail(self, failure: Failure) -> None:

@@ -2,7 +2,8 @@
 
 An edge is a ring of slots in a memory file. The sender writes a frame (see `frame`) into the next slot and then the slot's
 sequence number, which the receiver polls. A large payload goes into a separate memory file, which the receiver uses in place
-and which is free again once its tensors are gone. So a message is copied once.
+and which is free again once its tensors are gone. So a message is copied once. A ring that becomes too small is left for a
+larger one, which its last frame names.
 
 A rank that waits spins for a moment. Then it sets a flag in the ring and sleeps until the other process wakes it (by a byte
 in a pipe) or ends, or for a few milliseconds at most, so that signals are handled and every wait has a timeout. Memory files
@@ -40,6 +41,7 @@ from penstock.runtime.transport.frame import (
     HEADER_BYTES,
     INLINE,
     LAYOUT,
+    MOVED,
     NOTICE,
     Header,
     ReceivedLayouts,
@@ -241,6 +243,7 @@ class SharedOutgoing:
         wake_pipe.connect(host)
         # One slot more than messages, so that a notice always has one.
         self.ring = _Ring(capacity + 1)
+        self._left: list[_Ring] = []
         self._sent = 0
         self._layouts = SentLayouts()
         self._segments: list[_Segment] = []
@@ -282,8 +285,19 @@ class SharedOutgoing:
     def wait_sent(self) -> None:
         """Return at once, since messages are copied when they are sent."""
 
+    def widen(self, capacity: int) -> None:
+        """Let at least `capacity` messages be under way, on a larger ring if need be."""
+        if capacity < self.ring.slots:
+            return
+        slot, ring = self._wait_slot(), _Ring(capacity + 1)
+        Header(MOVED, 0, ring.descriptor, ring.slots, 0, 0).write(self.ring.frames[slot])
+        self._publish(slot)
+        self._left.append(self.ring)  # open until the end: the receiver may not have come to it
+        self.ring, self._sent = ring, 0
+
     def close(self) -> None:
-        self.ring.close()
+        for ring in (*self._left, self.ring):
+            ring.close()
         for segment in self._segments:
             os.close(segment.descriptor)
         self._segments = []
@@ -334,9 +348,10 @@ class SharedIncoming:
 
     def next(self) -> tuple[int, int, Message | Failure]:
         """Wait for the next message on the edge, and return (step, tag, content)."""
-        slot = self._wait_slot()
+        while (header := self._arrived()) is None:
+            self._wait_frame()
+        slot = self._taken % self.ring.slots
         frame = self.ring.frames[slot]
-        header = Header.read(frame)
         content: Message | Failure
         if header.flags & NOTICE:
             content = read_notice(header, frame)
@@ -354,30 +369,39 @@ class SharedIncoming:
     @property
     def has_notice(self) -> bool:
         """True if the next message has arrived, and says that a rank failed."""
-        slot = self._taken % self.ring.slots
-        arrived = self.ring.numbers[slot][0] == self._taken + 1
-        return arrived and bool(Header.read(self.ring.frames[slot]).flags & NOTICE)
+        header = self._arrived()
+        return header is not None and bool(header.flags & NOTICE)
 
     def close(self) -> None:
         self.ring.close()
         self._segments.clear()
 
-    def _wait_slot(self) -> int:
-        """Wait for the next message, and return the number of its slot."""
+    def _arrived(self) -> Header | None:
+        """Return the header of the next message if it is there, in this ring or the one that the sender has moved to."""
+        while True:
+            ring, slot = self.ring, self._taken % self.ring.slots
+            if ring.numbers[slot][0] != self._taken + 1:
+                return None
+            header = Header.read(ring.frames[slot])
+            if not header.flags & MOVED:
+                return header
+            self.ring = _Ring(header.layout, f"/proc/{self.host.pid}/fd/{header.tag}")
+            self._taken = 0
+            ring.close()
+
+    def _wait_frame(self) -> None:
+        """Wait for the next frame."""
         ring, wanted = self.ring, self._taken + 1
-        slot = self._taken % ring.slots
-        number = ring.numbers[slot]
-        if number[0] != wanted:
-            self.wake_pipe.wait(
-                lambda: number[0] == wanted,
-                ring.counters,
-                sleeps=_RECEIVER_SLEEPS,
-                host=self.host,
-                timeout=self.timeout.seconds,
-                peer=self.peer,
-                action="send",
-            )
-        return slot
+        number = ring.numbers[self._taken % ring.slots]
+        self.wake_pipe.wait(
+            lambda: number[0] == wanted,
+            ring.counters,
+            sleeps=_RECEIVER_SLEEPS,
+            host=self.host,
+            timeout=self.timeout.seconds,
+            peer=self.peer,
+            action="send",
+        )
 
     def _segment(self, frame: memoryview, start: int) -> _Segment:
         index, descriptor, size = _SEGMENT.unpack_from(frame, start)

@@ -46,7 +46,7 @@ class ThreadChannel:
         """Return None, since threads end only with their process."""
         return None
 
-    def open(self, step: int, trains: bool = True) -> None:
+    def open(self, step: int, trains: bool = True, microbatches: int = 0) -> None:
         self._aside.clear()
 
     def send(self, peer: int, tag: int, message: Message) -> None:

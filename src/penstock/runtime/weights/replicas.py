@@ -22,7 +22,7 @@ from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import is_dtensor, redistribute_grad
-from penstock.runtime.consensus import Losses, Refusal
+from penstock.runtime.consensus import Losses, Refusal, require_same_number
 from penstock.stage.module import StageModule
 
 # More contributions than any step makes: the gradient is complete only when `complete` says so.
@@ -65,6 +65,7 @@ class ReplicaReduction:
         if reducer is not None and named:
             self._make_buckets(reducer, named.values(), bucket_bytes, zero)
         self._expected: dict[Tensor, int] = {}
+        self._counts: dict[int, dict[Tensor, int]] = {}  # `_expected` by number of microbatches
         self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
         self._entries: dict[int, BucketEntry] = {}
@@ -116,7 +117,7 @@ class ReplicaReduction:
             module.before = []
 
     @contextlib.contextmanager
-    def step(self, number: int, reduces: bool) -> Iterator[None]:
+    def step(self, number: int, reduces: bool, microbatches: int) -> Iterator[None]:
         """Return a context for one step, in which `complete` and `finish` are called.
 
         Args:
@@ -127,6 +128,7 @@ class ReplicaReduction:
             return
         self._incomplete = {}
         self._reduces = reduces
+        self._expected = self._counts.setdefault(microbatches, {})
         if not reduces:
             with self.buckets.accumulating():
                 yield
@@ -193,7 +195,7 @@ class ReplicaReduction:
         return [shard.grad for shard in shards if shard.grad is not None]
 
     def gather(
-        self, losses: Losses, refusal: Refusal | None, flags: int
+        self, losses: Losses, refusal: Refusal | None, flags: int, microbatches: int
     ) -> tuple[Losses, Refusal | None, int]:
         """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
         rows = self.exchange(
@@ -203,11 +205,13 @@ class ReplicaReduction:
                 losses.weights,
                 refusal,
                 flags,
+                microbatches,
             )
         )
+        require_same_number(row[-1] for row in rows)
         gathered = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
-        for total, parts, weights, _, replica_flags in rows:
+        for total, parts, weights, _, replica_flags, _ in rows:
             gathered.update(Losses(total, parts, weights))
             flags |= replica_flags
-        refusals = [refused for *_, refused, _ in rows if refused is not None]
+        refusals = [refused for *_, refused, _, _ in rows if refused is not None]
         return gathered, min(refusals, default=None), flags

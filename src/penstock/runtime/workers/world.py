@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any, Literal
 from uuid import uuid4
@@ -18,7 +18,8 @@ from torch import distributed as dist
 # timeout: groups keep the one they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from penstock.base.errors import CallOrderError, TransportError
+from penstock.base.counts import plural
+from penstock.base.errors import CallOrderError, ScheduleError, TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -57,6 +58,7 @@ class World:
         self._peer_registry: PeerRegistry | None = None
         self._collectives: Collectives | None = None
         self._applied = 0.0
+        self._edges: Set[tuple[int, int]] = frozenset()
         self.mesh: Mesh | None = None
         self._members = list(range(size))
         self._local_groups: LocalGroups | None = None
@@ -226,6 +228,7 @@ class World:
         """
         assert self._messages is not None, "joined"
         sizes = self._edge_sizes(program, holders)
+        self._edges = sizes.keys()
         self.channel = ProcessChannel(
             self._messages,
             self.gather,
@@ -237,6 +240,20 @@ class World:
         )
         self._register_peers(self.channel)
         return self.channel
+
+    def widen(self, program: Program, holders: Sequence[Sequence[int]]) -> None:
+        """Make room on this rank's edges for the messages of another Program of the same placement."""
+        assert self.channel is not None, "connected"
+        sizes = self._edge_sizes(program, holders)
+        if more := sorted(sizes.keys() - self._edges):
+            (source, target), schedule = more[0], program.schedule
+            raise ScheduleError(
+                f"with {plural(schedule.microbatches, 'microbatch')} rank {source} of the schedule {schedule.name} sends to "
+                f"rank {target}, unlike with the number that the pipeline was built for; build another one"
+            )
+        self.channel.widen(
+            {target: size for (source, target), (_, size) in sizes.items() if source == self.rank}
+        )
 
     def _edge_sizes(
         self, program: Program, holders: Sequence[Sequence[int]]
