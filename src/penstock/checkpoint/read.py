@@ -52,7 +52,7 @@ class Reader:
         piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
         if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
             return ShardValues(piece.of(local(self.like(name, parameter))))
-        if key in ONE_A_PARAMETER or shape != piece.shape:
+        if key in ONE_A_PARAMETER or shape != piece.shape or piece.whole:
             return self.tensor(name)
         if not shape or piece.stride != torch.empty(shape, device="meta").stride():
             return ShardValues(piece.of(self.tensor(name)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
@@ -10,6 +10,7 @@ from operator import or_
 from typing import Literal, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.base.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.data.exchange import run_each
@@ -249,12 +250,12 @@ class Engine:
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
 
-    def make_buckets(self, zero: bool = False) -> None:
+    def make_buckets(self, zero: bool = False, whole: Collection[nn.Parameter] = ()) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         if self._world is not None and self._world.mesh is not None:
             # Their compiled ops refer to the reduction that is replaced.
             self._executors.clear()
-            self.local_stages.make_buckets(self._world, zero)
+            self.local_stages.make_buckets(self._world, zero, whole)
 
     @property
     def shards(self) -> Shards | None:

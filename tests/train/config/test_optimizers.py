@@ -118,10 +118,6 @@ def test_arguments_reach_the_optimizer_as_torch_wants_them():
             "optim.weight_decay must be 0 with Rprop, which has none, got 0.1",
         ),
         (
-            {**optim(name="Adafactor"), "parallel": {"dp": 2, "zero": True}},
-            "Adafactor does not update every element by itself, and parallel.zero gives it parts of matrices",
-        ),
-        (
             {**optim(name="Adafactor"), "parallel": {"tp": 2}},
             "and parallel.tp = 2 gives it parts of matrices",
         ),
@@ -134,8 +130,10 @@ def test_what_cannot_train_is_refused_by_name(tables: dict[str, Any], said: str)
         from_mapping(tables)
 
 
-def test_adafactor_runs_on_replicas_that_share_nothing():
-    assert from_mapping({**optim(name="Adafactor"), "parallel": {"dp": 2}}).optim.name == "Adafactor"
+@pytest.mark.parametrize("zero", [False, True])
+def test_optimizers_of_whole_matrices_run_on_replicas(zero: bool):
+    given = {**optim(name="Adafactor", matrices="Muon"), "parallel": {"dp": 2, "zero": zero}}
+    assert from_mapping(given).optim.matrices == "Muon"
 
 
 @pytest.mark.parametrize(

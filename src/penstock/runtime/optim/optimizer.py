@@ -26,8 +26,7 @@ from penstock.runtime.optim.factory import (
     MakeScheduler,
     build,
     build_scheduler,
-    each_of,
-    require_elementwise,
+    needs_whole,
     require_no_fp16,
     require_zero,
 )
@@ -128,7 +127,15 @@ class PipelineOptimizer:
             require_no_fp16(pipe)
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
-            pipe.make_buckets(bool(zero))
+            kinds = [chosen.get("optimizer", optimizer) for chosen in options]
+            whole = {
+                p
+                for of_rank in self._groups.values()
+                for kind, group in zip(kinds, of_rank, strict=True)
+                for _, p in group
+                if needs_whole(kind)
+            }
+            pipe.make_buckets(bool(zero), whole)
         self.shards = pipe.shards
         self._overlaps = zero == "overlap"
         updated = {
@@ -145,13 +152,10 @@ class PipelineOptimizer:
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
 
         def build_all() -> None:
-            zero_shards = self.shards is not None
-            makes = (optimizer, *(chosen.get("optimizer") for chosen in options))
-            require_elementwise(pipe, (getattr(make, "__name__", "") for make in makes), zero_shards)
             for rank, of_rank in updated.items():
-                self.optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
-            made = each_of(next(iter(self.optimizers.values())))
-            require_elementwise(pipe, (type(one).__name__ for one in made), zero_shards)
+                self.optimizers[rank] = build(
+                    pipe, optimizer, self.main_weights[rank], of_rank, options, defaults
+                )
 
         run_each(build_all, None if pipe.world is None else pipe.world.gather)
         if lr_factor is not None:

@@ -40,6 +40,7 @@ class ReplicaReduction:
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
+        whole: parameters that one replica updates as a whole, with `zero`.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class ReplicaReduction:
         shared: Mapping[int, Sequence[nn.Parameter]],
         bucket_bytes: int,
         zero: bool = False,
+        *,
+        whole: Collection[nn.Parameter] = (),
     ) -> None:
         self.exchange = exchange
         self.buckets: GradientBuckets | None = None
@@ -63,7 +66,7 @@ class ReplicaReduction:
         named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
         self._dtensors = [p for _, p in named.values() if is_dtensor(p)]
         if reducer is not None and named:
-            self._make_buckets(reducer, named.values(), bucket_bytes, zero)
+            self._make_buckets(reducer, named.values(), bucket_bytes, zero, whole)
         self._expected: dict[Tensor, int] = {}
         self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
@@ -80,7 +83,12 @@ class ReplicaReduction:
                 self._stages_of.setdefault(id(p), set()).add(s)
 
     def _make_buckets(
-        self, reducer: GroupReducer, named: Collection[tuple[str, nn.Parameter]], size: int, zero: bool
+        self,
+        reducer: GroupReducer,
+        named: Collection[tuple[str, nn.Parameter]],
+        size: int,
+        zero: bool,
+        whole: Collection[nn.Parameter],
     ) -> None:
         options: dict[str, Any] = {
             "bucket_bytes": size,
@@ -88,7 +96,7 @@ class ReplicaReduction:
             "groups": self._groups,
         }
         if zero:
-            self.shards = Shards(named, reducer, **options)
+            self.shards = Shards(named, reducer, whole=whole, **options)
             self.buckets = self.shards.buckets
             for module in self._modules.values():
                 module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]

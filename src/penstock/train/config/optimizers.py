@@ -83,7 +83,7 @@ def has_weight_decay(name: str) -> bool:
     return "weight_decay" in _parameters(name)
 
 
-def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
+def require_optimizer(config: OptimConfig, tp: int) -> None:
     """Check an optimizer and its arguments, by making one for a single number."""
     kind = optimizer_class(config.name)
     parameters = _parameters(config.name)
@@ -114,11 +114,10 @@ def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
     if config.matrices:
         matrices_class(config.matrices)
     for key, name in (("name", config.name), ("matrices", config.matrices)):
-        if name in NOT_ELEMENTWISE and (zero or tp > 1):
-            cause = f"parallel.tp = {tp}" if tp > 1 else "parallel.zero"
+        if name in NOT_ELEMENTWISE and tp > 1:
             raise ConfigError(
-                f"{name} does not update every element by itself, and {cause} gives it parts of matrices; set optim.{key} "
-                f"to an elementwise optimizer, such as AdamW or SGD, or leave {cause} out"
+                f"{name} does not update every element by itself, and parallel.tp = {tp} gives it parts of matrices; set "
+                f"optim.{key} to an elementwise optimizer, such as AdamW or SGD, or leave parallel.tp out"
             )
     try:
         kind([torch.nn.Parameter(torch.zeros(1))], **keywords(config))
