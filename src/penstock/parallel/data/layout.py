@@ -42,7 +42,7 @@ class Slot:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketPlan:
     """Layout of one bucket.
 
@@ -107,4 +107,12 @@ def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> B
         end += -(-slots[number].elements // step) * step
     # With ZeRO every replica's part has the same size, as reduce-scatter requires, and begins aligned.
     end = -(-end // (parts * step)) * parts * step
-    return BucketPlan(tuple(members), tuple(starts), end, first.dtype, first.device, first.group, first.owner)
+    return BucketPlan(
+        members=tuple(members),
+        starts=tuple(starts),
+        elements=end,
+        dtype=first.dtype,
+        device=first.device,
+        group=first.group,
+        owner=first.owner,
+    )
