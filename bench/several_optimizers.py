@@ -1,7 +1,7 @@
 """Muon for the matrices of blocks and AdamW for the rest: equality with two torch optimizers, bytes, and time.
 
 A small decoder takes steps on the same global batches, in plain PyTorch on one process and on each mesh; with replicas, ZeRO
-is on, and every matrix has an owner. The largest difference of any weight at the end is from plain PyTorch, with the
+is on, and every matrix has an owner. With tensor parallelism every process of a matrix updates all of it. The largest difference of any weight at the end is from plain PyTorch, with the
 microbatches added in their order and in the mesh's (each replica's own first). The first row is the difference of these two:
 Muon's products are in bf16, so another last bit of a gradient shows there. The time is that of a step and an update over
 those of AdamW alone, in alternating steps of the same processes.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.compare import Figures, alternate, main, ratio
+from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -29,7 +30,7 @@ from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=512, width=128, layers=4, heads=4, kv_heads=2, hidden=352)
-MESHES = (MeshShape(2, 1, 1), MeshShape(2, 2, 1))
+MESHES = (MeshShape(2, 1, 1), MeshShape(2, 2, 1), MeshShape(2, 1, 2))
 MICROBATCHES, ROWS, TOKENS, STEPS = 8, 2, 64, 10
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
@@ -100,7 +101,7 @@ def on_mesh(rank: int, mesh: MeshShape, steps: int, rounds: int) -> dict[str, An
         ours.step()
     undivided.step()
     found = {
-        "weights": {name: p.detach().clone() for name, p in ours.pipe.named_parameters()},
+        "weights": {name: full_tensor(p.detach()).clone() for name, p in ours.pipe.named_parameters()},
         "bytes": ours.optimizer.state_bytes(),
         "undivided": undivided.optimizer.state_bytes(),
         "times": alternate({"ours": ours.step, "adamw": adamw.step}, rounds),

@@ -24,7 +24,7 @@ from penstock.parallel.data.bucket import BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
-from penstock.parallel.dtensor import gradient_dtype, local, set_local
+from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
 
 
 class ShardedParameter(NamedTuple):
@@ -126,7 +126,7 @@ class Shards:
         )
         shard = None
         if count:
-            shard = nn.Parameter(elements.of(memory))
+            shard = nn.Parameter(_piece(entry, elements, memory))
             shard.grad_dtype = gradient_dtype(entry.parameter)
         return ShardedParameter(entry, elements, shard)
 
@@ -153,7 +153,7 @@ class Shards:
         self.buckets.finish()
         for entry, elements, shard in self.sharded:
             if shard is not None:
-                shard.grad = None if entry.parameter.grad is None else elements.of(entry.view)
+                shard.grad = None if entry.parameter.grad is None else _piece(entry, elements, entry.view)
             entry.parameter.grad = None
         self._unused_sums = True
 
@@ -223,6 +223,12 @@ class Shards:
                 shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
                 if shards:
                     yield sharded.entry.parameter, join_shards(shards)
+
+
+def _piece(entry: BucketEntry, elements: ShardSlice, memory: Tensor) -> Tensor:
+    """Return the slice of a tensor like a parameter's local one; one that is whole is distributed as the parameter is."""
+    piece = elements.of(memory)
+    return from_local_like(piece, entry.parameter) if elements.whole else piece
 
 
 def _on_cpu(value: Any) -> Any:

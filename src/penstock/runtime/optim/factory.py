@@ -37,7 +37,7 @@ def build(
         numbers = [n for n, other in enumerate(kinds) if other is kind]
         chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
         params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
-        hint = _BY_CLASS if pipe.shards is not None and not isinstance(_without_partial(kind), type) else ""
+        hint = _BY_CLASS if _divides(pipe) and not isinstance(_without_partial(kind), type) else ""
         made = _build(kind, params, chosen, defaults if kind is make else {}, hint)
         _require_whole(pipe, kind, made)
         parts.append((numbers, made))
@@ -135,7 +135,15 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
     return made
 
 
-_BY_CLASS = "; with ZeRO, name one that needs whole matrices by its class (or a functools.partial of it), not by a function"
+_BY_CLASS = (
+    "; with ZeRO or tensor parallelism, name one that needs whole matrices by its class (or a functools.partial of it), not "
+    "by a function"
+)
+
+
+def _divides(pipe: Pipeline) -> bool:
+    """Return whether processes hold or update parts of matrices."""
+    return pipe.shards is not None or pipe.tensor_ranks > 1
 
 
 def _without_partial(make: MakeOptimizer) -> MakeOptimizer:
@@ -150,20 +158,11 @@ def needs_whole(make: MakeOptimizer) -> bool:
 def _require_whole(pipe: Pipeline, make: MakeOptimizer, made: torch.optim.Optimizer) -> None:
     """Raise if an optimizer needs whole matrices but gets shards of them."""
     kind = type(made).__name__
-    if kind not in NOT_ELEMENTWISE:
-        return
-    if pipe.tensor_ranks > 1:
-        cause, instead = (
-            "tensor parallelism",
-            "; use an elementwise optimizer, such as AdamW or SGD, or tp = 1",
+    if kind in NOT_ELEMENTWISE and _divides(pipe) and not needs_whole(make):
+        cause = "ZeRO" if pipe.shards is not None else "tensor parallelism"
+        raise ConfigError(
+            f"{kind} does not update every element by itself, and {cause} gives it parts of matrices{_BY_CLASS}"
         )
-    elif pipe.shards is not None and not needs_whole(make):
-        cause, instead = "ZeRO", _BY_CLASS
-    else:
-        return
-    raise ConfigError(
-        f"{kind} does not update every element by itself, and {cause} gives it parts of matrices{instead}"
-    )
 
 
 def require_zero(zero: object) -> None:

@@ -125,17 +125,17 @@ class PipelineOptimizer:
             keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
             require_no_fp16(pipe)
+        kinds = [chosen.get("optimizer", optimizer) for chosen in options]
+        whole = {
+            name: p
+            for of_rank in self._groups.values()
+            for kind, group in zip(kinds, of_rank, strict=True)
+            for name, p in group
+            if needs_whole(kind)
+        }
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
-            kinds = [chosen.get("optimizer", optimizer) for chosen in options]
-            whole = {
-                p
-                for of_rank in self._groups.values()
-                for kind, group in zip(kinds, of_rank, strict=True)
-                for _, p in group
-                if needs_whole(kind)
-            }
-            pipe.make_buckets(bool(zero), whole)
+            pipe.make_buckets(bool(zero), whole.values())
         self.shards = pipe.shards
         self._overlaps = zero == "overlap"
         updated = {
@@ -146,6 +146,7 @@ class PipelineOptimizer:
                 [pair for group in updated[rank] for pair in group],
                 main_weights,
                 {name: p for group in of_rank for name, p in group},
+                whole,
             )
             for rank, of_rank in self._groups.items()
         }

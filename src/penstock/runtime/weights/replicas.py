@@ -21,7 +21,7 @@ from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import is_dtensor, redistribute_grad
+from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal
 from penstock.stage.module import StageModule
 
@@ -198,7 +198,7 @@ class ReplicaReduction:
             return []
         sharded = [self.shards.find(p) for p in self._modules[stage].parameters()]
         shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
-        return [shard.grad for shard in shards if shard.grad is not None]
+        return [local(shard.grad) for shard in shards if shard.grad is not None]
 
     def gather(
         self, losses: Losses, refusal: Refusal | None, flags: int
