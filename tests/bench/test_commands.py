@@ -45,6 +45,10 @@ LINES = {
         r"even +N s +blocks N\+N.*", r"a block with the head +N s .*", r"cost +N s .*",
         r"measured here: layers .* step over even N .*",
     ],
+    "bench.several_optimizers": [
+        r"plain, halves added +N", r"pp 2 x dp 1 x tp 1 +0\.0e\+00 +0\.0e\+00 +N +N +N",
+        r"pp 2 x dp 2 x tp 1 +N +0\.0e\+00 +N +N +N", r"pp 2 x dp 1 x tp 2 +N +N +N +N +N",
+    ],
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
     "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],

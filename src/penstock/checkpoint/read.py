@@ -50,6 +50,8 @@ class Reader:
         Of a contiguous slice only its rows are read; otherwise the tensor is read and sliced.
         """
         piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
+        if piece.whole:
+            return self.tensor(name)
         if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
             return ShardValues(piece.of(local(self.like(name, parameter))))
         if key in ONE_A_PARAMETER or shape != piece.shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
@@ -10,6 +10,7 @@ from operator import or_
 from typing import Literal, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.base.counts import require_count
 from penstock.base.errors import CallOrderError, PenstockError, TransportError
@@ -290,12 +291,12 @@ class Engine:
                 executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
         return executors
 
-    def make_buckets(self, zero: bool = False) -> None:
+    def make_buckets(self, zero: bool = False, whole: Collection[nn.Parameter] = ()) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         if self._world is not None and self._world.mesh is not None:
             # Their compiled ops refer to the reduction that is replaced.
             self._drop_executors()
-            self.local_stages.make_buckets(self._world, zero)
+            self.local_stages.make_buckets(self._world, zero, whole)
 
     @property
     def shards(self) -> Shards | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -174,7 +174,7 @@ class LocalStages:
         named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
-    def make_buckets(self, world: World, zero: bool) -> None:
+    def make_buckets(self, world: World, zero: bool, whole: Collection[nn.Parameter]) -> None:
         """Make the buckets of this process's gradients, or make them again; every replica calls it."""
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
@@ -185,6 +185,7 @@ class LocalStages:
             {group.number: group.parameters for group in self.shared_groups[world.rank]},
             self._options.bucket_bytes,
             zero,
+            whole=whole,
         )
 
     @cached_property

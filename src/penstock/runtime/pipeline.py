@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -363,13 +363,14 @@ class Pipeline(PipelineModel):
         """Shards of the parameters that this process updates, if replicas divide the update (ZeRO); otherwise None."""
         return self._engine.shards
 
-    def make_buckets(self, zero: bool = False) -> None:
+    def make_buckets(self, zero: bool = False, whole: Collection[nn.Parameter] = ()) -> None:
         """Make the gradient buckets again, after a change of gradient dtypes; every process calls it.
 
         Args:
             zero: divide the update of the parameters among the replicas (default False).
+            whole: parameters that one replica updates as a whole, with `zero` (default none).
         """
-        self._engine.make_buckets(zero)
+        self._engine.make_buckets(zero, whole)
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
         """Replace every op of a training step, to profile it.

@@ -33,6 +33,12 @@ def test_a_large_gradient_has_its_own_bucket_and_the_small_ones_around_it_stay_t
     assert members(plans) == [(1,), (3,), (0, 2, 4)]
 
 
+def test_owners_do_not_mix():
+    mixed = [Slot(64, torch.float32, CPU, owner=owner) for owner in (None, 0, 1, 0, None)]
+    plans = plan_buckets(mixed, range(5))
+    assert [(plan.members, plan.owner) for plan in plans] == [((2,), 1), ((1, 3), 0), ((0, 4), None)]
+
+
 def test_dtypes_and_groups_do_not_mix():
     mixed = [
         *slots(1, 1),

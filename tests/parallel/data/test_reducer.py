@@ -27,18 +27,24 @@ def collectives(rank: int) -> tuple:
     full = torch.zeros(12)
     part_of(full, rank, 2).copy_(part)
     reducer.all_gather(full).wait()
-    return sums, part, full, reducer.exchange([rank, -7])(), reducer.gather({"rank": rank})
+    owned = [values(rank), values(rank + 5)]
+    for owner in range(2):
+        reducer.reduce(owned[owner], owner).wait()
+        reducer.broadcast(owned[owner], owner).wait()
+    return sums, part, full, owned, reducer.exchange([rank, -7])(), reducer.gather({"rank": rank})
 
 
 def test_sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged(
     processes: LocalProcesses,
 ):
     total = values(0) + values(1)
-    for rank, (sums, part, full, numbers, objects) in enumerate(processes.run(2, collectives)):
+    for rank, (sums, part, full, owned, numbers, objects) in enumerate(processes.run(2, collectives)):
         for n, flat in enumerate(sums):
             assert torch.equal(flat, values(10 * n) + values(10 * n + 1))
         assert torch.equal(part, part_of(total, rank, 2))
         assert torch.equal(full, total)
+        assert torch.equal(owned[0], total)
+        assert torch.equal(owned[1], values(5) + values(6))
         assert numbers == [[0, -7], [1, -7]]
         assert objects == [{"rank": 0}, {"rank": 1}]
 

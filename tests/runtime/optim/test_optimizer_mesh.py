@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.dtensor import is_sharded, local
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.parallel.dtensor import full_tensor, is_sharded, local
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -17,6 +19,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
+from tests.support.groups import run_cases
+from tests.support.states import assert_equal
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
@@ -177,19 +181,134 @@ def test_an_inf_in_one_process_s_part_skips_the_update_in_all(processes: LocalPr
     assert processes.run(4, overflowing) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 4
 
 
-def of_whole_matrices(rank: int) -> str:
-    with pipe_on(MeshShape(1, 1, 2)) as pipe:
-        try:
-            PipelineOptimizer(pipe, torch.optim.Adafactor, lr=0.01)
-        except ConfigError as error:
-            return str(error)
-    return ""
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 2
 
 
-def test_an_optimizer_of_whole_matrices_is_refused_for_parts_of_them(processes: LocalProcesses):
-    for text in processes.run(2, of_whole_matrices):
-        assert "Adafactor does not update every element by itself" in text
-        assert "or tp = 1" in text
+MUON = {"match": is_matrix, "optimizer": torch.optim.Muon, "lr": 0.02}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Muon": (torch.optim.AdamW, {"groups": [MUON], "lr": 0.01}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+def torch_optimizers(kind: str, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    if kind == "Adafactor":
+        return [torch.optim.Adafactor(parameters, lr=0.01)]
+    rest = [p for p in parameters if p.dim() != 2]
+    return [
+        torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02),
+        torch.optim.AdamW(rest, lr=0.01),
+    ]
+
+
+Case = tuple[str, torch.dtype]
+
+
+def of_whole_matrices(
+    rank: int, mesh: MeshShape | None, case: Case, steps: int, folder: Path, zero: Any = False
+) -> dict[str, Tensor]:
+    """Go on from what is saved, beside torch's optimizers over whole matrices; save, and return everything whole."""
+    kind, dtype = case
+    torch.manual_seed(0)
+    parts = [(layer.name, layer.build().to(dtype)) for layer in layers(CONFIG)]
+    count = M // (mesh.dp if mesh else 1)
+    with Pipeline(
+        parts, next_token_loss, microbatches=count, mesh=mesh, ranks=None if mesh else 1, timeout=120
+    ) as pipe:
+        make, options = KINDS[kind]
+        optimizer = PipelineOptimizer(pipe, make, main_weights=dtype != torch.float32, zero=zero, **options)
+        saved = Checkpoints(folder, pipe, optimizer)
+        saved.load_newest()
+        named = dict(pipe.named_parameters())
+        twins = {name: nn.Parameter(full_tensor(p.detach()).float().clone()) for name, p in named.items()}
+        optimizers = torch_optimizers(kind, list(twins.values()))
+        for step in range(steps):
+            pipe.step(*tokens(step))
+            for name, p in named.items() if not zero else ():
+                twins[name].grad = full_tensor(p.grad).float().clone()
+            optimizer.step()
+            for one in optimizers:
+                one.step()
+            for name, p in named.items() if not zero else ():
+                assert torch.equal(full_tensor(p.detach()), twins[name].detach().to(dtype)), name
+        pipe.wait()
+        saved.save()
+        saved.close()
+        state = optimizer.state_dict()
+        return {
+            **{name: full_tensor(p.detach()) for name, p in named.items()},
+            **{f"{name}: main": value for name, value in state["main_weights"].items()},
+            **{f"{name}: {key}": v for name, found in state["state"].items() for key, v in found.items()},
+        }
+
+
+CASES: list[Case] = [("Muon", torch.float32), ("Muon", torch.bfloat16), ("Adafactor", torch.float32)]
+
+
+def assert_loads(processes: LocalProcesses, parts: list[dict], case: Case, folder: Path, zero: Any) -> None:
+    joined = {name: value for part in parts for name, value in part.items()}
+    assert_equal(of_whole_matrices(0, None, case, 0, folder), joined)
+    for part in processes.run(4, of_whole_matrices, MeshShape(1, 2, 2), case, 0, folder, zero):
+        assert_equal(part, joined)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_cut_matrices_are_updated_whole_as_torch_does(processes: LocalProcesses, tmp_path: Path, case: Case):
+    cut = processes.run(4, of_whole_matrices, MeshShape(2, 1, 2), case, 3, tmp_path)
+    assert_loads(processes, cut, case, tmp_path, "overlap")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_owners_of_cut_matrices_take_the_same_steps(processes: LocalProcesses, tmp_path: Path, case: Case):
+    cases = [(MeshShape(1, 2, 2), case, 3, tmp_path / str(zero), zero) for zero in (True, False)]
+    divided, whole = run_cases(processes, 4, of_whole_matrices, cases)
+    assert_equal(dict(enumerate(divided)), dict(enumerate(whole)))
+    assert_loads(processes, divided, case, tmp_path / "True", False)
+
+
+def norms(rank: int, kind: str, zero: bool) -> list[Tensor | None]:
+    with pipe_on(MeshShape(1, 2, 2)) as pipe:
+        make, options = KINDS[kind]
+        optimizer = PipelineOptimizer(pipe, make, clip=0.5, zero=zero, **options)
+        told = []
+        for step in range(3):
+            pipe.step(*tokens(step))
+            told.append(optimizer.step().grad_norm)
+        return told
+
+
+@pytest.mark.slow
+def test_the_norm_counts_owned_parts_of_matrices_once(processes: LocalProcesses):
+    cases = [(kind, zero) for kind in KINDS for zero in (True, False)]
+    told = dict(zip(cases, run_cases(processes, 4, norms, cases), strict=True))
+    for kind in KINDS:
+        for divided, whole in zip(told[kind, True], told[kind, False], strict=True):
+            torch.testing.assert_close(divided[0], whole[0], rtol=1e-6, atol=0)
+            torch.testing.assert_close(divided, whole, rtol=1e-3, atol=0)
+
+
+def refused(rank: int, zero: bool) -> str:
+    with pipe_on(MeshShape(1, 2, 2)) as pipe, pytest.raises(ConfigError) as caught:
+        PipelineOptimizer(pipe, by_function, lr=0.01, zero=zero)
+    return str(caught.value)
+
+
+def by_function(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=lr)
+
+
+@pytest.mark.slow
+def test_a_function_that_makes_an_optimizer_of_whole_matrices_is_refused_for_parts_of_them(
+    processes: LocalProcesses,
+):
+    divided, cut = run_cases(processes, 4, refused, [(True,), (False,)])
+    for texts, cause in ((divided, "ZeRO"), (cut, "tensor parallelism")):
+        for text in texts:
+            assert f"Adafactor does not update every element by itself, and {cause} gives it parts" in text
+            assert "by its class" in text
 
 
 def other_arguments(rank: int, given: list[dict[str, Any]]) -> list[str]:

@@ -80,10 +80,6 @@ def test_arguments_reach_the_optimizer_as_torch_wants_them():
             optim(matrices="adamw"),
             r"optim.matrices must be one of .*, got 'adamw' \(did you mean 'AdamW'\?\)",
         ),
-        (
-            {"optim": {"matrices": "Muon"}, "parallel": {"tp": 2}},
-            "Muon does not update .* set optim.matrices to an element",
-        ),
         (optim(name="SparseAdam"), "optim.name cannot be SparseAdam: it takes sparse gradients only"),
         (
             optim(name="SGD", arguments={"momentun": 0.9}),
@@ -117,14 +113,6 @@ def test_arguments_reach_the_optimizer_as_torch_wants_them():
             optim(name="Rprop", weight_decay=0.1),
             "optim.weight_decay must be 0 with Rprop, which has none, got 0.1",
         ),
-        (
-            {**optim(name="Adafactor"), "parallel": {"dp": 2, "zero": True}},
-            "Adafactor does not update every element by itself, and parallel.zero gives it parts of matrices",
-        ),
-        (
-            {**optim(name="Adafactor"), "parallel": {"tp": 2}},
-            "and parallel.tp = 2 gives it parts of matrices",
-        ),
         ({"runtime": {"recompute": "auto"}}, "'auto' needs memory"),
         ({"runtime": {"memory": 10}}, "'auto' needs memory, .* and nothing else does"),
     ],
@@ -134,8 +122,10 @@ def test_what_cannot_train_is_refused_by_name(tables: dict[str, Any], said: str)
         from_mapping(tables)
 
 
-def test_adafactor_runs_on_replicas_that_share_nothing():
-    assert from_mapping({**optim(name="Adafactor"), "parallel": {"dp": 2}}).optim.name == "Adafactor"
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2, "zero": True}])
+def test_optimizers_of_whole_matrices_run_on_replicas_or_cut_matrices(parallel: dict[str, Any]):
+    given = {**optim(name="Adafactor", matrices="Muon"), "parallel": parallel}
+    assert from_mapping(given).optim.matrices == "Muon"
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,10 @@ def bucket_order(entries: Sequence[BucketEntry], first: Sequence[Tensor] = ()) -
     return [*leading, *(entry.index for entry in reversed(entries) if entry.index not in leading)]
 
 
-def make_slot(parameter: Tensor, group: Hashable) -> Slot:
+def make_slot(parameter: Tensor, group: Hashable, owner: int | None) -> Slot:
     """Return the slot of a parameter's gradient."""
     shard = local(parameter)
-    return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group)
+    return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group, owner)
 
 
 def require_dense(what: str, grad: Tensor) -> None:
@@ -188,11 +188,14 @@ class Bucket:
         self._stream.wait_for(self.flat, self.streams)
         self.streams.clear()
         with self._stream.use():
-            reduce = reducer.reduce_scatter if self._sharded else reducer.all_reduce
-            self._handle = reduce(self.flat)
+            if self.plan.owner is not None:
+                self._handle = reducer.reduce(self.flat, self.plan.owner)
+            else:
+                reduce = reducer.reduce_scatter if self._sharded else reducer.all_reduce
+                self._handle = reduce(self.flat)
 
     def wait(self) -> None:
-        """Wait for the reduction; the sum is then in `flat` (or in this replica's part of it)."""
+        """Wait for the reduction; the sum is then in `flat` (or in this replica's part of it, or the owner's)."""
         if self._handle is None:
             return
         with self._stream.use():

@@ -45,6 +45,7 @@ class GradientBuckets:
     Args:
         sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
+        owners: parameter → replica that gets the whole sum, if `sharded`; each gets a part of the others'.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class GradientBuckets:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sharded: bool = False,
         groups: Mapping[Tensor, Hashable] | None = None,
+        owners: Mapping[Tensor, int] | None = None,
     ) -> None:
         self.reducer = reducer
         self.sharded = sharded
@@ -64,7 +66,7 @@ class GradientBuckets:
         self._entry: dict[int, BucketEntry] = {}
         self._make_entries()
         replica_checks.require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
-        self._groups = groups or {}
+        self._groups, self._owners = groups or {}, owners or {}
         devices = {local(p).device for _, p in self._frozen.known}
         self._streams = {device: ReductionStream(device) for device in devices}
         self._next_order: list[int] | None = None
@@ -200,7 +202,8 @@ class GradientBuckets:
         self._next_order = agreed if agreed != self._order else None
 
     def _build(self, order: list[int]) -> None:
-        slots = [make_slot(e.parameter, self._groups.get(e.parameter)) for e in self.entries]
+        parameters = [e.parameter for e in self.entries]
+        slots = [make_slot(p, self._groups.get(p), self._owners.get(p)) for p in parameters]
         parts = self.reducer.size if self.sharded else 1
         plans = plan_buckets(slots, order, *self._bytes, parts)
         self._order = order

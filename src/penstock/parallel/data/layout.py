@@ -26,12 +26,15 @@ class Slot:
 
     Attributes:
         group: key of the group; only slots of equal groups share a bucket (default None).
+        owner: replica that gets the whole sum, with ZeRO; None if each gets a part (default). Only slots of one owner share
+            a bucket.
     """
 
     elements: int
     dtype: torch.dtype
     device: torch.device
     group: Hashable = None
+    owner: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -39,7 +42,7 @@ class Slot:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketPlan:
     """Layout of one bucket.
 
@@ -54,6 +57,7 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     group: Hashable = None
+    owner: int | None = None
 
 
 def plan_buckets(
@@ -77,7 +81,7 @@ def plan_buckets(
     limit = min(first_bucket_bytes, bucket_bytes)
     for number in order:
         slot = slots[number]
-        key = (slot.dtype, slot.device, slot.group)
+        key = (slot.dtype, slot.device, slot.group, slot.owner)
         if slot.bytes >= limit:
             full.append([number])
             limit = bucket_bytes
@@ -103,4 +107,12 @@ def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> B
         end += -(-slots[number].elements // step) * step
     # With ZeRO every replica's part has the same size, as reduce-scatter requires, and begins aligned.
     end = -(-end // (parts * step)) * parts * step
-    return BucketPlan(tuple(members), tuple(starts), end, first.dtype, first.device, first.group)
+    return BucketPlan(
+        members=tuple(members),
+        starts=tuple(starts),
+        elements=end,
+        dtype=first.dtype,
+        device=first.device,
+        group=first.group,
+        owner=first.owner,
+    )

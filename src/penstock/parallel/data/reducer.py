@@ -80,6 +80,18 @@ class GroupReducer:
             flat, "all-gather", lambda: _ALL_GATHER(flat, part, group=self.group, async_op=True)
         )
 
+    def reduce(self, flat: Tensor, owner: int) -> Handle:
+        """Start to sum the 1-d tensor `flat` over the replicas, in place; replica `owner` gets the sum."""
+        root = dist.get_global_rank(self.group, owner)
+        return self._begin(flat, "reduce", lambda: dist.reduce(flat, root, group=self.group, async_op=True))
+
+    def broadcast(self, flat: Tensor, owner: int) -> Handle:
+        """Start to fill in the 1-d tensor `flat`, which is on replica `owner`, in place."""
+        root = dist.get_global_rank(self.group, owner)
+        return self._begin(
+            flat, "broadcast", lambda: dist.broadcast(flat, root, group=self.group, async_op=True)
+        )
+
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout in seconds of the collectives that are started from now on."""
         self.timeout = timedelta(seconds=seconds)

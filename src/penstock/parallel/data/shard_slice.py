@@ -22,18 +22,25 @@ NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 @sendable
 @dataclass(frozen=True)
 class ShardSlice:
-    """A range of a parameter's elements, in memory order."""
+    """A range of a parameter's elements, in memory order.
+
+    Attributes:
+        whole: whether one replica has all of it, in its own shape.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     first: int
     count: int
+    whole: bool = False
 
     def of(self, value: Tensor) -> Tensor:
-        """Return the slice of a tensor of the parameter's shape, 1-d; shares its memory if the strides are equal."""
+        """Return the slice of a tensor of the parameter's shape, 1-d unless whole; shares memory if strides are equal."""
         if value.stride() != self.stride:
             full = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device)
             value = full.copy_(value)
+        if self.whole:
+            return value
         return value.as_strided((self.count,), (1,), value.storage_offset() + self.first)
 
     def matches(self, key: str, value: object) -> bool:

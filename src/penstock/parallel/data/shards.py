@@ -4,13 +4,16 @@ Parameters are in flat buffers laid out like the buckets of their gradients. The
 replica gets the sums of its part of every bucket, and updates that part of the parameters. Then the parts are all-gathered,
 in the order in which the next forward needs them, while it may already run.
 
+An optimizer that needs whole matrices, such as Muon, gets them from buckets that one replica owns: their sums are reduced to
+the owner, which updates these parameters and broadcasts them.
+
 The optimizer gets the shards of parameters that are in this replica's parts. Each shard is a separate parameter, so that
 options, step counts and absent gradients are the same as without shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +22,9 @@ from torch import Tensor, nn
 from penstock.base.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
+from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
-from penstock.parallel.dtensor import gradient_dtype, local, set_local
+from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
 
 
 class ShardedParameter(NamedTuple):
@@ -30,17 +33,48 @@ class ShardedParameter(NamedTuple):
     Attributes:
         slice: elements of the shard, in the local tensor if the parameter is a DTensor.
         shard: parameter of these elements, which shares the full one's memory; None if there are none.
-        offset: offset of the shard in this replica's part of the bucket, in elements.
     """
 
     entry: BucketEntry
     slice: ShardSlice
     shard: nn.Parameter | None
-    offset: int
+
+
+def choose_owners(
+    parameters: Iterable[Tensor], groups: Mapping[Tensor, Hashable], size: int
+) -> dict[Tensor, int]:
+    """Return the replica that updates each of some whole parameters: the costliest first, to the one with the least so far.
+
+    Args:
+        groups: parameter → key of a group that other ranks hold, too, and whose owners must not depend on other groups.
+    """
+    by_group: dict[Hashable, list[Tensor]] = {}
+    for parameter in parameters:
+        by_group.setdefault(groups.get(parameter), []).append(parameter)
+    alone = by_group.pop(None, [])
+    owners: dict[Tensor, int] = {}
+    loads = [0] * size
+    for members in (*by_group.values(), alone):
+        counted = loads if members is alone else [0] * size
+        for parameter in sorted(members, key=_cost, reverse=True):
+            owner = owners[parameter] = counted.index(min(counted))
+            counted[owner] += _cost(parameter)
+        if counted is not loads:
+            loads = [sum(pair) for pair in zip(loads, counted, strict=True)]
+    return owners
+
+
+def _cost(parameter: Tensor) -> int:
+    """Return what an update of a matrix costs: rows x columns x the smaller of both, as Muon's products with itself."""
+    return parameter.numel() * (min(parameter.shape) if parameter.dim() > 1 else 1)
 
 
 class Shards:
-    """Parameters of a replica in flat buffers; every replica makes one at the same time."""
+    """Parameters of a replica in flat buffers; every replica makes one at the same time.
+
+    Args:
+        whole: those of the parameters that one replica updates as a whole.
+    """
 
     def __init__(
         self,
@@ -48,13 +82,18 @@ class Shards:
         reducer: GroupReducer,
         *,
         groups: Mapping[Tensor, Hashable],
+        whole: Collection[Tensor] = (),
         **options: int,
     ) -> None:
         named = list(parameters)
         self.reducer = reducer
         # A parameter has the place of its gradient, so buckets have parameters of one dtype.
         by_dtype = {p: (p.dtype, groups.get(p)) for _, p in named}
-        self.buckets = GradientBuckets(named, reducer, sharded=True, groups=by_dtype, **options)
+        kept = set(whole)
+        owners = choose_owners((p for _, p in named if p in kept), groups, reducer.size)
+        self.buckets = GradientBuckets(
+            named, reducer, sharded=True, groups=by_dtype, owners=owners, **options
+        )
         self._flats: list[Tensor] = []
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}  # all-gathers in progress, by bucket
@@ -66,28 +105,30 @@ class Shards:
             flat = torch.zeros(bucket.plan.elements, dtype=dtype, device=bucket.plan.device)
             self._flats.append(flat)
             for entry, start in zip(members, bucket.plan.starts, strict=True):
-                by_index[entry.index] = self._place(entry, flat, start)
+                by_index[entry.index] = self._place(entry, flat, start, bucket.plan.owner)
         self.sharded = [by_index[n] for n in range(len(self.buckets.entries))]
         self._by_id = {id(sharded.entry.parameter): sharded for sharded in self.sharded}
 
-    def _place(self, entry: BucketEntry, flat: Tensor, start: int) -> ShardedParameter:
+    def _place(self, entry: BucketEntry, flat: Tensor, start: int, owner: int | None) -> ShardedParameter:
         """Move a parameter into its bucket's buffer at offset `start`, and make its shard."""
         view = entry.view
         memory = flat.as_strided(view.shape, view.stride(), view.storage_offset())
         memory.copy_(local(entry.parameter).detach())
         set_local(entry.parameter, memory)
-        part = part_of(flat, self.reducer.rank, self.reducer.size)
-        part_start = self.reducer.rank * part.numel()
-        offset = min(max(0, start - part_start), part.numel())
-        count = max(0, min(part.numel(), start - part_start + view.numel()) - offset)
-        first = max(0, part_start - start) if count else 0
+        rank, each = self.reducer.rank, flat.numel() // self.reducer.size
+        begin, end = rank * each, (rank + 1) * each
+        if owner is not None:
+            begin, end = 0, flat.numel() if owner == rank else 0
+        first = max(0, begin - start)
+        count = max(0, min(view.numel(), end - start) - first)
+        elements = ShardSlice(
+            tuple(view.shape), view.stride(), first if count else 0, count, owner is not None
+        )
         shard = None
         if count:
-            shard = nn.Parameter(part[offset : offset + count])
+            shard = nn.Parameter(_piece(entry, elements, memory))
             shard.grad_dtype = gradient_dtype(entry.parameter)
-        return ShardedParameter(
-            entry, ShardSlice(tuple(view.shape), view.stride(), first, count), shard, offset
-        )
+        return ShardedParameter(entry, elements, shard)
 
     def find(self, parameter: Tensor) -> ShardedParameter | None:
         """Return a parameter's entry in `sharded`; None if it has none."""
@@ -110,11 +151,9 @@ class Shards:
         If no replica had a gradient for a parameter, its shards get none.
         """
         self.buckets.finish()
-        rank, size = self.reducer.rank, self.reducer.size
-        for entry, elements, shard, offset in self.sharded:
+        for entry, elements, shard in self.sharded:
             if shard is not None:
-                sums = part_of(self.buckets.buckets[entry.bucket].flat, rank, size)
-                shard.grad = None if entry.parameter.grad is None else sums[offset : offset + elements.count]
+                shard.grad = None if entry.parameter.grad is None else _piece(entry, elements, entry.view)
             entry.parameter.grad = None
         self._unused_sums = True
 
@@ -131,7 +170,10 @@ class Shards:
             stream, flat = self._streams[number], self._flats[number]
             stream.wait_for(flat, [stream.compute_stream()])
             with stream.use():
-                self._coming[number] = self.reducer.all_gather(flat)
+                owner = self.buckets.buckets[number].plan.owner
+                self._coming[number] = (
+                    self.reducer.all_gather(flat) if owner is None else self.reducer.broadcast(flat, owner)
+                )
 
     def wait_all(self) -> None:
         """Wait until every parameter has its new value."""
@@ -181,6 +223,12 @@ class Shards:
                 shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
                 if shards:
                     yield sharded.entry.parameter, join_shards(shards)
+
+
+def _piece(entry: BucketEntry, elements: ShardSlice, memory: Tensor) -> Tensor:
+    """Return the slice of a tensor like a parameter's local one; one that is whole is distributed as the parameter is."""
+    piece = elements.of(memory)
+    return from_local_like(piece, entry.parameter) if elements.whole else piece
 
 
 def _on_cpu(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def build(
+    pipe: Pipeline,
     make: MakeOptimizer,
     main: MainWeights,
     groups: list[Named],
@@ -36,7 +37,10 @@ def build(
         numbers = [n for n, other in enumerate(kinds) if other is kind]
         chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
         params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
-        parts.append((numbers, _build(kind, params, chosen, defaults if kind is make else {})))
+        hint = _BY_CLASS if _divides(pipe) and not isinstance(_without_partial(kind), type) else ""
+        made = _build(kind, params, chosen, defaults if kind is make else {}, hint)
+        _require_whole(pipe, kind, made)
+        parts.append((numbers, made))
     return parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
 
 
@@ -45,6 +49,7 @@ def _build(
     params: dict[int, list[nn.Parameter]],
     options: dict[int, dict[str, Any]],
     defaults: dict[str, Any],
+    hint: str,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of some groups, by their numbers."""
     param_groups = [{"params": params[n], **options[n]} for n in params]
@@ -52,7 +57,7 @@ def _build(
     try:
         made = make(param_groups, **defaults)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be made with these options and groups: {error}") from error
+        raise ConfigError(f"{name} cannot be made with these options and groups: {error}{hint}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"{make!r} made a {type(made).__name__}, not a torch.optim.Optimizer")
     closure = inspect.signature(made.step).parameters.get("closure")
@@ -106,14 +111,10 @@ class SeveralOptimizers(torch.optim.Optimizer):
         self._share()
 
 
-def each_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that one is made of, or itself."""
-    return [made for _, made in optimizer.parts] if isinstance(optimizer, SeveralOptimizers) else [optimizer]
-
-
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's class, or of several with + between."""
-    return "+".join(type(made).__name__ for made in each_of(optimizer))
+    parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (((), optimizer),)
+    return "+".join(type(made).__name__ for _, made in parts)
 
 
 def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -134,14 +135,33 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
     return made
 
 
-def require_elementwise(pipe: Pipeline, kinds: Iterable[str], zero: bool) -> None:
-    """Raise if one of some optimizers, by their classes' names, needs whole matrices but gets shards of them."""
-    whole = [kind for kind in kinds if kind in NOT_ELEMENTWISE]
-    if whole and (zero or pipe.tensor_ranks > 1):
-        cause, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
+_BY_CLASS = (
+    "; with ZeRO or tensor parallelism, name one that needs whole matrices by its class (or a functools.partial of it), not "
+    "by a function"
+)
+
+
+def _divides(pipe: Pipeline) -> bool:
+    """Return whether processes hold or update parts of matrices."""
+    return pipe.shards is not None or pipe.tensor_ranks > 1
+
+
+def _without_partial(make: MakeOptimizer) -> MakeOptimizer:
+    return getattr(make, "func", make)
+
+
+def needs_whole(make: MakeOptimizer) -> bool:
+    """Return whether a class, or a partial of it, is known to need whole matrices."""
+    return getattr(_without_partial(make), "__name__", "") in NOT_ELEMENTWISE
+
+
+def _require_whole(pipe: Pipeline, make: MakeOptimizer, made: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer needs whole matrices but gets shards of them."""
+    kind = type(made).__name__
+    if kind in NOT_ELEMENTWISE and _divides(pipe) and not needs_whole(make):
+        cause = "ZeRO" if pipe.shards is not None else "tensor parallelism"
         raise ConfigError(
-            f"{whole[0]} does not update every element by itself, and {cause} gives it parts of matrices; use an "
-            f"elementwise optimizer, such as AdamW or SGD, or {instead}"
+            f"{kind} does not update every element by itself, and {cause} gives it parts of matrices{_BY_CLASS}"
         )
 
 

@@ -7,12 +7,12 @@ Gradients are fp32, too: ``Tensor.grad_dtype`` tells the autograd engine to add 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.dtensor import is_dtensor, local
+from penstock.parallel.dtensor import distribute_like, full_tensor, is_dtensor, is_sharded, local
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -22,6 +22,9 @@ class MainWeights:
 
     For a 16-bit parameter that is its fp32 copy. For a DTensor it is this process's shard (or the shard's copy), which
     shares the parameter's memory. Any other parameter is updated itself.
+
+    Args:
+        whole: names of parameters whose optimizer needs whole matrices: all processes of a DTensor update a full copy.
     """
 
     def __init__(
@@ -29,15 +32,18 @@ class MainWeights:
         named: Sequence[tuple[str, nn.Parameter]],
         copies: bool,
         written: Mapping[str, nn.Parameter] | None = None,
+        whole: Collection[str] = (),
     ) -> None:
         self.copies = copies
+        self.whole = {name for name, p in named if is_sharded(p) and name in whole}
         wide = {name for name, p in named if self.wants_copy(p)}
         self._parameters = {name: p for name, p in named if name in wide}
         self.by_name = {
-            name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
+            name: nn.Parameter(self.part(name, p.detach()).to(torch.float32))
+            for name, p in self._parameters.items()
         }
         self._shards: dict[str, tuple[nn.Parameter, nn.Parameter]] = {
-            name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
+            name: (p, nn.Parameter(self.part(name, p.detach()), requires_grad=p.requires_grad))
             for name, p in named
             if is_dtensor(p) and name not in wide
         }
@@ -59,27 +65,35 @@ class MainWeights:
             return self._shards[name][1]
         return self.by_name.get(name, parameter)
 
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what this process updates of a tensor like a parameter: its shard, or all of it."""
+        return full_tensor(tensor) if name in self.whole else local(tensor)
+
     def lend_gradients(self) -> None:
         """Give the gradients to the main weights, before the optimizer's step.
 
         A parameter written to since the last step, as by `Pipeline.load_state_dict`, is first copied into its main weight,
         unless it still equals the rounded main weight.
         """
-        for parameter, shard in self._shards.values():
-            shard.grad = None if parameter.grad is None else local(parameter.grad)
+        for name, (parameter, shard) in self._shards.items():
+            if name in self.whole:
+                shard.detach().copy_(self.part(name, parameter.detach()))
+            shard.grad = None if parameter.grad is None else self.part(name, parameter.grad)
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
-            written = local(parameter.detach())
+            written = self.part(name, parameter.detach())
             version = self._version(name)
             changed = version is None or version != self._versions[name]
             if changed and not torch.equal(main.detach().to(written.dtype), written):
                 main.detach().copy_(written)
-            main.grad = None if parameter.grad is None else local(parameter.grad)
+            main.grad = None if parameter.grad is None else self.part(name, parameter.grad)
 
     def round_into_parameters(self) -> None:
         """Round the main weights into their parameters, after the optimizer's step."""
-        for _, shard in self._shards.values():
+        for name, (parameter, shard) in self._shards.items():
             shard.grad = None
+            if name in self.whole:
+                self._write(name, parameter, shard.detach())
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             main.grad = None
@@ -91,8 +105,12 @@ class MainWeights:
         self._round(name, self._parameters[name], self.by_name[name])
 
     def _round(self, name: str, parameter: nn.Parameter, main: nn.Parameter) -> None:
-        local(parameter.detach()).copy_(main.detach())
+        self._write(name, parameter, main.detach())
         self._versions[name] = self._version(name)
+
+    def _write(self, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+        part = local(distribute_like(value, parameter)) if name in self.whole else value
+        local(parameter.detach()).copy_(part)
 
 
 def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:

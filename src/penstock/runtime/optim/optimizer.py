@@ -26,8 +26,7 @@ from penstock.runtime.optim.factory import (
     MakeScheduler,
     build,
     build_scheduler,
-    each_of,
-    require_elementwise,
+    needs_whole,
     require_no_fp16,
     require_zero,
 )
@@ -137,9 +136,17 @@ class PipelineOptimizer:
             keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
             require_no_fp16(pipe)
+        kinds = [chosen.get("optimizer", optimizer) for chosen in options]
+        whole = {
+            name: p
+            for of_rank in self._groups.values()
+            for kind, group in zip(kinds, of_rank, strict=True)
+            for name, p in group
+            if needs_whole(kind)
+        }
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
-            pipe.make_buckets(bool(zero))
+            pipe.make_buckets(bool(zero), whole.values())
         self.shards = pipe.shards
         self._overlaps = zero == "overlap"
         updated = {
@@ -150,19 +157,17 @@ class PipelineOptimizer:
                 [pair for group in updated[rank] for pair in group],
                 main_weights,
                 {name: p for group in of_rank for name, p in group},
+                whole,
             )
             for rank, of_rank in self._groups.items()
         }
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
 
         def build_all() -> None:
-            zero_shards = self.shards is not None
-            makes = (optimizer, *(chosen.get("optimizer") for chosen in options))
-            require_elementwise(pipe, (getattr(make, "__name__", "") for make in makes), zero_shards)
             for rank, of_rank in updated.items():
-                self.optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
-            made = each_of(next(iter(self.optimizers.values())))
-            require_elementwise(pipe, (type(one).__name__ for one in made), zero_shards)
+                self.optimizers[rank] = build(
+                    pipe, optimizer, self.main_weights[rank], of_rank, options, defaults
+                )
 
         run_each(build_all, None if pipe.world is None else pipe.world.gather)
         if lr_factor is not None:

@@ -138,7 +138,7 @@ def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
             if updated is not None and updated in torch_optimizer.state:
                 state["state"][name] = _full_entries(torch_optimizer.state[updated], parameter)
             if name in mains:
-                state["main_weights"][name] = full_tensor(from_local_like(mains[name].detach(), parameter))
+                state["main_weights"][name] = _full_value(mains[name].detach(), parameter)
         _collect_shards(optimizer, rank, members, state, keep)
     return state
 
@@ -198,7 +198,7 @@ def _full_value(value: Any, parameter: Tensor) -> Any:
     return full_tensor(from_local_like(value.to(shard.device), parameter)).to(value.device)
 
 
-def _local_entries(entries: Mapping[str, Any], member: _Member) -> Mapping[str, Any]:
+def _local_entries(entries: Mapping[str, Any], member: _Member, whole: bool) -> Mapping[str, Any]:
     """Return the state of this process's shard of a parameter; the reverse of `_full_entries`."""
     parameter, shard = member.parameter, member.shard
     if shard is None and not is_dtensor(parameter):
@@ -209,6 +209,10 @@ def _local_entries(entries: Mapping[str, Any], member: _Member) -> Mapping[str, 
             if isinstance(value, Tensor) and value.shape == parameter.shape
             else value
             for key, value in entries.items()
+        }
+    if whole:
+        return {
+            key: full_tensor(value) if isinstance(value, Tensor) else value for key, value in entries.items()
         }
     local_entries = {key: _local_value(value, parameter) for key, value in entries.items()}
     if shard is None:
@@ -300,12 +304,13 @@ def _restore_rank(
     optimizer: StatefulOptimizer, rank: int, torch_optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Load the state of a rank's parameters, which torch optimizers number in the order of their groups."""
+    main = optimizer.main_weights[rank]
     members = [member for member in _members(optimizer, rank) if member.updated is not None]
     numbers: list[list[int]] = [[] for _ in torch_optimizer.param_groups]
     for number, member in enumerate(members):
         numbers[member.group].append(number)
     local_state = {
-        number: _local_entries(state["state"][member.name], member)
+        number: _local_entries(state["state"][member.name], member, member.name in main.whole)
         for number, member in enumerate(members)
         if member.name in state["state"]
     }
@@ -331,13 +336,14 @@ def _restore_rank(
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
     for _, name, parameter, _, shard in members:
-        if name in optimizer.main_weights[rank].by_name:
-            main = _local_value(state["main_weights"][name], parameter)
-            main = local(main) if shard is None else _shard_value(_MAIN, main, shard)
-            optimizer.main_weights[rank].load(name, main)
-    if (
-        optimizer.shards is not None and optimizer.main_weights[rank].copies
-    ):  # each replica rounded only its shards
+        if name in main.by_name:
+            value = state["main_weights"][name]
+            if shard is None or shard.whole:
+                value = main.part(name, distribute_like(value, parameter))
+            else:
+                value = _shard_value(_MAIN, _local_value(value, parameter), shard)
+            main.load(name, value)
+    if optimizer.shards is not None and main.copies:  # each replica rounded only its shards
         optimizer.shards.collect()
         optimizer.shards.wait_all()
 

@@ -21,7 +21,7 @@ from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import is_dtensor, redistribute_grad
+from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal, require_same_number
 from penstock.stage.module import StageModule
 
@@ -40,6 +40,7 @@ class ReplicaReduction:
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
+        whole: parameters that one replica updates as a whole, with `zero`.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class ReplicaReduction:
         shared: Mapping[int, Sequence[nn.Parameter]],
         bucket_bytes: int,
         zero: bool = False,
+        *,
+        whole: Collection[nn.Parameter] = (),
     ) -> None:
         self.exchange = exchange
         self.buckets: GradientBuckets | None = None
@@ -63,7 +66,7 @@ class ReplicaReduction:
         named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
         self._dtensors = [p for _, p in named.values() if is_dtensor(p)]
         if reducer is not None and named:
-            self._make_buckets(reducer, named.values(), bucket_bytes, zero)
+            self._make_buckets(reducer, named.values(), bucket_bytes, zero, whole)
         self._expected: dict[Tensor, int] = {}
         self._counts: dict[int, dict[Tensor, int]] = {}  # `_expected` by number of microbatches
         self._varying: set[Tensor] = set()
@@ -81,7 +84,12 @@ class ReplicaReduction:
                 self._stages_of.setdefault(id(p), set()).add(s)
 
     def _make_buckets(
-        self, reducer: GroupReducer, named: Collection[tuple[str, nn.Parameter]], size: int, zero: bool
+        self,
+        reducer: GroupReducer,
+        named: Collection[tuple[str, nn.Parameter]],
+        size: int,
+        zero: bool,
+        whole: Collection[nn.Parameter],
     ) -> None:
         options: dict[str, Any] = {
             "bucket_bytes": size,
@@ -89,7 +97,7 @@ class ReplicaReduction:
             "groups": self._groups,
         }
         if zero:
-            self.shards = Shards(named, reducer, **options)
+            self.shards = Shards(named, reducer, whole=whole, **options)
             self.buckets = self.shards.buckets
             for module in self._modules.values():
                 module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
@@ -192,7 +200,7 @@ class ReplicaReduction:
             return []
         sharded = [self.shards.find(p) for p in self._modules[stage].parameters()]
         shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
-        return [shard.grad for shard in shards if shard.grad is not None]
+        return [local(shard.grad) for shard in shards if shard.grad is not None]
 
     def gather(
         self, losses: Losses, refusal: Refusal | None, flags: int, microbatches: int

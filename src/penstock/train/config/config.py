@@ -84,7 +84,7 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     _check_data(tables.get("data", {}), config.data)
     _check_train(tables.get("train", {}), config)
     _check_together(config)
-    require_optimizer(config.optim, config.parallel.zero and config.parallel.dp > 1, config.parallel.tp)
+    require_optimizer(config.optim)
     return config
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from penstock.base.errors import ConfigError, first_line, nearest
-from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
 from penstock.train.config.sections import OptimConfig
 
 _REFUSED = {
@@ -83,7 +82,7 @@ def has_weight_decay(name: str) -> bool:
     return "weight_decay" in _parameters(name)
 
 
-def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
+def require_optimizer(config: OptimConfig) -> None:
     """Check an optimizer and its arguments, by making one for a single number."""
     kind = optimizer_class(config.name)
     parameters = _parameters(config.name)
@@ -113,13 +112,6 @@ def require_optimizer(config: OptimConfig, zero: bool, tp: int) -> None:
         )
     if config.matrices:
         matrices_class(config.matrices)
-    for key, name in (("name", config.name), ("matrices", config.matrices)):
-        if name in NOT_ELEMENTWISE and (zero or tp > 1):
-            cause = f"parallel.tp = {tp}" if tp > 1 else "parallel.zero"
-            raise ConfigError(
-                f"{name} does not update every element by itself, and {cause} gives it parts of matrices; set optim.{key} "
-                f"to an elementwise optimizer, such as AdamW or SGD, or leave {cause} out"
-            )
     try:
         kind([torch.nn.Parameter(torch.zeros(1))], **keywords(config))
     except (TypeError, ValueError, RuntimeError) as error:
