@@ -96,6 +96,7 @@ class Executor:
         # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
+        gathers = False
         try:
             with self._reducing(step, work.options.reduces), torch.set_grad_enabled(self.trains):
                 if self.fixed is not None:
@@ -107,12 +108,16 @@ class Executor:
                 self._finish_gradients()
                 refusal, flags = self._agree()
             if self.replica_reduction is not None:
+                gathers = True
                 work.losses, refusal, flags = self.replica_reduction.gather(
                     work.losses, refusal, flags, self._microbatches
                 )
             refusal, work.flags = compare_marks(flags, refusal)
         except BaseException as error:
-            self._fail(step, error)
+            # Of a step that reduces gradients, the reduction tells the other replicas.
+            if gathers or (self.trains and work.options.reduces):
+                self._fail(step, error)
+            self._fail(step, error, self.replica_reduction)
         if self.channel is not None:
             self.channel.finish()
         self.progress[STEP] = 0
@@ -157,7 +162,7 @@ class Executor:
         if self.replica_reduction is not None and self.trains:
             self.replica_reduction.finish()
 
-    def _fail(self, step: int, error: BaseException) -> NoReturn:
+    def _fail(self, step: int, error: BaseException, replicas: ReplicaReduction | None = None) -> NoReturn:
         # The progress stays: other ranks may still ask which rank this one was waiting for.
         report = explain_error(
             error, self.rank, self.program, self.channel, self.progress, self._state.inputs
@@ -168,14 +173,15 @@ class Executor:
         if self.channel is not None:
             self.channel.fail(failure_of(error, report, self.rank, step, self.program, self.progress))
             self._drain(error)
+            if replicas is not None and isinstance(error, Exception) and not _was_told(error):
+                replicas.tell(f"{type(report).__name__}: {report}")
         if report is error:
             raise error
         raise report from error
 
     def _drain(self, error: BaseException) -> None:
         """Take what the other ranks still send, unless they are in another call, do not send, or a user interrupts."""
-        told = isinstance(error, (CallOrderError, WaitTimeoutError))
-        if self.channel is not None and isinstance(error, Exception) and not told:
+        if self.channel is not None and isinstance(error, Exception) and not _was_told(error):
             lines = self.program.instructions(self.rank)
             self.channel.drain([line.peer for line in lines if line.action is Action.RECV])
 
@@ -220,3 +226,8 @@ class Executor:
             refusal=refusal,
             flags=flags,
         )
+
+
+def _was_told(error: BaseException) -> bool:
+    """Return whether an error says that other ranks do not come, so that nothing is to be had from them."""
+    return isinstance(error, CallOrderError | WaitTimeoutError)

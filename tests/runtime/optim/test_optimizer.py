@@ -242,6 +242,14 @@ BAD = {
     r"groups\[0\] must be a dictionary with either 'match'": {"groups": [{"lr": 0.1}]},
     r"groups\[0\]: 'names' must be a list": {"groups": [{"names": "0.0.weight"}]},
     r"groups\[0\]: 'match' must be a regular expression or a function": {"groups": [{"match": 3}]},
+    r"groups\[0\]: 'match' must be a function of name and parameter: too many": {"groups": [{"match": lambda name: True}]},
+    r"groups\[0\]: 'lr' must be at least 0, got -1": {
+        "groups": [{"match": "weight", "optimizer": torch.optim.Muon, "lr": -1}]
+    },
+    "maximize=True holds for the groups without an optimizer of their own alone": {
+        "groups": [{"match": "weight", "optimizer": torch.optim.SGD, "lr": 0.1}],
+        "maximize": True,
+    },
     r"groups\[0\] has 'params'": {"groups": [{"match": ".", "params": []}]},
     "groups must be a list": {"groups": {"match": "."}},
     r"groups\[0\] has 'weight_decy', which is not an option of AdamW \(did you mean 'weight_decay'": {

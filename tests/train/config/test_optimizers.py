@@ -77,6 +77,10 @@ def test_arguments_reach_the_optimizer_as_torch_wants_them():
             "optim.name cannot be Muon: it updates matrices only, .* set optim.matrices to it",
         ),
         (
+            optim(matrices="Moun"),
+            r"optim.matrices must be one of .*, Muon, .*, got 'Moun' \(did you mean 'Muon'\?\)",
+        ),
+        (
             optim(matrices="adamw"),
             r"optim.matrices must be one of .*, got 'adamw' \(did you mean 'AdamW'\?\)",
         ),

@@ -41,6 +41,13 @@ def build(
         made = _build(kind, params, chosen, defaults if kind is make else {}, hint)
         _require_whole(pipe, kind, made)
         parts.append((numbers, made))
+    if defaults.get("maximize") and not all(
+        g.get("maximize") for _, made in parts for g in made.param_groups
+    ):
+        raise ConfigError(
+            "maximize=True holds for the groups without an optimizer of their own alone, so the others would descend; give "
+            "them 'maximize' where their optimizer has it, or negate the loss"
+        )
     return parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
 
 

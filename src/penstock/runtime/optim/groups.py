@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def _read(given: object) -> Iterator[Group]:
                 f"groups[{n}]: 'optimizer' must be a class of torch.optim or a function that makes one, got "
                 f"{options['optimizer']!r}"
             )
+        for key in ("lr", "weight_decay"):  # torch checks those of the defaults alone
+            if isinstance(value := options.get(key), int | float) and not value >= 0:
+                raise ConfigError(f"groups[{n}]: {key!r} must be at least 0, got {value!r}")
         if "params" in options:
             raise ConfigError(f"groups[{n}] has 'params'; choose parameters by 'match' or 'names' instead")
         if "names" in group:
@@ -118,4 +122,12 @@ def _match(n: int, match: object) -> tuple[str, Match]:
         raise ConfigError(
             f"groups[{n}]: 'match' must be a regular expression or a function of name and parameter, got {match!r}"
         )
+    try:
+        inspect.signature(match).bind("", None)
+    except TypeError as error:
+        raise ConfigError(
+            f"groups[{n}]: 'match' must be a function of name and parameter: {error}"
+        ) from error
+    except ValueError:  # a function written in C has no signature
+        pass
     return str(getattr(match, "__name__", match)), lambda name, parameter: bool(match(name, parameter))

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.base.errors import PenstockError, TransportError
+from penstock.base.errors import CallOrderError, PeerError, PenstockError, TransportError
 from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
@@ -202,6 +202,11 @@ class ReplicaReduction:
         shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
         return [local(shard.grad) for shard in shards if shard.grad is not None]
 
+    def tell(self, why: str) -> None:
+        """Tell the processes with the same rank in the other replicas, in place of `gather`, that this one has failed."""
+        with contextlib.suppress(TransportError, CallOrderError):
+            self.exchange(why)
+
     def gather(
         self, losses: Losses, refusal: Refusal | None, flags: int, microbatches: int
     ) -> tuple[Losses, Refusal | None, int]:
@@ -216,6 +221,8 @@ class ReplicaReduction:
                 microbatches,
             )
         )
+        if told := [row for row in rows if isinstance(row, str)]:
+            raise PeerError(f"another replica failed: {told[0]}")
         require_same_number(row[-1] for row in rows)
         gathered = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
         for total, parts, weights, _, replica_flags, _ in rows:

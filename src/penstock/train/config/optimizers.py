@@ -34,9 +34,10 @@ def optimizer_class(name: str, key: str = "name") -> type[torch.optim.Optimizer]
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
     }
-    usable = sorted(set(kinds) - set(_REFUSED))
-    if name in _REFUSED:
-        raise ConfigError(f"optim.{key} cannot be {name}: {_REFUSED[name]}; take one of {', '.join(usable)}")
+    refused = {other: why for other, why in _REFUSED.items() if (key, other) != ("matrices", "Muon")}
+    usable = sorted(set(kinds) - set(refused))
+    if name in refused:
+        raise ConfigError(f"optim.{key} cannot be {name}: {refused[name]}; take one of {', '.join(usable)}")
     if name not in kinds:
         alike = [known for known in usable if known.lower() == name.lower()]
         near = f" (did you mean {alike[0]!r}?)" if alike else nearest(name, usable)
@@ -46,7 +47,7 @@ def optimizer_class(name: str, key: str = "name") -> type[torch.optim.Optimizer]
 
 def matrices_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the optimizer of ``optim.matrices``."""
-    return torch.optim.Muon if name == "Muon" else optimizer_class(name, "matrices")
+    return optimizer_class(name, "matrices")
 
 
 def is_of_adam(name: str) -> bool:
