@@ -1,10 +1,11 @@
 """Muon for the matrices of blocks and AdamW for the rest: equality with two torch optimizers, bytes, and time.
 
 A small decoder takes steps on the same global batches, in plain PyTorch on one process and on each mesh; with replicas, ZeRO
-is on, and every matrix has an owner. With tensor parallelism every process of a matrix updates all of it. The largest difference of any weight at the end is from plain PyTorch, with the
-microbatches added in their order and in the mesh's (each replica's own first). The first row is the difference of these two:
-Muon's products are in bf16, so another last bit of a gradient shows there. The time is that of a step and an update over
-those of AdamW alone, in alternating steps of the same processes.
+is on, and every matrix has an owner; with tensor parallelism every process of a matrix updates all of it. The largest
+difference of any weight at the end is from plain PyTorch, with the microbatches added in their order and in the mesh's (each
+replica's own first). The first row is the difference of these two: Muon's products are in bf16, so another last bit of a
+gradient shows there. The time is that of a step and an update over those of AdamW alone, in alternating steps of the same
+processes.
 
     python -m bench.several_optimizers [--rounds N] [--quick] [--json]
 """

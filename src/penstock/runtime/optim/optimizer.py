@@ -82,7 +82,8 @@ class PipelineOptimizer:
             5.1; default False): each updates its shards of the parameters and gets the others'. True: `step` returns when
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
-            ``pipe.state_dict()``), which waits.
+            ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices: given by their class, they get each
+            on one replica, chosen so that the work is equal. With tensor parallelism all processes of a matrix update it.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
