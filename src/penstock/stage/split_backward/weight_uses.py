@@ -100,9 +100,7 @@ def _bmm_weights(weight: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, 
     return [(weight, x.to(grad.dtype).transpose(1, 2).bmm(grad))]
 
 
-def _grouped_mm(
-    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any
-) -> WeightUse | None:
+def _grouped(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> WeightUse | None:
     """Return the `WeightUse` of rows of x, sorted by expert, each times the matrix of its expert.
 
     Args:
@@ -206,7 +204,7 @@ WEIGHT_USES: dict[Any, Callable[..., WeightUse | None]] = {
     Tensor.__matmul__: _matmul,
     torch.bmm: _bmm,
     Tensor.bmm: _bmm,
-    torch._grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped,
     F.embedding: _embedding,
     F.conv1d: _convolution(1, F.conv1d),
     F.conv2d: _convolution(2, F.conv2d),
