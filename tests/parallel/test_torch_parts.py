@@ -97,6 +97,19 @@ def refused(rank: int, kind: str, whole: bool, schedule: str = "1f1b") -> str:
     return str(error.value)
 
 
+def refused_in_a_step(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with Pipeline(
+        placed("fsdp", mesh), nn.functional.mse_loss, schedule="tests.support.own_schedules:split_from_six",
+        microbatches=2, mesh=mesh["pp"], timeout=60,
+    ) as pipe:  # fmt: skip
+        for number in (2, 5):
+            pipe.step(*plain.batch(0, 12), microbatches=number)
+        with pytest.raises(ConfigError) as error:
+            pipe.step(*plain.batch(0, 12), microbatches=6)
+    return str(error.value)
+
+
 @pytest.mark.slow
 def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
     """In processes of its own, as torch's cache of operations on DTensors outlives a mesh's groups."""
@@ -110,6 +123,7 @@ def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
                     torch.testing.assert_close(losses, part, rtol=1e-5, atol=1e-6, msg=str(case))
         cases_refused = [("ddp", False), ("fsdp", True), ("fsdp", False, "zb-h1")]
         ddp, sharded, split = run_cases(own, 4, refused, cases_refused)
+        split += own.run(4, refused_in_a_step)
     assert all("has a DistributedDataParallel, which expects one backward for each" in text for text in ddp)
-    assert all("the schedule zb-h1 splits backwards; take one without W ops" in text for text in split)
+    assert all("splits backwards; take one without W ops" in text for text in split)
     assert all("is a DTensor already, but the mesh (tp 1 x pp 2 x dp 2" in text for text in sharded)

@@ -57,6 +57,11 @@ def reversed_backward(ranks, microbatches):
     ]
 
 
+def split_from_six(ranks: int, microbatches: int) -> Schedule:
+    """1F1B, which splits its backwards where there are many microbatches."""
+    return build_schedule("1f1b" if microbatches < 6 else "zb-h1", ranks, microbatches)
+
+
 def divides_by_zero(ranks, microbatches):
     return [[f"{rank}F{1 // 0}"] for rank in range(ranks)]
 
