@@ -307,7 +307,7 @@ def test_vectors_and_functions_are_refused_by_every_replica(processes: LocalProc
         assert "ZeRO" not in said
     for said in function:
         assert said.startswith("muon_by_function cannot be made with these options and groups: ")
-        assert "with ZeRO, name one that needs whole matrices by its class" in said
+        assert "name one that needs whole matrices by its class" in said
     for said in other:
         assert said.startswith("Adafactor does not update every element by itself, and ZeRO gives it parts")
         assert "by its class" in said
