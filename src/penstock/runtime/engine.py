@@ -173,7 +173,7 @@ class Engine:
                     except Exception as error:
                         if self._world is not None:  # the others wait for this rank's messages
                             for executor in executors or self._prepare(trains, self._first):
-                                executor.refuse(self._step, error)
+                                executor.refuse(self._step, error, trains and options.reduces)
                         raise
                     works = [Work(batch=batch, options=options) for _ in self.local_ranks]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.

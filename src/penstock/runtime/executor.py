@@ -7,7 +7,7 @@ the reductions, and ends when all ranks agree that it is done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NoReturn
 
 import torch
@@ -128,8 +128,12 @@ class Executor:
             self._scale.remember(work.options.number)
         return work
 
-    def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the other ranks that this process cannot run a step."""
+    def refuse(self, step: int, error: Exception, reduces: bool = False) -> None:
+        """Tell the other ranks that this process cannot run a step.
+
+        Args:
+            reduces: whether the step would reduce gradients over replicas, and so waits for this one there.
+        """
         text = (
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
@@ -137,6 +141,13 @@ class Executor:
             self.channel.open(step, self.trains, self._microbatches)
             self.channel.fail(Failure(self.rank, step, text))
             self._drain(error)
+        if self.replica_reduction is None or _was_told(error):
+            return
+        if not reduces:
+            self.replica_reduction.tell(text)
+            return
+        with suppress(Exception), self.replica_reduction.step(step, True, self._microbatches):
+            raise error
 
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
