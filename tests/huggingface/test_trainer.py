@@ -93,6 +93,54 @@ def test_it_trains_as_trainer_does(tmp_path: Path, family: str, changes: dict[st
     assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
 
 
+class Both(Trainer):
+    """A plain trainer in which SGD has the matrices of the blocks."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        taken = [p for name, p in self.model.named_parameters() if is_of_sgd(name, p)]
+        ids = {id(p) for p in taken}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in ids]
+        sgd = torch.optim.SGD(taken, lr=0.05, momentum=0.9)
+        optimizer.register_step_post_hook(lambda *_: sgd.step())
+        return optimizer
+
+
+def is_of_sgd(name: str, parameter: Tensor) -> bool:
+    return "mlp" in name and parameter.dim() == 2
+
+
+OWN = [{"match": is_of_sgd, "optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9}]
+CONSTANT = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+
+
+def test_groups_have_optimizers_of_their_own(tmp_path: Path):
+    theirs, logged = trained(Both, model(), arguments(tmp_path, **CONSTANT))
+    pipeline = PIPELINE | {"optimizer": OWN}
+    ours, seen = trained(
+        penstock.PipelineTrainer, model(), arguments(tmp_path, **CONSTANT), pipeline=pipeline
+    )
+    assert_close(seen, logged)
+    assert_same_weights(ours.model, theirs.model)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([{"match": "mlp", "lr": 0.1}], r"groups\[0\] \(match 'mlp'\) has no 'optimizer'"),
+        ([{"match": "mpl", "optimizer": torch.optim.SGD}], r"\(match 'mpl'\) takes no parameter"),
+        ([{"match": "norm", "optimizer": torch.optim.Muon}], "cannot be made: Muon only supports 2D"),
+        ("Muon", "groups must be a list"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(tmp_path: Path, groups: Any, said: str):
+    with pytest.raises(penstock.ConfigError, match=said):
+        trained(
+            penstock.PipelineTrainer, model(), arguments(tmp_path), pipeline=PIPELINE | {"optimizer": groups}
+        )
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_a_large_vocabulary_trains_without_its_logits(
     tmp_path: Path, smoothing: float, monkeypatch: pytest.MonkeyPatch

@@ -20,10 +20,14 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.show.run import read_run
 from penstock.trace.join import present
 from tests.huggingface.test_trainer import (
+    CONSTANT,
+    OWN,
+    Both,
     accuracy,
     adapted,
     arguments,
     assert_close,
+    is_of_sgd,
     model,
     rows,
 )
@@ -123,6 +127,30 @@ def test_two_ranks_train_as_trainer_does(tmp_path: Path, processes: LocalProcess
     assert told[1][0] == told[0][0]
     assert [leads for *_, leads in told] == [True, False]
     assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
+
+
+@pytest.mark.slow
+def test_groups_have_optimizers_of_their_own_and_resume(tmp_path: Path, processes: LocalProcesses):
+    trainer = Both(model=model(), args=arguments(tmp_path / "plain", **CONSTANT), train_dataset=rows(44))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "plain" / "saved"))
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    pipeline = PIPELINE | {"optimizer": OWN}
+    saves = CONSTANT | {"save_strategy": "steps", "save_steps": 3}
+    told = processes.run(2, job, tmp_path / "piped", "whole", saves, pipeline, {})
+    assert_close(told[0][0], logged)
+    assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
+    resume = {"resume": str(tmp_path / "piped" / "checkpoint-3")}
+    processes.run(2, job, tmp_path / "resumed", "whole", CONSTANT, pipeline, resume)
+    assert distance(saved_weights(tmp_path / "resumed"), saved_weights(tmp_path / "piped")) == 0
+    muon = PIPELINE | {"optimizer": [{"match": is_of_sgd, "optimizer": torch.optim.Muon, "lr": 0.02}]}
+    # Muon's products are in bf16, so another last bit of a gradient shows in the third digit.
+    told = processes.run(2, job, tmp_path / "muon", "whole", {}, muon, {})
+    in_threads, *_ = job(0, tmp_path / "threads", "whole", {}, muon, {})
+    assert [line["loss"] for line in told[0][0]] == pytest.approx(
+        [line["loss"] for line in in_threads], rel=2e-3
+    )
+    assert distance(saved_weights(tmp_path / "muon"), saved_weights(tmp_path / "threads")) < 1e-2
 
 
 @pytest.mark.slow

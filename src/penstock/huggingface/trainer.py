@@ -22,6 +22,7 @@ from penstock.huggingface.library import package_of
 from penstock.huggingface.loss import ModelLoss, chunked_loss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_forward import IMAGE_INPUTS
+from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.run_report import RunReport
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
@@ -102,7 +103,9 @@ class PipelineTrainerMixin:
             ``split``, ``recompute``, ``timeout``, ``execution``. A batch whose rows do not divide into the microbatches is
             filled up with rows that count for nothing. Two more are about what a run leaves in ``output_dir``:
             ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and ``trace_every=50`` keeps the
-            trace of every 50th update beside the first and the last.
+            trace of every 50th update beside the first and the last. ``optimizer=[{"match": r"layers.*proj.weight",
+            "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an optimizer of their own, as `PipelineOptimizer`
+            takes it; Trainer's learning-rate schedule holds for it, too.
         model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
@@ -122,18 +125,19 @@ class PipelineTrainerMixin:
         for name, instead in _OURS.items():
             if name in options:
                 raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-        allowed = [*signature(Pipeline).parameters, "report", "trace_every"]
+        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer"]
         for name in options:
             if name not in allowed:
                 raise ConfigError(
-                    f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report and "
-                    "trace_every"
+                    f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
+                    "trace_every and optimizer"
                 )
         if "microbatches" not in options:
             raise ConfigError(
                 'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}'
             )
         reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
+        self._own_optimizers = read_own_optimizers(options.pop("optimizer", []))
         if not isinstance(reports, bool):
             raise ConfigError(f"pipeline['report'] must be True or False, got {reports!r}")
         if trace_every != 0 and not is_count(trace_every):
@@ -163,6 +167,8 @@ class PipelineTrainerMixin:
         super().__init__(model, args, *others, **kwargs)  # type: ignore[call-arg]  # object is not the next class
         trainer: Any = self
         _require_supported_trainer(trainer, self._in_processes)
+        if self._own_optimizers and trainer.optimizer is not None:
+            raise ConfigError("give pipeline['optimizer'] or optimizers=, not both")
         settings = trainer.args
         trainer._train_batch_size = settings.train_batch_size  # Trainer read it before there were replicas
         settings._n_gpu = min(settings.n_gpu, 1)  # with more, Trainer would copy the model to every GPU
@@ -241,7 +247,7 @@ class PipelineTrainerMixin:
         """Make the optimizer as Trainer does; in processes, of this rank's parameters."""
         trainer: Any = self
         base: Any = super()
-        if not self._in_processes or trainer.optimizer is not None:
+        if trainer.optimizer is not None:
             return base.create_optimizer(*args, **kwargs)
         elsewhere = [p for p in trainer.model.parameters() if p.is_meta and p.requires_grad]
         for parameter in elsewhere:
@@ -251,7 +257,12 @@ class PipelineTrainerMixin:
         finally:
             for parameter in elsewhere:
                 parameter.requires_grad_(True)
-        self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
+        if self._own_optimizers:
+            optimizer = trainer.optimizer = with_own_optimizers(
+                optimizer, trainer.model, self._own_optimizers
+            )
+        if self._in_processes:
+            self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
         return optimizer
 
     def training_step(

@@ -41,7 +41,7 @@ def assign(
     Returns:
         (name, parameter) pairs by rank and group, a list that may be empty; and optimizer options by group.
     """
-    groups = list(_read(given or []))
+    groups = list(read_groups(given or []))
     ranks: dict[int, list[Named]] = {
         rank: [[] for _ in range(len(groups) + 1 if groups else 1)] for rank in pipe.local_ranks
     }
@@ -73,7 +73,8 @@ def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[Nam
         raise ConfigError("; ".join(problems))
 
 
-def _read(given: object) -> Iterator[Group]:
+def read_groups(given: object) -> Iterator[Group]:
+    """Read the groups that a user gave, and check all of them but what depends on the model."""
     if not isinstance(given, list | tuple):
         raise ConfigError(f"groups must be a list of dictionaries, got {given!r}")
     for n, group in enumerate(given):
