@@ -131,7 +131,7 @@ class World:
         return self
 
     def _join_members(self) -> None:
-        """Open the communicator of all processes of the run, unless we opened the default one, and for the CPU."""
+        """Open the communicator of all processes of the run, unless it is the default one, opened here and for the CPU."""
         members, processes = self._members, dist.get_world_size()
         if len(members) < processes:
             with named_errors(f"the processes {members} of the mesh did not all meet"):
