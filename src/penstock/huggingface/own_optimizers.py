@@ -14,7 +14,7 @@ from penstock.runtime.optim.groups import Group, read_groups
 
 
 def read_own_optimizers(given: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """Return the groups of ``pipeline["optimizer"]``, each of which has an ``optimizer``."""
+    """Return the groups of ``pipeline["optimizer"]``, and require that each has an ``optimizer``."""
     groups = list(read_groups(given))
     for group in groups:
         if "optimizer" not in group.options:

@@ -356,7 +356,7 @@ def split_batch(
 
 
 _OFFSETS = re.compile(r"cu_?seq|cu_?len|offset|seq_?lens|indptr", re.IGNORECASE)
-"""Names that people give to the offsets of packed sequences."""
+"""Names that people give to the offsets of packed sequences, such as cu_seqlens."""
 
 
 def _may_be_offsets(tensor: Tensor) -> bool:

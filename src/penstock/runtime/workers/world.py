@@ -107,6 +107,9 @@ class World:
         self._join_members()
         self.collectives.attendance = self._attendance_of_join()
         compare(self.collectives)
+        # One that the user opened keeps its own timeout. After all have met, since this wait does not say who is missing.
+        if self.collectives.everyone is None and _default_group() not in _met_here:
+            self.collectives.everyone = self._group([self._members])
         if isinstance(mesh, MeshShape):
             is_one = mesh.dp == mesh.tp == 1
             mesh = (
@@ -131,12 +134,12 @@ class World:
         return self
 
     def _join_members(self) -> None:
-        """Open the communicator of all processes of the run, unless it is the default one, opened here and for the CPU."""
+        """Open the communicator of all processes of the run, unless ``torch.distributed`` has one for the CPU."""
         members, processes = self._members, dist.get_world_size()
         if len(members) < processes:
             with named_errors(f"the processes {members} of the mesh did not all meet"):
                 self._local_groups = LocalGroups(members, self._longest)
-        if len(members) < processes or _backends() is not None or _default_group() not in _met_here:
+        if len(members) < processes or _backends() is not None:
             self.collectives.everyone = self._group([members])
 
     def _attendance_of_join(self) -> Attendance:
