@@ -80,7 +80,7 @@ def _right_factor(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
 
 def _matmul(input: Tensor, other: Tensor) -> WeightUse | None:
     """Return the `WeightUse` of y = x W, with any number of leading dimensions of x."""
-    if not _folds(input) or other.dim() != 2:
+    if not _folds(input) or other.dim() != 2 or _is_sharded(other):
         return None
     return WeightUse(input, other, None, _without_bias(torch.matmul), partial(_matmul_weights, other))
 
@@ -91,7 +91,7 @@ def _matmul_weights(weight: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tenso
 
 def _bmm(input: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
     """Return the `WeightUse` of y[e] = x[e] W[e], as of experts that all take as many tokens."""
-    if options:
+    if options or _is_sharded(mat2):
         return None
     return WeightUse(input, mat2, None, _without_bias(torch.bmm), partial(_bmm_weights, mat2))
 
@@ -106,7 +106,8 @@ def _grouped(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **opti
     Args:
         offs: int32 tensor [experts]: the row at which each expert's rows end.
     """
-    if offs is None or mat_a.dim() != 2 or mat_b.dim() != 3 or any(v is not None for v in options.values()):
+    fits = mat_a.dim() == 2 and mat_b.dim() == 3 and not _is_sharded(mat_b)
+    if offs is None or not fits or any(v is not None for v in options.values()):
         return None
 
     def call(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
@@ -119,6 +120,11 @@ def _grouped_weights(weight: Tensor, offs: Tensor, x: Tensor, grad: Tensor) -> l
     if weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]:
         return [(weight, torch._grouped_mm(grad.t(), x, offs=offs).transpose(-2, -1))]
     return [(weight, torch._grouped_mm(x.t(), grad, offs=offs))]
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    """Return whether a weight is a DTensor, whose gradient PyTorch may leave in parts that the formula would have added."""
+    return hasattr(weight, "to_local")
 
 
 def _without_bias(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
