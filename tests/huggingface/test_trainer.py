@@ -129,8 +129,19 @@ def test_groups_have_optimizers_of_their_own(tmp_path: Path):
     ("groups", "said"),
     [
         ([{"match": "mlp", "lr": 0.1}], r"groups\[0\] \(match 'mlp'\) has no 'optimizer'"),
-        ([{"match": "mpl", "optimizer": torch.optim.SGD}], r"\(match 'mpl'\) takes no parameter"),
-        ([{"match": "norm", "optimizer": torch.optim.Muon}], "cannot be made: Muon only supports 2D"),
+        (
+            [{"match": "mpl", "optimizer": torch.optim.SGD}],
+            r"\(match 'mpl'\) takes no parameter that is trained",
+        ),
+        (
+            [{"match": "norm", "optimizer": torch.optim.Muon}],
+            "Muon cannot be made with these options and groups: Muon only supports 2D",
+        ),
+        (
+            [{"match": "mlp", "optimizer": torch.optim.SGD, "beta": 1}],
+            r"groups\[0\] has 'beta', which is not an option of SGD",
+        ),
+        ([{"names": ["x"], "optimizer": torch.optim.SGD}], r"groups\[0\] names 'x', which is no parameter"),
         ("Muon", "groups must be a list"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.optim.factory import SeveralOptimizers
+from penstock.runtime.optim.factory import SeveralOptimizers, build_one
 from penstock.runtime.optim.groups import Group, read_groups
 
 
@@ -38,23 +38,19 @@ def with_own_optimizers(
     parts: list[tuple[Sequence[int], torch.optim.Optimizer]] = [
         (range(len(optimizer.param_groups)), optimizer)
     ]
-    for group in groups:
+    names = {name for name, _ in model.named_parameters()}
+    for n, group in enumerate(groups):
         taken = [left.pop(name) for name, p in [*left.items()] if group.match(name, p)]
-        if not taken or (
-            group.names and not {*group.names} <= {name for name, _ in model.named_parameters()}
-        ):
+        if unknown := [name for name in group.names if name not in names]:
             raise ConfigError(
-                f"pipeline['optimizer']: {group.label} takes no parameter, or names one that is not there"
+                f"pipeline['optimizer']: {group.label} names {unknown[0]!r}, which is no parameter"
             )
-        kind, options = (
-            group.options["optimizer"],
-            {k: v for k, v in group.options.items() if k != "optimizer"},
-        )
-        try:
-            kind([{"params": taken}], **options)  # of all processes, so that each refuses alike
-            made = kind([{"params": [p for p in taken if not p.is_meta]}], **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"pipeline['optimizer']: {group.label} cannot be made: {error}") from error
+        if not taken:
+            raise ConfigError(f"pipeline['optimizer']: {group.label} takes no parameter that is trained")
+        kind = group.options["optimizer"]
+        options = {n: {key: value for key, value in group.options.items() if key != "optimizer"}}
+        build_one(kind, {n: taken}, options, {})  # of all processes, so that each refuses alike
+        made = build_one(kind, {n: [p for p in taken if not p.is_meta]}, options, {})
         ids = {id(p) for p in taken}
         for own in optimizer.param_groups:
             own["params"] = [p for p in own["params"] if id(p) not in ids]

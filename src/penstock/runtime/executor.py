@@ -115,9 +115,8 @@ class Executor:
             refusal, work.flags = compare_marks(flags, refusal)
         except BaseException as error:
             # Of a step that reduces gradients, the reduction tells the other replicas.
-            if gathers or (self.trains and work.options.reduces):
-                self._fail(step, error)
-            self._fail(step, error, self.replica_reduction)
+            told = gathers or (self.trains and work.options.reduces)
+            self._fail(step, error, None if told else self.replica_reduction)
         if self.channel is not None:
             self.channel.finish()
         self.progress[STEP] = 0
@@ -184,8 +183,8 @@ class Executor:
         if self.channel is not None:
             self.channel.fail(failure_of(error, report, self.rank, step, self.program, self.progress))
             self._drain(error)
-            if replicas is not None and isinstance(error, Exception) and not _was_told(error):
-                replicas.tell(f"{type(report).__name__}: {report}")
+        if replicas is not None and isinstance(error, Exception) and not _was_told(error):
+            replicas.tell(f"{type(report).__name__}: {report}")
         if report is error:
             raise error
         raise report from error

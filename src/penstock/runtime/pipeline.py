@@ -324,7 +324,8 @@ class Pipeline(PipelineModel):
 
         `x`, `y`, `outputs`, `microbatches` and `named` are those of `step`; without `y` there is no loss.
         """
-        return self._result(self._without_gradients("evaluate", x, y, named, microbatches, outputs))
+        run = partial(self._run, "evaluate", x, y, named, microbatches, outputs=outputs)
+        return self._result(self._without_gradients(run))
 
     def log_probs(
         self, x: object = None, y: object = None, /, *, microbatches: int | None = None, **named: object
@@ -349,7 +350,7 @@ class Pipeline(PipelineModel):
             BatchError: if y is not such a tensor, does not fit the output, or has a class beyond the vocabulary.
             PenstockError: if the last layer has no head, or a step is under way; and what `step` raises.
         """
-        works = self._without_gradients("log_probs", x, y, named, microbatches)
+        works = self._without_gradients(partial(self._run, "log_probs", x, y, named, microbatches))
         found = {n: rows for work in works for n, rows in work.losses.total.items()}
         return torch.cat([found[n] for n in sorted(found)]).to(self.device)
 
@@ -451,20 +452,12 @@ class Pipeline(PipelineModel):
         if self._engine.closed:
             raise PenstockError("this pipeline is closed; build a new one")
 
-    def _without_gradients(
-        self,
-        call: str,
-        x: object,
-        y: object,
-        named: Mapping[str, object],
-        microbatches: int | None,
-        outputs: bool = False,
-    ) -> list[Work]:
+    def _without_gradients(self, run: Callable[[], list[Work]]) -> list[Work]:
         self._require_open()
         self.wait()
         self._engine.sync_modules()
         with evaluating(self.stage_modules(), self._loss_fn):
-            return self._run(call, x, y, named, microbatches, outputs=outputs)
+            return run()
 
     def _run(
         self,

@@ -38,7 +38,7 @@ def build(
         chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
         params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
         hint = _BY_CLASS if _divides(pipe) and not isinstance(_without_partial(kind), type) else ""
-        made = _build(kind, params, chosen, defaults if kind is make else {}, hint)
+        made = build_one(kind, params, chosen, defaults if kind is make else {}, hint)
         _require_whole(pipe, kind, made)
         parts.append((numbers, made))
     if defaults.get("maximize") and not all(
@@ -51,12 +51,12 @@ def build(
     return parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
 
 
-def _build(
+def build_one(
     make: MakeOptimizer,
     params: dict[int, list[nn.Parameter]],
     options: dict[int, dict[str, Any]],
     defaults: dict[str, Any],
-    hint: str,
+    hint: str = "",
 ) -> torch.optim.Optimizer:
     """Return the optimizer of some groups, by their numbers."""
     param_groups = [{"params": params[n], **options[n]} for n in params]

@@ -118,13 +118,12 @@ class LinearCrossEntropy:
                 f"the target of LinearCrossEntropy must be int64 of the output's shape without the vocabulary, {shape}; got "
                 f"int64 of shape {tuple(target.shape)}"
             )
-        shifted = self._shifted(target)
+        target = self._shifted(target)
+        counts = target != self.ignore_index
         # On a GPU this would wait for the device, and torch's own assertion is there. FakeTensors have no values.
         if target.device.type == "cpu" and not isinstance(target, FakeTensor):
-            counts = shifted != self.ignore_index
-            _require_classes(shifted, counts, classes, f"ignore_index={self.ignore_index}")
-        target = shifted.reshape(-1)
-        counts = target != self.ignore_index
+            _require_classes(target, counts, classes, f"ignore_index={self.ignore_index}")
+        target, counts = target.reshape(-1), counts.reshape(-1)
         if not isinstance(output, PostponedLogits):
             return self._from_logits(output.flatten(0, -2), target, counts)
         if output.computed is not None:

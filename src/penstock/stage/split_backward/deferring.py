@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import PenstockError
 from penstock.stage.split_backward.intercepted import (
+    VIEWS,
     InterceptedParameter,
     ParameterView,
     intercept,
@@ -79,9 +80,10 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             use = make_use(*args, **kwargs)
             if use is not None and self._can_defer(use):
                 return self._defer(use)
-        view = view_of(func, args, kwargs)
-        if view is not None and self._can_defer_parameter(view.owner):
-            return view
+        if func in VIEWS and args and self._can_defer_parameter(owner_of(args[0])):
+            view = view_of(func, args, kwargs)
+            if view is not None:
+                return view
         if func not in VALUE_NOT_READ:
             self._exclude(args)
             self._exclude(kwargs.values())

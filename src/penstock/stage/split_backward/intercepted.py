@@ -92,13 +92,12 @@ TRANSPOSES: set[Any] = {
     Tensor.mT.__get__,  # type: ignore[attr-defined]  # torch does not annotate it
     Tensor.T.__get__,  # type: ignore[attr-defined]  # torch does not annotate it
 }
-_MATRICES: set[Any] = {Tensor.__getitem__, Tensor.select, torch.select}
+VIEWS: set[Any] = TRANSPOSES | {Tensor.__getitem__, Tensor.select, torch.select}
+"""Functions whose result may be a `ParameterView`."""
 
 
 def view_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParameterView | None:
-    """Return what a function makes of a parameter or a view, if that is a `ParameterView`; otherwise None."""
-    if func not in TRANSPOSES and func not in _MATRICES:
-        return None
+    """Return what one of `VIEWS` makes of a parameter or a view, if that is a `ParameterView`; otherwise None."""
     source, *others = args
     if not isinstance(source, ParameterView) and type(source) not in (nn.Parameter, InterceptedParameter):
         return None
@@ -127,8 +126,8 @@ def _is_index(value: Any) -> bool:
     return type(value) is int
 
 
-def owner_of(weight: Tensor) -> Tensor:
-    """Return the parameter that a weight is a view of; the weight itself if it is none."""
+def owner_of(weight: Any) -> Any:
+    """Return the parameter that a weight is a view of; the argument itself if it is none."""
     return weight.owner if isinstance(weight, ParameterView) else weight
 
 
