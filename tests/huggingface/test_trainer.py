@@ -141,7 +141,10 @@ def test_groups_have_optimizers_of_their_own(tmp_path: Path):
             [{"match": "mlp", "optimizer": torch.optim.SGD, "beta": 1}],
             r"groups\[0\] has 'beta', which is not an option of SGD",
         ),
-        ([{"names": ["x"], "optimizer": torch.optim.SGD}], r"groups\[0\] names 'x', which is no parameter"),
+        (
+            [{"names": ["x"], "optimizer": torch.optim.SGD}],
+            r"groups\[0\] names 'x', which the model does not have",
+        ),
         ("Muon", "groups must be a list"),
     ],
 )

@@ -43,7 +43,7 @@ def with_own_optimizers(
         taken = [left.pop(name) for name, p in [*left.items()] if group.match(name, p)]
         if unknown := [name for name in group.names if name not in names]:
             raise ConfigError(
-                f"pipeline['optimizer']: {group.label} names {unknown[0]!r}, which is no parameter"
+                f"pipeline['optimizer']: {group.label} names {unknown[0]!r}, which the model does not have"
             )
         if not taken:
             raise ConfigError(f"pipeline['optimizer']: {group.label} takes no parameter that is trained")
