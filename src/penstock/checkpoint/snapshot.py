@@ -68,7 +68,8 @@ def take_snapshot(
         copies: memory for the copies; its previous copies are overwritten.
         frozen: digests to keep in place of parameters that are not trained (default None, keep these, too).
     """
-    if pipe.replica:
+    # Experts are divided over replicas, which then all take part until their tensors are whole.
+    if pipe.replica and (pipe.mesh is None or pipe.mesh.ep == 1):
         if optimizer is not None:
             optimizer.give_state()
         return Snapshot(pipe.steps)

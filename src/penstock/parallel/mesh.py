@@ -29,18 +29,21 @@ class MeshShape:
     Attributes:
         pp, dp, tp: number of ranks on each axis (default 1).
         order: axes, outermost first; neighbouring ranks differ in the last one (default pp, dp, tp).
+        ep: number of ranks that divide the experts of a layer (default 1). No axis of its own: it divides the dp x tp ranks
+            of a stage, so that ep neighbours have all experts, and dp x tp / ep ranks have the same ones.
 
     Raises:
-        ConfigError: if a size is not positive, or the order does not name these axes once each.
+        ConfigError: if a size is not positive, the order does not name these axes once each, or ep does not divide dp x tp.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     order: tuple[str, ...] = AXES
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if not is_count(size):
                 raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
@@ -49,8 +52,15 @@ class MeshShape:
                 f"the order of the mesh must name pp, dp and tp once each, outermost first, got {self.order!r}"
             )
 
+        if self.dp * self.tp % self.ep:
+            raise ConfigError(
+                f"ep {self.ep} does not divide dp x tp = {self.dp * self.tp}, the ranks of a stage, over which experts are "
+                f"divided; take a divisor of {self.dp * self.tp}"
+            )
+
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.size(axis)}" for axis in self.order)
+        axes = " x ".join(f"{axis} {self.size(axis)}" for axis in self.order)
+        return axes if self.ep == 1 else f"{axes} (ep {self.ep})"
 
     @property
     def ranks(self) -> int:
@@ -96,6 +106,21 @@ class MeshShape:
         coordinates = {a: self.coordinate(rank, a) for a in AXES}
         return [self.rank(**{**coordinates, axis: n}) for n in range(self.size(axis))]
 
+    def stage_ranks(self, rank: int) -> list[int]:
+        """Return the ranks with the same coordinate on pp as a rank, those of one replica together."""
+        return [r for replica in self.line(rank, "dp") for r in self.line(replica, "tp")]
+
+    def expert_ranks(self, rank: int) -> list[int]:
+        """Return the ranks that together have all experts of a rank's layers, in the order of their experts."""
+        ranks = self.stage_ranks(rank)
+        first = ranks.index(rank) // self.ep * self.ep
+        return sorted(ranks[first : first + self.ep])
+
+    def expert_replicas(self, rank: int) -> list[int]:
+        """Return the ranks that have the same experts as a rank."""
+        ranks = self.stage_ranks(rank)
+        return ranks[ranks.index(rank) % self.ep :: self.ep]
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -137,13 +162,14 @@ class Mesh:
 
 
 def make_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, *, order: Sequence[str] = AXES, device: str = "cpu"
+    pp: int = 1, dp: int = 1, tp: int = 1, *, order: Sequence[str] = AXES, ep: int = 1, device: str = "cpu"
 ) -> Mesh:
     """Make a mesh of all processes; every process calls it, with ``torch.distributed`` initialised.
 
     Args:
         pp, dp, tp: number of ranks on each axis (default 1).
         order: axes, outermost first (default pp, dp, tp).
+        ep: number of ranks that divide the experts, see `MeshShape` (default 1).
         device: device type of the groups (default "cpu").
 
     Raises:
@@ -151,7 +177,7 @@ def make_mesh(
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = MeshShape(pp, dp, tp, tuple(order))
+    shape = MeshShape(pp, dp, tp, tuple(order), ep)
     if not dist.is_initialized():
         raise ConfigError(
             "a mesh is made of processes: start them with torchrun, and initialise torch.distributed"

@@ -34,6 +34,7 @@ from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
+from penstock.runtime.workers.expert_exchange import ExpertExchange
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Program
@@ -54,6 +55,7 @@ class Executor:
         replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
         scale: GradientScale | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -62,6 +64,7 @@ class Executor:
         self.shared = shared
         self.replica_reduction = replica_reduction
         self.fixed = fixed
+        self._exchange = exchange
         self._microbatches = program.schedule.microbatches
         self._factor: float | None = None
         rows = program.schedule.rows(rank)
@@ -136,6 +139,10 @@ class Executor:
         text = (
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
+        if self._exchange is not None:
+            self._exchange.begin(step)
+            self._exchange.tell(text)
+            self._exchange.note_failure()
         if self.channel is not None:
             self.channel.open(step, self.trains, self._microbatches)
             self.channel.fail(Failure(self.rank, step, text))
@@ -150,6 +157,8 @@ class Executor:
 
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
+        if self._exchange is not None:
+            self._exchange.begin(step)
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
@@ -159,9 +168,15 @@ class Executor:
 
     def _run_ops(self) -> None:
         progress = self.progress
-        # The loop stores each op's row as it goes, so a step spends no statement on it.
-        for progress[ROW], op in self.ops:
-            op()
+        try:
+            # The loop stores each op's row as it goes, so a step spends no statement on it.
+            for progress[ROW], op in self.ops:
+                op()
+        except Exception as error:
+            # Before the reduction, which waits for replicas that may wait for this one's tokens.
+            if self._exchange is not None:
+                self._exchange.tell(str(error))
+            raise
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values():
@@ -178,6 +193,8 @@ class Executor:
             error, self.rank, self.program, self.channel, self.progress, self._state.inputs
         )
         self._clear()
+        if self._exchange is not None:
+            self._exchange.note_failure()
         if self.shared is not None:
             self.shared.abandon()
         if self.channel is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import is_dtensor
+from penstock.parallel.experts import TensorRanks, divide_experts
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
@@ -23,6 +24,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
+from penstock.runtime.workers.expert_exchange import ExpertExchange
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.memory import peak
@@ -35,6 +37,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
+from penstock.stage.split_backward.intercepted import local_weight
 
 Modules = dict[tuple[int, int], StageModule]
 """Stage modules by (rank, stage)."""
@@ -95,8 +98,9 @@ class LocalStages:
         isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
+        self.exchange = None if world is None else world.expert_exchange()
         if world is not None and world.shards_matrices:
-            shard_modules(modules, world, options)
+            shard_modules(modules, world, options, self.exchange)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' compiles a stage's layers as one, so none can be recomputed alone; use compile='block'"
@@ -186,6 +190,7 @@ class LocalStages:
             self._options.bucket_bytes,
             zero,
             whole=whole,
+            expert_reducer=world.expert_replicas(),
         )
 
     @cached_property
@@ -236,6 +241,7 @@ class LocalStages:
             replica_reduction=self.replica_reduction,
             fixed=fixed,
             scale=scale,
+            exchange=self.exchange,
         )
 
 
@@ -296,13 +302,33 @@ def _is_wrapper(module: nn.Module) -> bool:
     )
 
 
-def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> None:
-    """Shard the matrices of this process's stages for tensor parallelism, or raise on every rank if a stage cannot be."""
-    assert world.mesh is not None
-    axis = world.mesh.axis("tp")
+def shard_modules(
+    modules: Modules, world: World, options: ParallelOptions, exchange: ExpertExchange | None
+) -> None:
+    """Shard the matrices and divide the experts of this process's stages, or raise on every rank if a stage cannot be."""
+    mesh = world.mesh
+    assert mesh is not None
     layers = [pair for module in modules.values() for pair in module.named_layers()]
-    # All stages at once: a weight that is tied between two of them stays one parameter.
-    run_each(lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.gather)
+    if mesh.shape.tp > 1:
+        # All stages at once: a weight that is tied between two of them stays one parameter.
+        run_each(
+            lambda: tensor_parallel(layers, mesh.axis("tp"), options.family, options.sequence_parallel),
+            world.gather,
+        )
+    if exchange is None:
+        return
+    same_tokens = None
+    if mesh.shape.tp > 1:
+        gather = partial(exchange.all_gather, group=mesh.group("tp"))
+        same_tokens = TensorRanks(mesh.coordinate("tp"), mesh.shape.tp, gather)
+    found = run_each(
+        lambda: divide_experts(layers, world.expert_mesh(), exchange, same_tokens, local_weight), world.gather
+    )
+    if not any(found):
+        raise ConfigError(
+            f"the mesh ({mesh.shape}) divides experts, and no layer has a module with stacks of them: parameters of shape "
+            "(num_experts, ...), and forward(hidden_states, top_k_index, top_k_weights); leave ep at 1"
+        )
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:

@@ -356,8 +356,10 @@ class Pipeline(PipelineModel):
 
     def updated(self, rank: int) -> list[nn.Parameter]:
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
-        shards = self.shards
-        return shards.owned() if shards is not None else [p for _, p in self.rank_parameters(rank)]
+        shards, own = self.shards, [p for _, p in self.rank_parameters(rank)]
+        if shards is None:
+            return own
+        return [*shards.owned(), *(p for p in own if shards.find(p) is None)]
 
     @property
     def shards(self) -> Shards | None:

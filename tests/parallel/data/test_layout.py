@@ -61,10 +61,10 @@ def test_dtypes_and_groups_do_not_mix():
     seed=st.randoms(),
 )
 def test_every_gradient_has_a_place_of_its_own(sizes, bucket, first, parts, seed):
-    all_slots = [Slot(n, [torch.float32, torch.bfloat16][n % 2], CPU) for n in sizes]
+    all_slots = [Slot(n, [torch.float32, torch.bfloat16][n % 2], CPU, parts=parts) for n in sizes]
     order = list(range(len(sizes)))
     seed.shuffle(order)
-    plans = plan_buckets(all_slots, order, bucket, first, parts)
+    plans = plan_buckets(all_slots, order, bucket, first)
     assert sorted(m for p in plans for m in p.members) == list(range(len(sizes)))
     place = {slot: n for n, slot in enumerate(order)}
     assert [place[p.members[-1]] for p in plans] == sorted(place[p.members[-1]] for p in plans)

@@ -150,10 +150,10 @@ def bucket_order(entries: Sequence[BucketEntry], first: Sequence[Tensor] = ()) -
     return [*leading, *(entry.index for entry in reversed(entries) if entry.index not in leading)]
 
 
-def make_slot(parameter: Tensor, group: Hashable, owner: int | None) -> Slot:
+def make_slot(parameter: Tensor, group: Hashable, owner: int | None, parts: int) -> Slot:
     """Return the slot of a parameter's gradient."""
     shard = local(parameter)
-    return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group, owner)
+    return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group, owner, parts)
 
 
 def require_dense(what: str, grad: Tensor) -> None:
@@ -169,12 +169,16 @@ class Bucket:
     """A buffer of gradients and its reduction.
 
     Attributes:
+        reducer: communicator of the replicas that have these parameters.
         pending: number of gradients that are not ready yet in this step.
         streams: streams that have written to the buffer in this step.
     """
 
-    def __init__(self, plan: BucketPlan, stream: ReductionStream, sharded: bool) -> None:
+    def __init__(
+        self, plan: BucketPlan, stream: ReductionStream, reducer: GroupReducer, sharded: bool
+    ) -> None:
         self.plan = plan
+        self.reducer = reducer
         self.flat = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
         self.pending = len(plan.members)
         self.streams: set[torch.cuda.Stream | None] = set()
@@ -182,16 +186,16 @@ class Bucket:
         self._sharded = sharded
         self._handle: Handle | None = None
 
-    def start(self, reducer: GroupReducer) -> None:
+    def start(self) -> None:
         """Begin the reduction, after the work so far on the streams that filled the buffer."""
         self.streams.add(self._stream.compute_stream())
         self._stream.wait_for(self.flat, self.streams)
         self.streams.clear()
         with self._stream.use():
             if self.plan.owner is not None:
-                self._handle = reducer.reduce(self.flat, self.plan.owner)
+                self._handle = self.reducer.reduce(self.flat, self.plan.owner)
             else:
-                reduce = reducer.reduce_scatter if self._sharded else reducer.all_reduce
+                reduce = self.reducer.reduce_scatter if self._sharded else self.reducer.all_reduce
                 self._handle = reduce(self.flat)
 
     def wait(self) -> None:

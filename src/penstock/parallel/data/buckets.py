@@ -12,7 +12,7 @@ that came too late for their bucket, and a replica that failed or is at another 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -29,7 +29,7 @@ from penstock.parallel.data.bucket import (
     make_slot,
     require_dense,
 )
-from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
+from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, plan_buckets
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.replica_checks import StepReport, digest
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
@@ -46,6 +46,8 @@ class GradientBuckets:
         sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
         owners: parameter → replica that gets the whole sum, if `sharded`; each gets a part of the others'.
+        reducers: parameter → communicator over which its gradient is summed, for experts, which only some of the processes
+            have; all others use `reducer`.
     """
 
     def __init__(
@@ -58,14 +60,18 @@ class GradientBuckets:
         sharded: bool = False,
         groups: Mapping[Tensor, Hashable] | None = None,
         owners: Mapping[Tensor, int] | None = None,
+        reducers: Mapping[Tensor, GroupReducer] | None = None,
     ) -> None:
         self.reducer = reducer
+        self._reducers = reducers or {}
         self.sharded = sharded
         self._bytes = (bucket_bytes, first_bucket_bytes)
         self._frozen = _Frozen(list(parameters))
         self._entry: dict[int, BucketEntry] = {}
         self._make_entries()
-        replica_checks.require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
+        for one in dict.fromkeys([reducer, *self._reducers.values()]):
+            alike = [e for e in self.entries if self.reducer_of(e.parameter) is one]
+            replica_checks.require_equal_models(one, [(e.name, e.parameter) for e in alike])
         self._groups, self._owners = groups or {}, owners or {}
         devices = {local(p).device for _, p in self._frozen.known}
         self._streams = {device: ReductionStream(device) for device in devices}
@@ -90,6 +96,15 @@ class GradientBuckets:
         for n, entry in enumerate(self.entries):
             entry.index = n
         self._entry = {id(e.parameter): e for e in self.entries}
+
+    def reducer_of(self, parameter: Tensor) -> GroupReducer:
+        """Return the communicator over which a parameter's gradient is summed."""
+        return self._reducers.get(parameter, self.reducer)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout in seconds of the collectives that are started from now on."""
+        for reducer in (self.reducer, *self._reducers.values()):
+            reducer.set_timeout(seconds)
 
     def attach(self) -> None:
         """Register hooks on the parameters: each gradient that autograd accumulates is one contribution."""
@@ -164,7 +179,7 @@ class GradientBuckets:
             if not isinstance(error, TransportError):
                 # The replicas that did not fail start these collectives; without this one's part they would wait forever.
                 for bucket in self.buckets[self._started :]:
-                    bucket.start(self.reducer)
+                    bucket.start()
                     self._started += 1
                 reports = replica_checks.exchange_reports(self.reducer, StepReport(self._step, failed=1))
                 for bucket in self.buckets:
@@ -203,15 +218,29 @@ class GradientBuckets:
 
     def _build(self, order: list[int]) -> None:
         parameters = [e.parameter for e in self.entries]
-        slots = [make_slot(p, self._groups.get(p), self._owners.get(p)) for p in parameters]
-        parts = self.reducer.size if self.sharded else 1
-        plans = plan_buckets(slots, order, *self._bytes, parts)
+        slots = [self._slot(p) for p in parameters]
+        plans = plan_buckets(slots, order, *self._bytes)
         self._order = order
-        self.buckets = [Bucket(plan, self._streams[plan.device], self.sharded) for plan in plans]
+        self.buckets = [
+            Bucket(
+                plan, self._streams[plan.device], self.reducer_of(parameters[plan.members[0]]), self.sharded
+            )
+            for plan in plans
+        ]
         with torch.no_grad():
             for number, bucket in enumerate(self.buckets):
                 for member, start in zip(bucket.plan.members, bucket.plan.starts, strict=True):
                     self.entries[member].place(number, bucket.flat, start)
+
+    def _slot(self, parameter: Tensor) -> Slot:
+        group = self._groups.get(parameter)
+        parts = self.reducer_of(parameter).size if self.sharded else 1
+        return make_slot(
+            parameter,
+            ("experts", group) if parameter in self._reducers else group,
+            self._owners.get(parameter),
+            parts,
+        )
 
     def _prescale_reduced(self) -> None:
         """Divide gradients of earlier steps, equal on all replicas, so that this step's reduction does not change them."""
@@ -220,7 +249,7 @@ class GradientBuckets:
                 for _, parameter in self._frozen.known:
                     reduced = id(parameter) in self._entry or parameter.requires_grad
                     if parameter.grad is not None and reduced:
-                        parameter.grad.mul_(1 / self.reducer.size)
+                        parameter.grad.mul_(1 / self.reducer_of(parameter).size)
         self._prescaled = True
 
     def _on_grad(self, entry: BucketEntry, parameter: Tensor) -> None:
@@ -255,7 +284,7 @@ class GradientBuckets:
             bucket.streams.add(self._streams[bucket.plan.device].compute_stream())
             bucket.pending -= 1
             while self._started < len(self.buckets) and not self.buckets[self._started].pending:
-                self.buckets[self._started].start(self.reducer)
+                self.buckets[self._started].start()
                 self._started += 1
 
     def _complete(self) -> list[BucketEntry]:
@@ -274,7 +303,7 @@ class GradientBuckets:
             else:
                 entry.place_grad()
         for bucket in self.buckets[self._started :]:
-            bucket.start(self.reducer)
+            bucket.start()
             self._started += 1
         return absent
 
@@ -286,7 +315,7 @@ class GradientBuckets:
         if any(report.absent for report in reports):
             _resolve_absent(self.reducer, self.entries, absent)
         if any(report.late for report in reports):
-            _add_late(self.reducer, self._frozen.known, self._entry, late)
+            _add_late(self.reducer, self.reducer_of, self._frozen.known, self._entry, late)
 
     def _remake(self) -> None:
         """Make buckets of the parameters that require a gradient now; every replica calls it at the same time."""
@@ -385,17 +414,19 @@ def _find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Bucke
 @torch.no_grad()
 def _add_late(
     reducer: GroupReducer,
+    reducer_of: Callable[[Tensor], GroupReducer],
     known: Sequence[tuple[str, Tensor]],
     entry_of: Mapping[int, BucketEntry],
     late: Mapping[int, Tensor],
 ) -> None:
     """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some."""
     table = reducer.exchange([int(n in late) for n in range(len(known))])()
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, GroupReducer], list[int]] = {}
     for n, (_, parameter) in enumerate(known):
         if any(row[n] for row in table):
-            kinds.setdefault((gradient_dtype(parameter), local(parameter).device), []).append(n)
-    for (dtype, device), numbers in kinds.items():
+            kind = (gradient_dtype(parameter), local(parameter).device, reducer_of(parameter))
+            kinds.setdefault(kind, []).append(n)
+    for (dtype, device, over), numbers in kinds.items():
         shapes = [local(known[n][1]).shape for n in numbers]
         sizes = [shape.numel() for shape in shapes]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -403,7 +434,7 @@ def _add_late(
         for n, view in zip(numbers, views, strict=True):
             if n in late:
                 view.copy_(late[n].reshape(-1))
-        reducer.all_reduce(flat).wait()
+        over.all_reduce(flat).wait()
         for n, view, shape in zip(numbers, views, shapes, strict=True):
             parameter = known[n][1]
             entry, total = entry_of.get(id(parameter)), view.view(shape)

@@ -28,6 +28,7 @@ class Slot:
         group: key of the group; only slots of equal groups share a bucket (default None).
         owner: replica that gets the whole sum, with ZeRO; None if each gets a part (default). Only slots of one owner share
             a bucket.
+        parts: number of equal parts that a buffer with it must divide into (default 1).
     """
 
     elements: int
@@ -35,6 +36,7 @@ class Slot:
     device: torch.device
     group: Hashable = None
     owner: int | None = None
+    parts: int = 1
 
     @property
     def bytes(self) -> int:
@@ -65,15 +67,11 @@ def plan_buckets(
     order: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    parts: int = 1,
 ) -> list[BucketPlan]:
     """Divide slots into buckets, in the order in which the buckets will be full.
 
     A bucket closes when the next gradient would not fit. A gradient as large as a bucket gets its own, and the small
     ones around it stay together.
-
-    Args:
-        parts: number of equal parts that each buffer must divide into (default 1).
     """
     place = {slot: n for n, slot in enumerate(order)}
     full: list[list[int]] = []
@@ -81,7 +79,7 @@ def plan_buckets(
     limit = min(first_bucket_bytes, bucket_bytes)
     for number in order:
         slot = slots[number]
-        key = (slot.dtype, slot.device, slot.group, slot.owner)
+        key = (slot.dtype, slot.device, slot.group, slot.owner, slot.parts)
         if slot.bytes >= limit:
             full.append([number])
             limit = bucket_bytes
@@ -95,10 +93,10 @@ def plan_buckets(
     full += [members for members in open_.values() if members]
     # A bucket is ready with its last gradient, and buckets are reduced in this order: one ready early must not wait.
     full.sort(key=lambda members: place[members[-1]])
-    return [_plan_bucket(slots, members, parts) for members in full]
+    return [_plan_bucket(slots, members) for members in full]
 
 
-def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> BucketPlan:
+def _plan_bucket(slots: Sequence[Slot], members: Sequence[int]) -> BucketPlan:
     first = slots[members[0]]
     step = max(1, ALIGNMENT_BYTES // first.dtype.itemsize)
     starts, end = [], 0
@@ -106,7 +104,7 @@ def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> B
         starts.append(end)
         end += -(-slots[number].elements // step) * step
     # With ZeRO every replica's part has the same size, as reduce-scatter requires, and begins aligned.
-    end = -(-end // (parts * step)) * parts * step
+    end = -(-end // (first.parts * step)) * first.parts * step
     return BucketPlan(
         members=tuple(members),
         starts=tuple(starts),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.bucket import BucketEntry, ReductionStream
+from penstock.parallel.data.bucket import Bucket, BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
@@ -74,6 +74,7 @@ class Shards:
 
     Args:
         whole: those of the parameters that one replica updates as a whole.
+        reducers: communicators of experts; see `GradientBuckets`.
     """
 
     def __init__(
@@ -83,16 +84,16 @@ class Shards:
         *,
         groups: Mapping[Tensor, Hashable],
         whole: Collection[Tensor] = (),
+        reducers: Mapping[Tensor, GroupReducer] | None = None,
         **options: int,
     ) -> None:
         named = list(parameters)
-        self.reducer = reducer
         # A parameter has the place of its gradient, so buckets have parameters of one dtype.
         by_dtype = {p: (p.dtype, groups.get(p)) for _, p in named}
         kept = set(whole)
         owners = choose_owners((p for _, p in named if p in kept), groups, reducer.size)
         self.buckets = GradientBuckets(
-            named, reducer, sharded=True, groups=by_dtype, owners=owners, **options
+            named, reducer, sharded=True, groups=by_dtype, owners=owners, reducers=reducers, **options
         )
         self._flats: list[Tensor] = []
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
@@ -105,17 +106,18 @@ class Shards:
             flat = torch.zeros(bucket.plan.elements, dtype=dtype, device=bucket.plan.device)
             self._flats.append(flat)
             for entry, start in zip(members, bucket.plan.starts, strict=True):
-                by_index[entry.index] = self._place(entry, flat, start, bucket.plan.owner)
+                by_index[entry.index] = self._place(entry, flat, start, bucket)
         self.sharded = [by_index[n] for n in range(len(self.buckets.entries))]
         self._by_id = {id(sharded.entry.parameter): sharded for sharded in self.sharded}
 
-    def _place(self, entry: BucketEntry, flat: Tensor, start: int, owner: int | None) -> ShardedParameter:
+    def _place(self, entry: BucketEntry, flat: Tensor, start: int, bucket: Bucket) -> ShardedParameter:
         """Move a parameter into its bucket's buffer at offset `start`, and make its shard."""
         view = entry.view
         memory = flat.as_strided(view.shape, view.stride(), view.storage_offset())
         memory.copy_(local(entry.parameter).detach())
         set_local(entry.parameter, memory)
-        rank, each = self.reducer.rank, flat.numel() // self.reducer.size
+        rank, owner = bucket.reducer.rank, bucket.plan.owner
+        each = flat.numel() // bucket.reducer.size
         begin, end = rank * each, (rank + 1) * each
         if owner is not None:
             begin, end = 0, flat.numel() if owner == rank else 0
@@ -170,9 +172,10 @@ class Shards:
             stream, flat = self._streams[number], self._flats[number]
             stream.wait_for(flat, [stream.compute_stream()])
             with stream.use():
-                owner = self.buckets.buckets[number].plan.owner
+                bucket = self.buckets.buckets[number]
+                owner, reducer = bucket.plan.owner, bucket.reducer
                 self._coming[number] = (
-                    self.reducer.all_gather(flat) if owner is None else self.reducer.broadcast(flat, owner)
+                    reducer.all_gather(flat) if owner is None else reducer.broadcast(flat, owner)
                 )
 
     def wait_all(self) -> None:
@@ -218,7 +221,7 @@ class Shards:
                 if state is not None:
                     cpu_state = {k: _on_cpu(v) for k, v in state.items()}
                     local_states[sharded.entry.index] = (sharded.slice, cpu_state)
-            rows = self.reducer.gather(local_states)
+            rows = bucket.reducer.gather(local_states)
             for sharded in members if keep else ():
                 shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
                 if shards:

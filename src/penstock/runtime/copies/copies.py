@@ -21,6 +21,7 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import INTERNAL
 from penstock.stage.module import StageModule
+from penstock.stage.split_backward.intercepted import has_local_uses
 from penstock.stage.values import same_values
 
 _Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -90,8 +91,7 @@ class Copies:
                 _Gather(world, holders, replicas, over_ranks),
                 (lambda problem: world.gather(problem, "run", "compare buffers")) if may_refuse else None,
             )
-        shards = world.mesh is not None and world.mesh.shape.tp > 1
-        if shards or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
+        if world.shards_matrices or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
             where = f"rank {world.rank}"
             if world.mesh is not None:
                 where = ", ".join(f"{axis} {world.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
@@ -103,14 +103,21 @@ class Copies:
 
     def _copied_tensors(self) -> Iterator[CopiedTensor]:
         """Yield this process's tensors; shards are copies only of the same shard."""
-        world, ties = self._world, self._local_stages.ties
+        ties = self._local_stages.ties
         tied = {name for names in ties.groups for name in names}
-        shard = "" if world is None or world.mesh is None else f" tp {world.mesh.coordinate('tp')}"
         for s, stage in sorted(self._local_stages.stages_by_number.items()):
             for _, name, kind, tensor in _tensors_of(stage.module):
                 first = ties.first.get(name, name)
                 group = f"weight {first}" if name in tied else f"stage {s}"
-                yield CopiedTensor(group + shard if is_sharded(tensor) else group, first, kind, tensor)
+                yield CopiedTensor(group + self._shard_of(tensor), first, kind, tensor)
+
+    def _shard_of(self, tensor: Tensor) -> str:
+        """Return a text that is the same for the processes with the same shard of a tensor; empty for a whole one."""
+        if self._world is None or self._world.mesh is None or not is_sharded(tensor):
+            return ""
+        if has_local_uses(tensor):
+            return f" ep {tensor.device_mesh.get_local_rank()}"
+        return f" tp {self._world.mesh.coordinate('tp')}"
 
     def sync_parameters(self) -> None:
         """Apply changes of parameters to their copies in this process; see `Aliases.sync`."""

@@ -12,6 +12,7 @@ from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import full_tensor, is_sharded, local, real_values
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
+from penstock.stage.split_backward.intercepted import has_local_uses
 
 
 class CountedGradient(NamedTuple):
@@ -21,6 +22,7 @@ class CountedGradient(NamedTuple):
     parameter: nn.Parameter
     counts: bool
     tensor_parallel: bool
+    expert: bool
 
 
 class GlobalNorm:
@@ -43,11 +45,12 @@ class GlobalNorm:
         gradients = []
         for name, parameter, counts in self._parameters.counted():
             sharded = None if shards is None else shards.find(parameter)
-            updated = parameter if shards is None else None if sharded is None else sharded.shard
+            updated = parameter if sharded is None else sharded.shard
             if updated is not None:
                 position = self._positions[0][name]
                 ours = is_sharded(parameter) and self._world is not None and self._world.shards_matrices
-                gradients.append(CountedGradient(position, updated, counts, ours))
+                expert = has_local_uses(parameter)
+                gradients.append(CountedGradient(position, updated, counts, ours and not expert, expert))
         return gradients
 
     def clip_(self, max_norm: float, shards: Shards | None) -> Tensor:
@@ -59,13 +62,18 @@ class GlobalNorm:
             count, dtype=torch.float64
         )  # of shards, to add over tensor-parallel ranks
         zero_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over replicas
+        expert_squares = torch.zeros(
+            count, dtype=torch.float64
+        )  # of experts, to add over all that divide them
         present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
-        for position, parameter, counts, tensor_parallel in gradients:
+        for position, parameter, counts, tensor_parallel, expert in gradients:
             if parameter.grad is None or not counts:
                 continue
-            norm, dtype = _norm_of(parameter, parameter.grad, is_shard=tensor_parallel)
+            norm, dtype = _norm_of(parameter, parameter.grad, is_shard=tensor_parallel or expert)
             present[dtype, position] = 1.0
-            if tensor_parallel:
+            if expert:
+                expert_squares[position] = norm.square()
+            elif tensor_parallel:
                 tensor_squares[position] = norm.square()
             elif shards is not None:
                 zero_squares[position] = norm.square()
@@ -75,9 +83,12 @@ class GlobalNorm:
             for column in (tensor_squares, zero_squares, present) if shards is not None else ():
                 world.all_reduce_dp(column)
             world.all_reduce_tp(tensor_squares)
-            for column in (norms, tensor_squares, zero_squares, present):
+            divided = shards is not None and world.expert_replicas() is not None
+            for column in (expert_squares, present):
+                world.all_reduce_experts(column, replicas=divided)
+            for column in (norms, tensor_squares, zero_squares, expert_squares, present):
                 world.all_reduce(column)
-        norms += (tensor_squares + zero_squares).sqrt()
+        norms += (tensor_squares + zero_squares + expert_squares).sqrt()
         total = _total(norms, present)
         clipped = [_Gradient(real_values(local(p.grad))) for _, p, *_ in gradients if p.grad is not None]
         nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]  # which needs .grad alone

@@ -24,6 +24,7 @@ from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal, require_same_number
 from penstock.stage.module import StageModule
+from penstock.stage.split_backward.intercepted import has_local_uses
 
 # More contributions than any step makes: the gradient is complete only when `complete` says so.
 _UNKNOWN = 1 << 60
@@ -41,6 +42,8 @@ class ReplicaReduction:
             the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
         whole: parameters that one replica updates as a whole, with `zero`.
+        expert_reducer: communicator of the processes with the same experts, if they are divided; None if there is one
+            process for each, whose gradients are then complete.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class ReplicaReduction:
         zero: bool = False,
         *,
         whole: Collection[nn.Parameter] = (),
+        expert_reducer: GroupReducer | None = None,
     ) -> None:
         self.exchange = exchange
+        self._expert_reducer = expert_reducer
         self.buckets: GradientBuckets | None = None
         self.shards: Shards | None = None
         self._modules = modules
@@ -96,6 +101,11 @@ class ReplicaReduction:
             "first_bucket_bytes": size if self._groups else min(size, FIRST_BUCKET_BYTES),
             "groups": self._groups,
         }
+        experts = [p for _, p in named if has_local_uses(p)]
+        if self._expert_reducer is None:
+            named = [(name, p) for name, p in named if not has_local_uses(p)]
+        else:
+            options["reducers"] = dict.fromkeys(experts, self._expert_reducer)
         if zero:
             self.shards = Shards(named, reducer, whole=whole, **options)
             self.buckets = self.shards.buckets
@@ -108,7 +118,7 @@ class ReplicaReduction:
     def set_timeout(self, seconds: float) -> None:
         """Set the longest wait for the other replicas in seconds."""
         if self.buckets is not None:
-            self.buckets.reducer.set_timeout(seconds)
+            self.buckets.set_timeout(seconds)
 
     def detach(self, wait: bool = True) -> None:
         """Remove the hooks from the parameters.

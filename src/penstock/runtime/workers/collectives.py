@@ -79,15 +79,43 @@ class Collectives:
     def _begin(
         self, collective: Callable[..., Any], values: Tensor, group: dist.ProcessGroup | None, action: str
     ) -> Callable[[], object]:
+        start = partial(collective, values, group=group or self.everyone, async_op=True)
+        return self._started(start, values, group, action)
+
+    def run(
+        self,
+        start: Callable[[], Any],
+        values: Tensor,
+        group: dist.ProcessGroup | None,
+        action: str,
+        look: Callable[[], None],
+    ) -> None:
+        """Run a collective; every process of the group calls it.
+
+        Args:
+            start: function that starts it, and returns its handle.
+            values: a tensor of it.
+            look: function that is called repeatedly during a long wait on the CPU, and may raise.
+        """
+        self._started(start, values, group, action, look)()
+
+    def _started(
+        self,
+        start: Callable[[], Any],
+        values: Tensor,
+        group: dist.ProcessGroup | None,
+        action: str,
+        look: Callable[[], None] = lambda: None,
+    ) -> Callable[[], object]:
         visit = self.enter(group)
         try:
-            work = collective(values, group=group or self.everyone, async_op=True)
+            work = start()
         except RuntimeError as error:  # the connection was broken already
             raise self._connection_error(action, error, visit) from error
         if values.is_cuda:
             # NCCL's own watchdog has the group's timeout; with one here the host would wait for NCCL.
             return lambda: work.wait()
-        return lambda: self.finish(work, action, visit=visit)
+        return lambda: self.finish(work, action, visit=visit, look=look)
 
     def barrier(self, group: dist.ProcessGroup | None, action: str) -> None:
         """Wait until all processes of a group call it."""
@@ -99,6 +127,7 @@ class Collectives:
         action: str,
         patient: bool = False,
         visit: Visit | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for a collective on the CPU."""
         seconds = self.timeout.longest if patient else self.timeout.seconds
@@ -116,6 +145,7 @@ class Collectives:
                     if monotonic() > deadline:
                         raise self._timeout_error(action, seconds, visit) from error
                 self.peer_registry.require_all()
+                look()
                 if visit is not None:
                     visit.waits(seconds)
         except (CallOrderError, PeerError, WaitTimeoutError) as error:

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,7 +31,11 @@ from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
+from penstock.runtime.workers.expert_exchange import ExpertExchange
 from penstock.schedule.program import Program
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 RESULT_SLOTS = 2
 Over = Literal["pp", "dp", "dp and tp", "run"]
@@ -68,6 +72,9 @@ class World:
         self._reductions: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
+        self._experts: dist.ProcessGroup | None = None
+        self._expert_replicas: dist.ProcessGroup | None = None
+        self._exchange: ExpertExchange | None = None
         self._more_groups: list[dist.ProcessGroup] = []
         # `join` replaces it.
         self.timeout = Timeout(60.0)
@@ -79,8 +86,8 @@ class World:
 
     @property
     def shards_matrices(self) -> bool:
-        """True if processes of this mesh share matrices (tensor parallelism)."""
-        return self.mesh is not None and self.mesh.shape.tp > 1
+        """True if processes of this mesh share matrices (tensor parallelism) or experts."""
+        return self.mesh is not None and (self.mesh.shape.tp > 1 or self.mesh.shape.ep > 1)
 
     def join(
         self,
@@ -115,7 +122,7 @@ class World:
             mesh = (
                 None
                 if is_one
-                else make_mesh(mesh.pp, mesh.dp, mesh.tp, order=mesh.order, device=_device_kind())
+                else make_mesh(mesh.pp, mesh.dp, mesh.tp, order=mesh.order, ep=mesh.ep, device=_device_kind())
             )
         if mesh is not None:
             shape, everyone = mesh.shape, range(mesh.shape.ranks)
@@ -125,13 +132,20 @@ class World:
             if shape.dp > 1 or shape.tp > 1:
                 self.mesh = mesh
                 self._buckets = self._group(_distinct(mesh.line(rank, "dp") for rank in everyone))
-                beside = (
-                    [r for q in shape.line(rank, "dp") for r in mesh.line(q, "tp")] for rank in everyone
-                )
-                self._beside = self._group(_distinct(sorted(line) for line in beside))
+                self._beside = self._group(self._lines(shape.stage_ranks))
+                if shape.ep > 1:
+                    # Never destroyed, as the groups of a mesh: DTensors of a later pipeline may have the same mesh.
+                    self._experts = self._group(self._lines(shape.expert_ranks))
+                    self._expert_replicas = self._group(self._lines(shape.expert_replicas))
         self._messages = self._group(self._pipelines, "gloo")
         self._reductions = self._group(self._pipelines)
         return self
+
+    def _lines(self, line_of: Callable[[int], list[int]]) -> list[list[int]]:
+        """Return the lines of the mesh that a function gives by rank, as ranks in ``torch.distributed``."""
+        mesh = self.mesh
+        assert mesh is not None, "joined with a mesh"
+        return _distinct(sorted(mesh.ranks[r] for r in line_of(rank)) for rank in range(mesh.shape.ranks))
 
     def _join_members(self) -> None:
         """Open the communicator of all processes of the run, unless ``torch.distributed`` has one for the CPU."""
@@ -179,12 +193,17 @@ class World:
         self._applied = self.timeout.seconds
         axes = self.mesh.groups() if self.mesh is not None else []
         everyone = self.collectives.everyone
-        own = [everyone, self._messages, self._reductions, self._buckets, self._beside, *self._more_groups]
-        for group in (*own, *axes):
+        for group in (everyone, *self._own_groups(), self._experts, *axes):
             if group is not None:
                 _set_pg_timeout(self.timeout.delta, group)
         if _default_group() in _met_here:  # one of the user's own keeps its timeout
             _set_pg_timeout(self.timeout.delta)
+
+    def _own_groups(self) -> list[dist.ProcessGroup | None]:
+        return [
+            *self._more_groups, self._messages, self._reductions, self._buckets, self._beside, self._expert_replicas,
+            None if self._exchange is None else self._exchange.group,
+        ]  # fmt: skip
 
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
@@ -207,15 +226,47 @@ class World:
 
     def replicas(self) -> GroupReducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
-        if self.mesh is None or self.mesh.shape.dp == 1:
+        if self.mesh is None or (self.mesh.shape.dp == 1 and self.expert_replicas() is None):
             return None
         assert self._buckets is not None, "joined"
+        return self._reducer(self._buckets)
+
+    def expert_replicas(self) -> GroupReducer | None:
+        """Return this process's end of the reduction over the processes with the same experts; None if there are none."""
+        if self._expert_replicas is None or dist.get_world_size(self._expert_replicas) == 1:
+            return None
+        return self._reducer(self._expert_replicas)
+
+    def _reducer(self, group: dist.ProcessGroup) -> GroupReducer:
         return GroupReducer(
-            self._buckets,
+            group,
             self.timeout.seconds,
             require_all=self.peer_registry.require_all,
-            enter=lambda: self.collectives.enter(self._buckets),
+            enter=lambda: self.collectives.enter(group),
         )
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        """Return this process among those that divide the experts of its layers; None if experts are not divided."""
+        if self._experts is None or self.mesh is None:
+            return None
+        lines = self._lines(self.mesh.shape.expert_ranks)
+
+        def make_group() -> dist.ProcessGroup:
+            group = self._group(lines)
+            assert group is not None, "each process is in one"
+            self._applied = 0.0  # it has the timeout of a first step
+            return group
+
+        world: Any = _default_group()
+        self._exchange = ExpertExchange(make_group, self.collectives, world.get_group_store().clone())
+        return self._exchange
+
+    def expert_mesh(self) -> DeviceMesh:
+        """Return the one-dimensional mesh, named ep, of the processes that divide the experts."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self._experts is not None, "experts are divided"
+        return DeviceMesh.from_group(self._experts, _device_kind(), mesh_dim_names=("ep",))
 
     def connect(
         self,
@@ -362,6 +413,16 @@ class World:
         if self.mesh is not None and self.mesh.shape.dp > 1:
             self.collectives.all_reduce(values, self._buckets, "add up over the replicas")
 
+    def all_reduce_experts(self, values: Tensor, replicas: bool) -> None:
+        """Sum a tensor over the processes that divide the experts of a layer, in place; they all call it.
+
+        Args:
+            replicas: whether to sum over those with the same experts, too.
+        """
+        if self._experts is not None:
+            group = self._beside if replicas else self._experts
+            self.collectives.all_reduce(values, group, "add up over divided experts")
+
     def disconnect(self, failed: bool = False) -> None:
         """Close everything that `connect` opened.
 
@@ -378,8 +439,7 @@ class World:
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
-        own = (self._messages, self._reductions, self._buckets, self._beside, self.collectives.everyone)
-        for group in (*self._more_groups, *own):
+        for group in (*self._own_groups(), self.collectives.everyone):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 

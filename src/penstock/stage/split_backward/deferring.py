@@ -24,6 +24,7 @@ from penstock.stage.split_backward.intercepted import (
     VIEWS,
     InterceptedParameter,
     ParameterView,
+    has_local_uses,
     intercept,
     of_thread,
     owner_of,
@@ -45,19 +46,22 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         queue: queue of the microbatch; parameters that are used in any other way are added to its `excluded`.
         parameters: parameters whose uses are intercepted, so that only calls that take one of them pass through Python. All
             functions of torch do if there are none (default), or if one is of another class, as DTensors are; then the
-            context costs twice as much.
+            context costs twice as much. Shares of experts do not count, whose uses are by `local_weight`.
     """
 
     def __init__(self, queue: WeightGradQueue, parameters: Sequence[nn.Parameter] = ()) -> None:
         self.queue = queue
+        parameters = [p for p in parameters if not has_local_uses(p)]
         plain = all(type(p) is nn.Parameter or type(p) is InterceptedParameter for p in parameters)
         self._parameters = parameters if plain else ()
         self._mode = None if self._parameters else _AllFunctions(self)
         self._outer: defer_weight_grads | None = None
+        self._outer_defers = False
         self._saved_hooks: object = None
 
     def __enter__(self) -> defer_weight_grads:
         self._saved_hooks = _saved_tensor_hooks()
+        self._outer_defers, of_thread.defers = of_thread.defers, True
         if self._mode is not None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         else:
@@ -67,6 +71,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
         return self
 
     def __exit__(self, *error: object) -> None:
+        of_thread.defers = self._outer_defers
         if self._mode is not None:
             self._mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         else:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 class _OfThread(threading.local):
     context: Any = None
     """The `defer_weight_grads` that this thread is in, if parameters have the class `InterceptedParameter` for it."""
+    defers = False
+    """Whether this thread is in any `defer_weight_grads`."""
 
 
 of_thread = _OfThread()
@@ -71,9 +73,13 @@ class ParameterView(Tensor):
 
     def to_owner(self, gradient: Tensor, total: Tensor | None) -> Tensor:
         """Return the owner's gradient for a gradient of this view, added in place to a `total` from an earlier call."""
-        if total is None and all(step.func in TRANSPOSES for step in self.steps):
-            for func, args, kwargs in reversed(self.steps):  # each is its own inverse
-                gradient = func(gradient, *args, **kwargs)
+        if total is None and all(step.func in TRANSPOSES or step.func is _own_part for step in self.steps):
+            for func, args, kwargs in reversed(self.steps):  # a transpose is its own inverse
+                gradient = (
+                    _like_owner(gradient, self.owner)
+                    if func is _own_part
+                    else func(gradient, *args, **kwargs)
+                )
             return gradient
         if total is None:
             total = torch.zeros_like(self.owner, dtype=gradient.dtype)
@@ -113,6 +119,41 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paramet
     view.owner, view.plain = owner_of(source), plain
     view.steps = (*getattr(source, "steps", ()), _Step(func, tuple(others), kwargs))
     return view
+
+
+def local_weight(parameter: Any) -> Tensor:
+    """Return this process's part of a DTensor, in the graph, whose uses the thread's `defer_weight_grads` intercepts."""
+    plain: Tensor = parameter.to_local(grad_placements=parameter.placements)
+    if not of_thread.defers:
+        return plain
+    view: ParameterView = plain.as_subclass(ParameterView)
+    view.owner, view.plain, view.steps = parameter, plain, (_Step(_own_part, (), {}),)
+    return view
+
+
+def has_local_uses(parameter: Tensor) -> bool:
+    """Return whether a parameter is one that layers use by `local_weight` only: a share of the experts of a layer."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and mesh.mesh_dim_names == ("ep",)
+
+
+def _own_part(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
+
+
+def _like_owner(gradient: Tensor, owner: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        gradient,
+        owner.device_mesh,
+        owner.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
+    )
 
 
 def _is_index(value: Any) -> bool:

@@ -1,0 +1,259 @@
+"""Expert parallelism: the experts of a layer are divided over processes, and each token travels to its experts and back.
+
+A mixture of experts has a module that computes the experts for the tokens that a router chose for each (Mixtral, 2401.04088;
+the names here are those of transformers): its parameters are stacks of the experts' weights, and its forward takes
+``hidden_states`` [tokens, width], ``top_k_index`` [tokens, k] and ``top_k_weights`` [tokens, k]. With expert parallelism
+each process has an equal share of every stack. It sorts the (token, expert) pairs of its tokens by expert, sends each to the
+expert's process, runs the module's own forward on what it got with its share of the weights, and sends the results back
+(GShard, 2006.16668). No token is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Exchange(Protocol):
+    """Collectives of the processes that divide the experts; every one of them makes the same calls in the same order."""
+
+    size: int
+    """Number of processes."""
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
+
+
+class TensorRanks(NamedTuple):
+    """The processes that share matrices (tp), which have the same tokens.
+
+    Attributes:
+        gather: function that joins the rows of all of them, equally many of each.
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+
+
+def find_experts(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the modules whose parameters are all stacks of ``num_experts``, called as this module says."""
+    for name, layer in layers:
+        for inner, module in layer.named_modules():
+            if _is_experts(module):
+                yield ".".join(part for part in (name, inner) if part), module
+
+
+def _is_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    own = list(module.parameters())
+    if type(number) is not int or not own or any(p.dim() < 2 or p.shape[0] != number for p in own):
+        return False
+    takes = [
+        p
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    return len(takes) == _ARGUMENTS and any(p.dim() == _STACK for p in own)
+
+
+_ARGUMENTS = 4  # self, hidden_states, top_k_index, top_k_weights
+_STACK = 3  # dimensions of a stack of matrices
+
+
+def divide_experts(
+    layers: Iterable[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    exchange: Exchange,
+    tensor_ranks: TensorRanks | None,
+    weight_of: Callable[[Tensor], Tensor],
+) -> list[str]:
+    """Divide the experts of layers over processes, in place, and return the names of their modules.
+
+    Args:
+        layers: (name in the whole model, layer) pairs of the layers that this process holds.
+        mesh: one-dimensional mesh of the processes.
+        tensor_ranks: the processes with the same tokens, of which each takes a part; None if there is only this one.
+        weight_of: function that returns this process's part of a stack, in the graph, for a forward.
+
+    Raises:
+        ConfigError: if the experts do not divide, or have hooks or adapters. Nothing is divided then.
+    """
+    found = list(find_experts(layers))
+    for name, module in found:
+        _require_divisible(name, module, exchange.size)
+    for _, module in found:
+        _shard(module, mesh)
+        module.forward = DividedExperts(module, exchange, tensor_ranks, weight_of)
+    return [name for name, _ in found]
+
+
+def _require_divisible(name: str, module: nn.Module, size: int) -> None:
+    number: Any = module.num_experts
+    if number % size:
+        raise ConfigError(
+            f"{name} has {number} experts, which do not divide over ep = {size}; take an ep that divides {number}"
+        )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in hooks) or any(p._backward_hooks for p in module.parameters()):
+        raise ConfigError(
+            f"{name} or one of its parameters has a hook, which would see one process's share of the experts; remove it, or "
+            "leave ep at 1"
+        )
+    if (
+        hasattr(module, "base_layer")
+        or "forward" in vars(module)
+        or any(map(_has_parameters, module.children()))
+    ):
+        raise ConfigError(
+            f"{name} has an adapter or another forward, which expert parallelism does not divide; leave ep at 1, or merge "
+            "the adapters first"
+        )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this process's share of each stack, as a DTensor; all processes have the same stacks."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        each = parameter.shape[0] // mesh.size()
+        own = parameter.detach().narrow(0, mesh.get_local_rank() * each, each).clone()
+        tensor = DTensor.from_local(
+            own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+
+class DividedExperts:
+    """The forward of a module whose experts are divided over processes; called as the module's own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        exchange: Exchange,
+        tensor_ranks: TensorRanks | None,
+        weight_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._module, self._exchange = module, exchange
+        self._tensor_ranks, self._weight_of = tensor_ranks, weight_of
+        number: Any = module.num_experts
+        self._number, self._each = number, number // exchange.size
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts; shapes as in this module's text, or with more dimensions."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index = top_k_index.reshape(-1, top_k_index.shape[-1])
+        weights = top_k_weights.reshape(index.shape)
+        split = self._tensor_ranks
+        if split is not None:
+            # Torch does not annotate `apply`.
+            rows, index, weights = (_Part.apply(x, split) for x in (rows, index, weights))  # type: ignore[no-untyped-call]
+        out = self._run(rows, index, weights)
+        if split is not None:
+            number = hidden_states.shape[:-1].numel()
+            out = _Joined.apply(out, split, number)  # type: ignore[no-untyped-call]
+        return out.view(hidden_states.shape)
+
+    def _run(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        exchange, k = self._exchange, index.shape[-1]
+        expert, order = torch.sort(index.reshape(-1), stable=True)
+        counts = torch.bincount(expert, minlength=self._number)
+        ones = [1] * exchange.size
+        arriving = exchange.all_to_all(counts.view(exchange.size, self._each), ones, ones).cpu()
+        sent = counts.view(exchange.size, self._each).sum(1).tolist()
+        received = arriving.sum(1).tolist()
+        pairs = rows[order // k], weights.reshape(-1, 1)[order]
+        there, scores = _AllToAll.apply(exchange, sent, received, *pairs)  # type: ignore[no-untyped-call]
+        local = torch.arange(self._each, device=rows.device).repeat(exchange.size)
+        local = local.repeat_interleave(arriving.reshape(-1).to(rows.device), output_size=sum(received))
+        if not len(local):
+            # One row of zeros, so that the experts stay in the graph and their gradients are zero.
+            there = torch.cat([there, there.new_zeros(1, there.shape[1])])
+            scores = torch.cat([scores, scores.new_zeros(1, 1)])
+            out = self._own_experts()(there, local.new_zeros(1, 1), scores)[:0]
+        else:
+            out = self._own_experts()(there, local[:, None], scores)
+        (back,) = _AllToAll.apply(exchange, received, sent, out)  # type: ignore[no-untyped-call]
+        unsorted = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        total: Tensor = back[unsorted].view(-1, k, back.shape[-1]).sum(1).to(rows.dtype)
+        return total
+
+    def _own_experts(self) -> Callable[..., Tensor]:
+        """Return the module's own forward with the experts of this process alone."""
+        own = copy.copy(self._module)
+        own.__dict__["_parameters"] = {
+            name: None if p is None else self._weight_of(p) for name, p in self._module._parameters.items()
+        }
+        own.__dict__.pop("forward", None)
+        own.num_experts = self._each
+        return own.forward
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other processes, and their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, sent: list[int], received: list[int], *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.args = exchange, received, sent
+        return tuple(exchange.all_to_all(x.contiguous(), sent, received) for x in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, sent, received = ctx.args
+        return (
+            None,
+            None,
+            None,
+            *(exchange.all_to_all(grad.contiguous(), sent, received) for grad in grads),
+        )
+
+
+class _Part(torch.autograd.Function):
+    """This process's part of rows that all processes of a tensor-parallel group have."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks, ctx.rows = ranks, len(rows)
+        each = -(-len(rows) // ranks.size)
+        return rows[ranks.rank * each : (ranks.rank + 1) * each]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(grad, ctx.ranks, ctx.rows), None
+
+
+class _Joined(torch.autograd.Function):
+    """Rows of all processes of a tensor-parallel group, which then have the same ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks, number: int) -> Tensor:
+        ctx.ranks = ranks
+        return _joined(rows, ranks, number)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        each = -(-len(grad) // ctx.ranks.size)
+        return grad[ctx.ranks.rank * each : (ctx.ranks.rank + 1) * each], None, None
+
+
+def _joined(rows: Tensor, ranks: TensorRanks, number: int) -> Tensor:
+    """Return the first `number` rows of all parts; each part is as long as the first, the last ones maybe shorter."""
+    each = -(-number // ranks.size)
+    padded = torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
+    return ranks.gather(padded)[:number]
