@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import MeshShape, ParallelOptions, Pipeline, PipelineOptimizer
+from penstock import Checkpoints, MeshShape, Pipeline, PipelineOptimizer
+from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
-from tests.support.mixtures import batch, loss_of, mixture
+from tests.support.mixtures import CLASSES, batch, loss_of, mixture
 
 MICROBATCHES, STEPS = 2, 5
-Result = tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]
+Tensors = dict[str, Tensor]
 
 
-def plain(lone: bool = False, parts: int = MICROBATCHES) -> Result:
-    """Return the losses, the last norm, and the first step's gradients and last weights of one process."""
+class Case(NamedTuple):
+    sizes: dict[str, int]
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    zero: bool = False
+    lone: bool = False
+    recompute: str = "none"
+
+
+class Result(NamedTuple):
+    losses: list[float]
+    norm: float
+    gradients: Tensors
+    weights: Tensors
+
+
+def plain(lone: bool, parts: int) -> Result:
+    """Return the losses, the last norm, the first step's gradients and the last weights of one process."""
     net = mixture(lone=lone)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses, norm, first = [], 0.0, {}
@@ -30,76 +47,196 @@ def plain(lone: bool = False, parts: int = MICROBATCHES) -> Result:
             loss = loss_of(net(x), y) / parts
             loss.backward()
             total += loss.item()
-        if not first:
-            first = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+        first = first or {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, norm, first, {n: p.detach().clone() for n, p in net.named_parameters()}
+    return Result(losses, norm, first, {n: p.detach().clone() for n, p in net.named_parameters()})
 
 
-def divided(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> Result:
-    options = dict(options)
-    zero, lone, recompute = (options.pop(key, default) for key, default in (("zero", False), ("lone", False), ("recompute", "none")))
-    net = mixture(lone=lone)
+def divided(rank: int, case: Case) -> Result:
     with Pipeline(
-        net, loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**sizes), timeout=60,
-        schedule=options.get("schedule", "1f1b"), virtual_stages=options.get("virtual_stages", 1), recompute=recompute,
+        mixture(lone=case.lone), loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes), timeout=120,
+        schedule=case.schedule, virtual_stages=case.virtual_stages, recompute=case.recompute,
     ) as pipe:  # fmt: skip
-        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=1.0, zero=zero)
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=1.0, zero=case.zero)
         losses, norm, first = [], 0.0, {}
         for _ in range(STEPS):
-            losses.append(pipe.step(*batch()).loss.item())
-            if not first and not zero:
-                first = {n: full_tensor(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None}
+            loss = pipe.step(*batch()).loss
+            assert loss is not None
+            losses.append(loss.item())
+            first = first or {
+                n: full_tensor(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None
+            }
             step = optimizer.step()
+            assert step.grad_norm is not None
             norm = float(step.grad_norm)
         weights = {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
-    return losses, norm, first, weights
+    return Result(losses, norm, first, weights)
 
 
-CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"dp": 2, "ep": 2}, {}),
-    ({"dp": 2, "ep": 2}, {"zero": True}),
-    ({"dp": 2, "ep": 2}, {"lone": True}),
-    ({"dp": 2, "ep": 2}, {"recompute": "full"}),
-    ({"pp": 1, "tp": 2, "ep": 2}, {}),
+TWO = [
+    Case({"dp": 2, "ep": 2}),
+    Case({"dp": 2, "ep": 2}, zero=True),
+    Case({"dp": 2, "ep": 2}, lone=True),
+    Case({"dp": 2, "ep": 2}, schedule="zb-h1", recompute="full"),
+    Case({"tp": 2, "ep": 2}),
+]
+FOUR = [
+    Case({"pp": 2, "dp": 2, "ep": 2}),
+    Case({"pp": 2, "dp": 2, "ep": 2}, schedule="zb-h1"),
+    Case({"pp": 2, "dp": 2, "ep": 2}, schedule="interleaved-1f1b", virtual_stages=2, zero=True),
+    Case({"pp": 2, "dp": 2, "ep": 2}, schedule="zb-v"),
+    Case({"dp": 4, "ep": 4}),
+    Case({"dp": 4, "ep": 2}),
+    Case({"dp": 4, "ep": 2}, zero=True),
 ]
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(processes: LocalProcesses):
-    compare(run_cases(processes, 2, divided, CASES), CASES)
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_processes_give_what_one_gives(processes: LocalProcesses, ranks: int, cases: list[Case]):
+    results = run_cases(processes, ranks, divided, [(case,) for case in cases])
+    for case, by_rank in zip(cases, results, strict=True):
+        expected = plain(case.lone, MICROBATCHES * case.sizes.get("dp", 1))
+        for result in by_rank:
+            require_close(case, result, expected)
+        require_equal_copies(case, [result.weights for result in by_rank])
 
 
-FOUR: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"pp": 2, "dp": 2, "ep": 2}, {}),
-    ({"pp": 2, "dp": 2, "ep": 2}, {"schedule": "zb-h1"}),
-    ({"pp": 2, "dp": 2, "ep": 2}, {"schedule": "interleaved-1f1b", "virtual_stages": 2, "zero": True}),
-    ({"pp": 2, "dp": 2, "ep": 2}, {"schedule": "zb-v"}),
-    ({"dp": 4, "ep": 4}, {}),
-    ({"dp": 4, "ep": 2}, {}),
-    ({"dp": 4, "ep": 2}, {"zero": True}),
+def require_close(case: Case, result: Result, expected: Result) -> None:
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5), case
+    assert result.norm == pytest.approx(expected.norm, rel=1e-4), case
+    assert case.zero or result.gradients
+    for name, gradient in result.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6)
+    # AdamW divides by the root of the gradient's square, so that errors of small gradients are as large as of large ones.
+    for name, weight in result.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-4)
+
+
+def require_equal_copies(case: Case, by_rank: list[Tensors]) -> None:
+    for name in {name for weights in by_rank for name in weights}:
+        copies = [weights[name] for weights in by_rank if name in weights]
+        assert all(torch.equal(copies[0], other) for other in copies), (case, name)
+
+
+class Wrong(NamedTuple):
+    what: str
+    words: str
+
+
+WRONG = [
+    Wrong("three experts", "has 3 experts, which do not divide over ep = 2; take an ep that divides 3"),
+    Wrong("no experts", "no layer has a module with stacks of them"),
+    Wrong("a hook", "has a hook, which would see one process's share"),
+    Wrong("another order", "differ between the processes that divide them"),
 ]
 
 
+def refused(rank: int, wrong: Wrong) -> str:
+    net = mixture(experts=3 if wrong.what == "three experts" else 4)
+    if wrong.what == "no experts":
+        net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES))
+    experts = net[1].experts if wrong.what != "no experts" else nn.Identity()
+    if wrong.what == "a hook":
+        experts.register_forward_hook(lambda *_: None)
+    if wrong.what == "another order" and rank == 1:
+        with torch.no_grad():
+            for stack in experts.parameters():
+                stack.copy_(stack.flip(0).clone())
+    try:
+        Pipeline(net, loss_of, microbatches=2, mesh=MeshShape(dp=2, ep=2), timeout=60).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.slow
-def test_four_processes_give_what_one_gives(processes: LocalProcesses):
-    compare(run_cases(processes, 4, divided, FOUR), FOUR)
+def test_what_cannot_be_divided_is_refused_on_every_rank(processes: LocalProcesses):
+    results = run_cases(processes, 2, refused, [(wrong,) for wrong in WRONG])
+    for wrong, by_rank in zip(WRONG, results, strict=True):
+        assert all(wrong.words in text for text in by_rank), (wrong, by_rank)
 
 
-def compare(results: list[list[Result]], cases: list[tuple[dict[str, int], dict[str, Any]]]) -> None:
-    for (sizes, options), by_rank in zip(cases, results, strict=True):
-        parts = MICROBATCHES * sizes.get("dp", 1)
-        losses, norm, gradients, weights = plain(options.get("lone", False), parts)
-        for found, found_norm, found_gradients, found_weights in by_rank:
-            assert found == pytest.approx(losses, rel=1e-5), (sizes, options)
-            assert found_norm == pytest.approx(norm, rel=1e-4), (sizes, options)
-            for name, gradient in found_gradients.items():
-                torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda m: f"{sizes} {options} {name}: {m}")
-            for name, weight in found_weights.items():
-                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4, msg=lambda m: f"{sizes} {options} {name}: {m}")
-        for name in by_rank[0][3]:
-            copies = [r[3][name] for r in by_rank if name in r[3]]
-            assert all(torch.equal(copies[0], other) for other in copies), (sizes, options, name)
+def test_an_ep_that_does_not_divide_the_ranks_of_a_stage_is_refused():
+    with pytest.raises(ConfigError, match=r"ep 3 does not divide dp x tp = 4, the ranks of a stage"):
+        MeshShape(pp=2, dp=2, tp=2, ep=3)
+
+
+class FailsOnce(nn.Linear):
+    """A layer that raises at one of its calls, if told so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "fails", False):
+            raise ValueError("a layer of the user's failed")
+        return super().forward(x)
+
+
+def failing(rank: int, call: str) -> tuple[str, str, float]:
+    """Return the error where a layer fails on replica 1 alone, and the loss of the next step."""
+    net = mixture()
+    net.insert(3, layer := FailsOnce(8, 8))
+    with Pipeline(net, loss_of, microbatches=2, mesh=MeshShape(pp=2, dp=2, ep=2), timeout=120) as pipe:
+        x, y = batch()
+        pipe.step(x, y)
+        pipe.zero_grad()
+        layer.fails = pipe.replica == 1
+        kind, text = "", ""
+        try:
+            pipe.step(x, y) if call == "step" else pipe.evaluate(x, y)
+        except PenstockError as error:
+            kind, text = type(error).__name__, str(error)
+        layer.fails = False
+        pipe.zero_grad()
+        loss = pipe.step(x, y).loss
+        assert loss is not None
+        return kind, text, loss.item()
+
+
+@pytest.mark.slow
+def test_a_replica_that_fails_does_not_leave_the_others_waiting_for_its_experts(processes: LocalProcesses):
+    for by_rank in run_cases(processes, 4, failing, [("step",), ("evaluate",)]):
+        assert all("a layer of the user's failed" in text for _, text, _ in by_rank), by_rank
+        assert {kind for kind, *_ in by_rank} <= {"StageError", PeerError.__name__, "PenstockError"}, by_rank
+        assert len({loss for *_, loss in by_rank}) == 1
+
+
+def train(rank: int, folder: str, sizes: dict[str, int] | None, steps: int) -> tuple[list[float], Tensors]:
+    """Continue the newest checkpoint of a folder, if any, and save; return the losses and the weights."""
+    mesh = None if sizes is None else MeshShape(**sizes)
+    parts = 4 if mesh is None else 4 // mesh.dp
+    with Pipeline(
+        mixture(), loss_of, ranks=1 if mesh is None else mesh.pp, microbatches=parts, mesh=mesh, timeout=120
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=mesh is not None and mesh.dp > 2)
+        with Checkpoints(folder, pipe, optimizer) as checkpoints:
+            checkpoints.load_newest()
+            losses = []
+            for _ in range(steps):
+                loss = pipe.step(*batch()).loss
+                assert loss is not None
+                losses.append(loss.item())
+                optimizer.step()
+            checkpoints.save()
+        return losses, {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_continues_with_experts_divided_otherwise(processes: LocalProcesses, tmp_path: Path):
+    expected, weights = train(0, str(tmp_path / "one"), None, 5)
+    folder = str(tmp_path / "many")
+    losses: list[float] = []
+    for ranks, sizes, steps in (
+        (2, {"dp": 2, "ep": 2}, 1),
+        (4, {"dp": 4, "ep": 2}, 1),
+        (4, {"pp": 2, "dp": 2, "ep": 2}, 1),
+        (2, {"dp": 2}, 1),
+    ):
+        (by_rank,) = run_cases(processes, ranks, train, [(folder, sizes, steps)])
+        losses += by_rank[0][0]
+    last, final = train(0, folder, None, 1)
+    assert losses + last == pytest.approx(expected, rel=1e-5)
+    for name, weight in final.items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4)

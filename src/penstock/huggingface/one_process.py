@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.training_args import ParallelMode
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.experts import share_like
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
@@ -206,10 +207,16 @@ class WholeOptimizer:
         here = [number for group in self._own for number in group]
         numbers = iter(range(len(here)))
         local = [[next(numbers) for _ in group] for group in self._own]
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         return {
             **state,
             "state": {
-                index: state["state"][number] for index, number in enumerate(here) if number in state["state"]
+                index: {
+                    key: share_like(value, parameters[index]) if isinstance(value, Tensor) else value
+                    for key, value in state["state"][number].items()
+                }
+                for index, number in enumerate(here)
+                if number in state["state"]
             },
             "param_groups": self._with_params(state["param_groups"], local),
         }

@@ -31,6 +31,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
+from penstock.stage.split_backward.intercepted import has_local_uses
 
 _OURS = {
     "loss_fn": "the model's own loss is used",
@@ -105,7 +106,8 @@ class PipelineTrainerMixin:
             ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and ``trace_every=50`` keeps the
             trace of every 50th update beside the first and the last. ``optimizer=[{"match": r"layers.*proj.weight",
             "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an optimizer of their own, as `PipelineOptimizer`
-            takes it; Trainer's learning-rate schedule holds for it, too.
+            takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
+            replicas, see `MeshShape`.
         model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
@@ -125,12 +127,12 @@ class PipelineTrainerMixin:
         for name, instead in _OURS.items():
             if name in options:
                 raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer"]
+        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep"]
         for name in options:
             if name not in allowed:
                 raise ConfigError(
                     f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
-                    "trace_every and optimizer"
+                    "trace_every, optimizer and ep"
                 )
         if "microbatches" not in options:
             raise ConfigError(
@@ -149,10 +151,16 @@ class PipelineTrainerMixin:
         world = current_world()
         self._rank, processes = (0, 1) if world is None else (world.rank, world.size)
         self._replicas = 1
+        ep = options.pop("ep", 1)
         if processes > 1:
             ranks = options.setdefault("ranks", processes)
             self._replicas = _replicas(ranks, processes)
-            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas)
+            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas, ep=ep)
+        elif ep != 1:
+            raise ConfigError(
+                f"pipeline['ep'] is {ep!r}, and experts are divided over replicas, which are processes: start "
+                "torchrun with a multiple of ranks x ep processes"
+            )
         self._in_processes = processes > 1
         if args is not None:
             _require_supported(args, self._in_processes)
@@ -253,7 +261,8 @@ class PipelineTrainerMixin:
         for parameter in elsewhere:
             parameter.requires_grad_(False)
         try:
-            optimizer = base.create_optimizer(*args, **kwargs)
+            with _groups_of_one_process():
+                optimizer = base.create_optimizer(*args, **kwargs)
         finally:
             for parameter in elsewhere:
                 parameter.requires_grad_(True)
@@ -261,9 +270,16 @@ class PipelineTrainerMixin:
             optimizer = trainer.optimizer = with_own_optimizers(
                 optimizer, trainer.model, self._own_optimizers
             )
+        _update_one_by_one(optimizer)
+        # Those of a checkpoint are the options of the run that saved it.
+        optimizer.register_load_state_dict_post_hook(_update_one_by_one)
         if self._in_processes:
             self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
         return optimizer
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """Leave the norm of gradients of divided experts to the pipeline, too."""
+        return False
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -461,6 +477,27 @@ class _Saved:
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
+
+
+def _update_one_by_one(optimizer: Any) -> None:
+    """Turn off torch's updates of many tensors at once in groups with experts: they take no DTensors beside others."""
+    for group in optimizer.param_groups:
+        if any(map(has_local_uses, group["params"])):
+            group.update(dict.fromkeys({"foreach", "fused"} & group.keys(), False))
+
+
+@contextmanager
+def _groups_of_one_process() -> Iterator[None]:
+    """Return a context in which Trainer makes no groups of their own for DTensors, so that every layout has the same."""
+    module: Any = transformers.trainer
+    before = getattr(module, "has_mixed_dtensor", None)
+    if before is not None:
+        module.has_mixed_dtensor = lambda parameters: False
+    try:
+        yield
+    finally:
+        if before is not None:
+            module.has_mixed_dtensor = before
 
 
 @contextmanager

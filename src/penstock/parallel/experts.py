@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,7 +94,9 @@ def divide_experts(
     for name, module in found:
         _require_divisible(name, module, exchange.size)
     for _, module in found:
-        _shard(module, mesh)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _share(parameter, mesh))
+        module.register_load_state_dict_pre_hook(_divide_state)
         module.forward = DividedExperts(module, exchange, tensor_ranks, weight_of)
     return [name for name, _ in found]
 
@@ -125,17 +128,31 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this process's share of each stack, as a DTensor; all processes have the same stacks."""
+def _share(stack: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Return this process's share of a stack, as a DTensor; all processes have the same stack."""
     from torch.distributed.tensor import DTensor, Shard
 
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        each = parameter.shape[0] // mesh.size()
-        own = parameter.detach().narrow(0, mesh.get_local_rank() * each, each).clone()
-        tensor = DTensor.from_local(
-            own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    each = len(stack) // mesh.size()
+    own = stack.detach().narrow(0, mesh.get_local_rank() * each, each).clone()
+    whole = stack.detach()
+    tensor = DTensor.from_local(
+        own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(tensor, requires_grad=stack.requires_grad)
+
+
+def share_like(stack: Tensor, model: Tensor) -> Tensor:
+    """Return this process's share of a whole stack, divided as the parameter `model` is; other tensors as they are."""
+    if not is_dtensor(model) or is_dtensor(stack) or stack.shape != model.shape:
+        return stack
+    return _share(stack, model.device_mesh).detach()
+
+
+def _divide_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Divide the stacks of a state that a module is about to load."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if prefix + name in state:
+            state[prefix + name] = share_like(state[prefix + name], parameter)
 
 
 class DividedExperts:

@@ -11,8 +11,9 @@ from torch import nn
 
 from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
+from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
-from penstock.parallel.experts import TensorRanks, divide_experts
+from penstock.parallel.experts import TensorRanks, divide_experts, find_experts
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
@@ -321,6 +322,7 @@ def shard_modules(
     if mesh.shape.tp > 1:
         gather = partial(exchange.all_gather, group=mesh.group("tp"))
         same_tokens = TensorRanks(mesh.coordinate("tp"), mesh.shape.tp, gather)
+    require_same_stacks(layers, world)
     found = run_each(
         lambda: divide_experts(layers, world.expert_mesh(), exchange, same_tokens, local_weight), world.gather
     )
@@ -328,6 +330,23 @@ def shard_modules(
         raise ConfigError(
             f"the mesh ({mesh.shape}) divides experts, and no layer has a module with stacks of them: parameters of shape "
             "(num_experts, ...), and forward(hidden_states, top_k_index, top_k_weights); leave ep at 1"
+        )
+
+
+def require_same_stacks(layers: Sequence[tuple[str, nn.Module]], world: World) -> None:
+    """Compare the experts of the processes of a stage, of which each will keep a share."""
+    stacks = {
+        f"{name}.{inner}": digest(bytes_of(p.detach()))
+        for name, module in find_experts(layers)
+        for inner, p in module.named_parameters()
+    }
+    told = world.gather(stacks, "dp and tp", "compare their experts")
+    others = world.gather(
+        next((name for name in stacks if any(t.get(name) != stacks[name] for t in told)), None)
+    )
+    if (odd := next((name for name in others if name is not None), None)) is not None:
+        raise ConfigError(
+            f"the experts {odd} differ between the processes that divide them; use the same seed or checkpoint on all"
         )
 
 

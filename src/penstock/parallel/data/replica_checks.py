@@ -40,7 +40,7 @@ def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], 
 def require_equal_models(reducer: GroupReducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
     """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it."""
     kinds = [digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
-    values = [digest(_bytes(local(p.detach()))) for _, p in parameters]
+    values = [digest(bytes_of(local(p.detach()))) for _, p in parameters]
     rows = reducer.exchange([len(parameters), digest(repr(kinds).encode()), digest(repr(values).encode())])()
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
@@ -94,5 +94,6 @@ def digest(data: Any) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def _bytes(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
+    """Return a tensor's bytes, for `digest`."""
     return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()

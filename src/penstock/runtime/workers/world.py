@@ -43,6 +43,8 @@ Over = Literal["pp", "dp", "dp and tp", "run"]
 
 _joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
+_for_dtensors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""For each start of ``torch.distributed``, the communicators of DTensors by their ranks."""
 _met_here: WeakSet[dist.ProcessGroup] = WeakSet()
 """Default groups that this process opened for its pipelines, and not the user."""
 
@@ -134,8 +136,9 @@ class World:
                 self._buckets = self._group(_distinct(mesh.line(rank, "dp") for rank in everyone))
                 self._beside = self._group(self._lines(shape.stage_ranks))
                 if shape.ep > 1:
-                    # Never destroyed, as the groups of a mesh: DTensors of a later pipeline may have the same mesh.
-                    self._experts = self._group(self._lines(shape.expert_ranks))
+                    self._experts = self._named_group(
+                        sorted(mesh.ranks[r] for r in shape.expert_ranks(mesh.rank))
+                    )
                     self._expert_replicas = self._group(self._lines(shape.expert_replicas))
         self._messages = self._group(self._pipelines, "gloo")
         self._reductions = self._group(self._pipelines)
@@ -223,6 +226,20 @@ class World:
             if dist.get_rank() in line:
                 joined = group
         return joined
+
+    def _named_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        """Return the one communicator of some ranks for DTensors, which is named by the ranks and not destroyed.
+
+        torch caches what it knows of operations with the mesh of the first DTensor, also for a later, equal mesh, and finds
+        its communicator by the name.
+        """
+        made = _for_dtensors.setdefault(_default_group(), {})
+        if tuple(ranks) not in made:
+            with named_errors(f"no connection between the processes {ranks}"):
+                made[tuple(ranks)] = dist.new_group(
+                    ranks, timeout=self._longest, backend=_backends(), use_local_synchronization=True
+                )
+        return made[tuple(ranks)]
 
     def replicas(self) -> GroupReducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""

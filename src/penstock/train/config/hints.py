@@ -32,6 +32,7 @@ _NAMES = {
     "optim.warmup=SHARE_OF_STEPS": "lr_warmup lr_warmup_iters num_warmup_steps warm_up warmup_iters warmup_steps",
     "optim.weight_decay": "wd",
     "parallel.dp": "data_parallel data_parallel_size dp_size replicas",
+    "parallel.ep": "ep_size expert_model_parallel_size expert_parallel expert_parallel_size",
     "parallel.pp": "num_stages pipeline_parallel_size pp_size stages",
     "parallel.tp": "tensor_parallel tensor_parallel_size tp_size",
     "parallel.zero=true": "use_distributed_optimizer zero1 zero_stage",

@@ -25,7 +25,7 @@ THREADS = 2
 def shape_of(parallel: ParallelConfig) -> MeshShape:
     """Return the mesh of a resolved config."""
     assert parallel.pp is not None, "resolved"
-    return MeshShape(parallel.pp, parallel.dp, parallel.tp, axes_of(parallel.order))
+    return MeshShape(parallel.pp, parallel.dp, parallel.tp, axes_of(parallel.order), parallel.ep)
 
 
 def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
@@ -46,7 +46,7 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
         )
     if pp is None:
         pp = THREADS if processes is None else processes // replicas
-    shape = MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order))
+    shape = MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order), parallel.ep)
     if processes is not None:
         require_fit(shape, processes)
     else:

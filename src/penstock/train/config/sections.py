@@ -97,6 +97,7 @@ class ParallelConfig(Table):
         virtual_stages: stages per rank (default: the usual number of the schedule family).
         dp: replicas of the pipeline that share each batch; with `dp` or `tp` a run takes ``pp * dp * tp`` processes.
         tp: processes that share every matrix of a stage.
+        ep: processes that divide the experts of a mixture: a divisor of ``dp * tp``, whose processes they are.
         order: order of the axes, outermost first; neighbouring processes differ in the last one.
         sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
         bucket_bytes: with `dp`, maximum size of the buckets in which gradients are reduced during the backward.
@@ -110,6 +111,7 @@ class ParallelConfig(Table):
     virtual_stages: Count | None = None
     dp: Count = 1
     tp: Count = 1
+    ep: Count = 1
     order: AxisOrder = "pp,dp,tp"
     sequence_parallel: Flag = False
     bucket_bytes: Count = BUCKET_BYTES
