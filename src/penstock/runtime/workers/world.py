@@ -43,8 +43,8 @@ Over = Literal["pp", "dp", "dp and tp", "run"]
 
 _joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
-_for_dtensors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""For each start of ``torch.distributed``, the communicators of DTensors by their ranks."""
+_for_dtensors: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+"""For each start of ``torch.distributed``, the communicators of DTensors by their names."""
 _met_here: WeakSet[dist.ProcessGroup] = WeakSet()
 """Default groups that this process opened for its pipelines, and not the user."""
 
@@ -234,12 +234,12 @@ class World:
         its communicator by the name.
         """
         made = _for_dtensors.setdefault(_default_group(), {})
-        if tuple(ranks) not in made:
+        name = f"penstock-ep-{'-'.join(map(str, ranks))}"
+        if name not in made:
             with named_errors(f"no connection between the processes {ranks}"):
-                made[tuple(ranks)] = dist.new_group(
-                    ranks, timeout=self._longest, backend=_backends(), use_local_synchronization=True
-                )
-        return made[tuple(ranks)]
+                made[name] = _new_group(name, ranks, _backends(), self._longest)
+        group: dist.ProcessGroup = made[name]
+        return group
 
     def replicas(self) -> GroupReducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
@@ -520,15 +520,20 @@ class LocalGroups:
         line = next((line for line in lines if rank in line), None)
         if line is None:
             return None
-        world: Any = _default_group()
-        group, _ = _new_process_group_helper(
-            len(line),
-            list(line).index(rank),
-            list(line),
-            dist.Backend(backend or _world.pg_map[world][0]),
-            world.get_group_store(),
-            f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]  # a new type of str in torch, and private
-            timeout=timeout,
-        )
-        _world.pg_group_ranks[group] = {other: n for n, other in enumerate(line)}
-        return group
+        return _new_group(f"{self._name}/{self._made}/{line[0]}", line, backend, timeout)
+
+
+def _new_group(name: str, ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
+    """Make a communicator of ranks in ``torch.distributed``, ascending; only they call it, each with the same name."""
+    world: Any = _default_group()
+    group, _ = _new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend or _world.pg_map[world][0]),
+        world.get_group_store(),
+        name,  # type: ignore[arg-type]  # a new type of str in torch, and private
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {other: n for n, other in enumerate(ranks)}
+    return group
