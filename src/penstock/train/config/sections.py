@@ -28,6 +28,7 @@ from penstock.train.config.fields import (
     Precision,
     Recompute,
     Reduction,
+    RouterScores,
     Seconds,
     Share,
     Split,
@@ -133,6 +134,13 @@ class ModelConfig(Table):
         heads: number of query heads, which share `width` equally.
         kv_heads: number of key and value heads, each shared by ``heads / kv_heads`` query heads.
         hidden: inner size of the SwiGLU feed-forward.
+        experts: number of experts in each block, in place of its feed-forward; 0 for none.
+        experts_per_token: number of experts that each token is sent to.
+        expert_hidden: inner size of each expert (default: `hidden`).
+        shared_hidden: inner size of a further expert that all tokens take; 0 for none.
+        router: scores of the experts: a ``softmax`` over all of them, or a ``sigmoid`` of each; those chosen are divided by
+            their sum.
+        auxiliary_loss: factor of the loss that balances the experts, over all blocks' tokens of a microbatch; 0 for none.
         rotary_base: base of the rotary positions, whose longest wavelength is about 2π times as large.
         norm_epsilon: addend of the mean square in RMSNorm.
     """
@@ -145,6 +153,12 @@ class ModelConfig(Table):
     heads: Count = 4
     kv_heads: Count = 2
     hidden: Count = 352
+    experts: NotNegative = 0
+    experts_per_token: Count = 2
+    expert_hidden: Count | None = None
+    shared_hidden: NotNegative = 0
+    router: RouterScores = "softmax"
+    auxiliary_loss: NotNegativeNumber = 0.0
     rotary_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
 
