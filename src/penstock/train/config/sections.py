@@ -175,8 +175,8 @@ class OptimConfig(Table):
     Attributes:
         name: class of ``torch.optim``, such as ``AdamW``, ``SGD`` or ``Adafactor``. Refused are ``LBFGS`` and
             ``SparseAdam``, which cannot train a pipeline, and ``Muon``, which is for `matrices`.
-        matrices: class for the matrices of the blocks, such as ``Muon``, with its own defaults beside `matrices_lr` and
-            `weight_decay`; empty for `name`.
+        matrices: class for the matrices of the blocks, such as ``Muon``, but for stacks of experts, with its own defaults
+            beside `matrices_lr` and `weight_decay`; empty for `name`.
         matrices_lr: highest learning rate of these.
         arguments: further arguments of the class, as in ``[optim.arguments]`` with ``momentum = 0.9``.
         lr: highest learning rate.

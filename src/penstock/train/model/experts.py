@@ -1,4 +1,4 @@
-"""Mixture of experts: feed-forwards of which a router gives each token a few (2101.03961), none of them with a capacity.
+"""Mixture of experts: feed-forwards without a capacity, and a router that chooses a few for each token (2101.03961).
 
 Parameters and forward of `Experts` are those that transformers' experts have, so that what moves tokens to experts
 elsewhere takes both.
