@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -41,8 +43,11 @@ HF = {
 }  # fmt: skip
 
 
-def built_in() -> nn.Sequential:
-    return nn.Sequential(*[layer.build() for layer in layers(CONFIG)])
+EXPERTS = replace(CONFIG, experts=4, shared_hidden=8)
+
+
+def built_in(config: ModelConfig = CONFIG) -> nn.Sequential:
+    return nn.Sequential(*[layer.build() for layer in layers(config)])
 
 
 def tokens(rows: int = 4, sequence: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +112,24 @@ def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcess
         assert_close(first, expected)
         assert_close(second, gradients(net))
     assert torch.equal(results[0][3], results[1][3])
+
+
+def with_experts(rank: int):
+    net = built_in(EXPERTS)
+    tensor_parallel(named(net), make_mesh(tp=2).axis("tp"))
+    x, y = tokens()
+    next_token_loss(net(x), y).backward()
+    return gradients(net), {name for name, p in net.named_parameters() if not isinstance(p, DTensor)}
+
+
+def test_experts_are_whole_on_every_rank_and_have_the_gradients_of_one_process(processes: LocalProcesses):
+    net = built_in(EXPERTS)
+    x, y = tokens()
+    next_token_loss(net(x), y).backward()
+    whole = {name for name, p in net.named_parameters() if p.ndim == 1 or "feed_forward." in name}
+    for found, not_sharded in processes.run(2, with_experts):
+        assert_close(found, gradients(net))
+        assert not_sharded == whole
 
 
 def test_families_without_a_table_entry_are_among_those_tested():

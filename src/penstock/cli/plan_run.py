@@ -186,7 +186,8 @@ def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
         )
     names = {
         "layers": "blocks", "hidden": "values in a hidden state", "heads": "heads", "kv_heads": "key and value heads",
-        "ffn": "values in a feed-forward", "vocabulary": "tokens in its vocabulary", "parameters": "parameters",
+        "ffn": "values in a feed-forward", "experts": "experts", "experts_per_token": "experts of a token",
+        "vocabulary": "tokens in its vocabulary", "parameters": "parameters",
     }  # fmt: skip
     return [(what, getattr(planned, name), getattr(shape, name)) for name, what in names.items()]
 

@@ -235,7 +235,13 @@ def test_a_folder_and_a_toml_file_that_name_a_config_give_the_same_model(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"width": 96, "heads": 6, "kv_heads": 3, "hidden": 100, "layers": 2, "vocabulary": 77}]
+    "values",
+    [
+        {},
+        {"width": 96, "heads": 6, "kv_heads": 3, "hidden": 100, "layers": 2, "vocabulary": 77},
+        {"layers": 2, "experts": 4},
+        {"layers": 2, "experts": 3, "experts_per_token": 1, "expert_hidden": 40, "shared_hidden": 24},
+    ],
 )
 def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, int], tmp_path: Path):
     path = with_toml(tmp_path, "[model]\n" + "\n".join(f"{key} = {value}" for key, value in values.items()))
@@ -285,6 +291,8 @@ def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: s
         ("[model]\nwidth = 130", "width 130 does not divide into 4 heads"),
         ("[model]\nwidth = true", "width must be a whole number"),
         ("[model]\nheads = 4\nkv_heads = 3", "must be a multiple of its 3"),
+        ("[model]\nexperts = 4\nexperts_per_token = 5", "must be at most its 4 experts, got 5"),
+        ("[model]\nexperts = -1", "experts must be a whole number"),
         (
             "[model]\nconfig = 'run.toml'",
             "model.config must name a config.json or its folder, got 'run.toml'",

@@ -64,6 +64,21 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
         ({"model": {"width": 100, "heads": 3}}, "model.width 100 does not divide into 3 heads"),
         ({"model": {"width": 12, "heads": 4}}, "of an even size"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "must be a multiple of model.kv_heads 3"),
+        (
+            {"model": {"experts": 4, "experts_per_token": 5}},
+            "experts_per_token 5 must be at most model.experts 4",
+        ),
+        ({"model": {"shared_hidden": 8}}, "model.shared_hidden is 8, and model.experts is 0"),
+        (
+            {"model": {"experts": 4, "hidden": 20}},
+            "model.hidden 20 must be a multiple of 8 with model.experts",
+        ),
+        ({"model": {"experts": 4}, "runtime": {"compile": "block"}}, "runtime.compile is 'block', and torch"),
+        (
+            {"model": {"experts": 4}, "parallel": {"tp": 2, "sequence_parallel": True}},
+            "parallel.sequence_parallel does not divide the tokens of model.experts 4",
+        ),
+        ({"model": {"num_local_experts": 4}}, "did you mean 'model.experts'.*, as in model.experts=4"),
         ({"train": {"batch": 10}, "schedule": {"microbatches": 4}}, "10 does not divide into 4 equal"),
         ({"model": {"path": "a", "config": "b"}}, "model.path and model.config are both given"),
         ({"model": {"path": "a", "width": 64}}, "model.width belongs to Penstock's own model"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,13 +116,15 @@ def test_names_and_roles():
     ]
 
 
-def test_initial_weights_do_not_depend_on_the_split_or_the_order_of_building():
-    whole = dict(StageModule(layers(CONFIG, seed=5)).whole_model_parameters())
-    parts = [StageModule(run) for run in reversed(split_layers(layers(CONFIG, seed=5), 3))]
+@pytest.mark.parametrize("experts", [{}, {"experts": 4, "expert_hidden": 8, "shared_hidden": 8}], ids=str)
+def test_initial_weights_do_not_depend_on_the_split_or_the_order_of_building(experts: dict[str, int]):
+    config = replace(CONFIG, **experts)
+    whole = dict(StageModule(layers(config, seed=5)).whole_model_parameters())
+    parts = [StageModule(run) for run in reversed(split_layers(layers(config, seed=5), 3))]
     split = {name: p for part in parts for name, p in part.whole_model_parameters()}
     assert split.keys() == whole.keys()
     assert all(torch.equal(split[name], p) for name, p in whole.items())
-    other = dict(StageModule(layers(CONFIG, seed=6)).whole_model_parameters())
+    other = dict(StageModule(layers(config, seed=6)).whole_model_parameters())
     assert not torch.equal(other["embedding.weight"], whole["embedding.weight"])
 
 
@@ -132,6 +135,15 @@ def test_what_is_added_to_the_stream_starts_smaller_with_depth():
     assert block.attention.output.weight.std().item() == pytest.approx(1 / math.sqrt(128 * 16), rel=0.05)
     assert block.feed_forward.down.weight.std().item() == pytest.approx(1 / math.sqrt(128 * 16), rel=0.05)
     assert torch.equal(block.attention_norm.weight, torch.ones(128))
+    mixture = layers(replace(wide, experts=4, expert_hidden=64, shared_hidden=256))[1].build().feed_forward
+    for weight, columns, added in (
+        (mixture.router.weight, 128, 1),
+        (mixture.experts.gate_up_proj, 128, 1),
+        (mixture.experts.down_proj, 64, 24),
+        (mixture.shared.gate.weight, 128, 1),
+        (mixture.shared.down.weight, 256, 24),
+    ):
+        assert weight.std().item() == pytest.approx(1 / math.sqrt(columns * added), rel=0.1)
 
 
 def test_the_loss_is_the_mean_over_all_tokens():
@@ -140,16 +152,18 @@ def test_the_loss_is_the_mean_over_all_tokens():
     torch.testing.assert_close(next_token_loss(logits, target), expected)
 
 
-def test_every_parameter_gets_a_gradient():
-    model = StageModule(layers(CONFIG))
+@pytest.mark.parametrize("experts", [{}, {"experts": 8, "expert_hidden": 8, "auxiliary_loss": 0.1}], ids=str)
+def test_every_parameter_gets_a_gradient(experts: dict[str, int]):
+    model = StageModule(layers(replace(CONFIG, **experts)))
     tokens = torch.randint(11, (2, 6))
     next_token_loss(model(tokens), tokens).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert isinstance(model.layers[0], nn.Embedding)
 
 
-def test_weights_in_bfloat16_make_the_whole_decoder_compute_in_it():
-    model = StageModule(layers(CONFIG)).bfloat16()
+@pytest.mark.parametrize("experts", [{}, {"experts": 4, "expert_hidden": 8, "shared_hidden": 8}], ids=str)
+def test_weights_in_bfloat16_make_the_whole_decoder_compute_in_it(experts: dict[str, int]):
+    model = StageModule(layers(replace(CONFIG, **experts))).bfloat16()
     logits = model(torch.randint(11, (2, 9)))
     next_token_loss(logits.float(), torch.randint(11, (2, 9))).backward()
     assert logits.dtype == torch.bfloat16

@@ -195,7 +195,7 @@ class Space:
         shape = self.profile.shape
         for tp in self._values("tp", [t for t in divisors(per_node) if self.devices % t == 0]):
             divides = shape is None or not any(n % tp for n in (shape.heads, shape.kv_heads, shape.ffn))
-            whole = shape is None or shape.kv_rank  # its matrices are not divided
+            whole = shape is None or shape.is_whole  # its matrices are not divided
             if self.devices % tp or not divides or (whole and tp > 1):
                 continue
             rest = self.devices // tp

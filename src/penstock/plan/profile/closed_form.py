@@ -62,6 +62,10 @@ def require_divisible(shape: ModelShape, tp: int) -> None:
         raise ConfigError(
             f"tp={tp} does not divide latents, from which {shape.name} expands its keys and values; take tp=1"
         )
+    if shape.experts and tp > 1:
+        raise ConfigError(
+            f"tp={tp} does not divide the {shape.experts} experts of {shape.name}, which ranks hold whole; take tp=1"
+        )
     for what, size in (
         ("heads", shape.heads),
         ("key and value heads", shape.kv_heads),
@@ -80,7 +84,7 @@ def require_positions(shape: ModelShape, sequence: int) -> None:
 
 def largest_tp(shape: ModelShape, limit: int) -> int:
     """Return the largest tensor-parallel degree up to a limit that divides the model's matrices."""
-    sizes = (1,) if shape.kv_rank else (shape.heads, shape.kv_heads, shape.ffn)
+    sizes = (1,) if shape.is_whole else (shape.heads, shape.kv_heads, shape.ffn)
     return max(t for t in range(1, limit + 1) if not any(size % t for size in sizes))
 
 
@@ -119,10 +123,10 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         *((tokens, rows, columns) for rows, columns in shape.latent_matrices),
         *((tokens, rows, columns / t) for rows, columns in to_heads),
         (tokens, attended / t, hidden),
-        (tokens, hidden, ups * shape.ffn / t),
-        (tokens, shape.ffn / t, hidden),
     ]
-    matmuls = tuple(_matmul(*sizes) for sizes in products)
+    matmuls = (*(_matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
+    # Rows of experts: a copy for each expert of a token, which is sorted, multiplied, sorted back, weighted and summed.
+    copies = shape.experts_per_token * hidden
     attention_flops = 2 * tokens * load.sequence * (query + attended) / t
     scores = tokens * load.sequence * shape.heads / t
 
@@ -130,7 +134,9 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     shard = tokens * hidden * e / (t if load.sequence_parallel else 1)
     # A norm reads a tensor and writes one; each of the two residual additions reads two and writes one.
     whole_kernels = 2 * shape.norms + 3 * 2
-    divided = (2 * (query + key + values) + latents + (ups + 1) * shape.ffn) * tokens * e / t
+    divided = (
+        (2 * (query + key + values) + latents + (ups + 1) * shape.active_ffn + 8 * copies) * tokens * e / t
+    )
     elementwise = DeviceWork("memory", whole_kernels * shard + divided, calls=shape.norms + 4)
     # A forward kernel reads one tensor and writes one; its backward also reads the gradient: three tensors for two.
     backward_elementwise = DeviceWork(
@@ -159,7 +165,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     # Kept for the backward, in bytes: norm inputs, inputs of the matrices, dropout masks; then what is divided.
     masks = 2 * shard / e if shape.dropout else 0
     kept_whole = (2 + 2) * shard + masks
-    kept_divided = (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t
+    inner = query + key + values + attended + latents + (ups + 1) * shape.active_ffn + 2 * copies
+    kept_divided = inner * tokens * e / t
     # Fused attention keeps the logarithm of each row's sum, in 32 bits.
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
     # Outputs of softmax and dropout, and the mask in one byte: 5 bytes in 16 bits (2205.05198).
@@ -174,14 +181,27 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         saved_bytes=selective + statistics + kept_scores,
         selective_bytes=selective + statistics,
         # Inputs of the four matrices, and the gradients of their outputs.
-        waiting_bytes=4 * shard
-        + (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t,
+        waiting_bytes=4 * shard + kept_divided,
         input_bytes=shard,
         output_bytes=shard,
         parameters=(shape.block_parameters - whole) / t + whole,
         model_flops=t * (sum(work.amount for work in matmuls) + attention_flops),
         attention_flops=t * attention_flops,
     )
+
+
+def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWork]:
+    """Return the products of a feed-forward, or of a router and experts with equally many tokens each."""
+    tokens, hidden, ffn = load.tokens, shape.hidden, shape.ffn / load.tp
+    if not shape.experts:
+        return [_matmul(tokens, hidden, ups * ffn), _matmul(tokens, ffn, hidden)]
+    rows, each = tokens * shape.experts_per_token / shape.experts, shape.expert_ffn
+    one = (_matmul(rows, hidden, ups * each), _matmul(rows, each, hidden))
+    works = [_matmul(tokens, hidden, shape.experts)]
+    works += [work._replace(amount=work.amount * shape.experts) for work in one]
+    if shape.shared_ffn:
+        works += [_matmul(tokens, hidden, ups * shape.shared_ffn), _matmul(tokens, shape.shared_ffn, hidden)]
+    return works
 
 
 def head_cost(shape: ModelShape, load: Workload) -> LayerCost:

@@ -59,6 +59,10 @@ class ModelShape:
         kv_rank: size of the latent that keys and values are expanded from; 0 if they come from the hidden state.
         rotary_size: with `kv_rank`, part of a head's query and key that is rotated; all heads share the key's.
         value_size: size of a head's value; 0 if it is `head_size`.
+        experts: number of experts of a block, which replace the feed-forward of size `ffn`; 0 if there are none.
+        experts_per_token: number of experts that a token is sent to.
+        expert_ffn: inner size of an expert.
+        shared_ffn: inner size of the expert that all tokens take; 0 if there is none.
     """
 
     name: str
@@ -87,6 +91,10 @@ class ModelShape:
     kv_rank: int = 0
     rotary_size: int = 0
     value_size: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
 
     def __post_init__(self) -> None:
         # The types are text, because annotations of this module are not evaluated.
@@ -97,6 +105,10 @@ class ModelShape:
             if f.type == "int":
                 least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else LARGEST_SIZE
                 require_count(f"{f.name} of the model", value, least, most)
+        if self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"experts_per_token of the model must be at most its {self.experts} experts, got {self.experts_per_token}"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model's {self.heads} heads must be a multiple of its {self.kv_heads} key and value heads"
@@ -106,7 +118,8 @@ class ModelShape:
     def block_parameters(self) -> int:
         """Number of parameters of a block."""
         matrices = sum(rows * columns for rows, columns in (*self.latent_matrices, *self.head_matrices))
-        matrices += self.hidden * self.ffn * (3 if self.gated else 2)
+        ffn = self.experts * self.expert_ffn + self.shared_ffn if self.experts else self.ffn
+        matrices += self.hidden * (ffn * (3 if self.gated else 2) + self.experts)
         latents = self.query_rank + self.kv_rank
         biased = (
             latents + self.rotary_size if self.kv_rank else (self.heads + 2 * self.kv_heads) * self.head_size
@@ -114,6 +127,16 @@ class ModelShape:
         biases = biased * self.qkv_bias + self.hidden * self.output_bias
         biases += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.ffn_bias
         return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights + latents
+
+    @property
+    def is_whole(self) -> bool:
+        """True if tensor parallelism does not divide some of the model's matrices."""
+        return bool(self.kv_rank or self.experts)
+
+    @property
+    def active_ffn(self) -> int:
+        """Inner values of a token's feed-forward, over all experts that it is sent to."""
+        return self.experts_per_token * self.expert_ffn + self.shared_ffn if self.experts else self.ffn
 
     @property
     def whole_parameters(self) -> int:
@@ -268,7 +291,15 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     defaults = {
         "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
     }  # fmt: skip
-    allowed = [*defaults, "rotary_base", "norm_epsilon", "path", "config"]
+    of_experts = (
+        "experts",
+        "experts_per_token",
+        "expert_hidden",
+        "shared_hidden",
+        "router",
+        "auxiliary_loss",
+    )
+    allowed = [*defaults, *of_experts, "rotary_base", "norm_epsilon", "path", "config"]
     for key in model:
         if key not in allowed:
             raise ConfigError(
@@ -286,7 +317,20 @@ def _from_toml(text: str, path: Path) -> ModelShape:
         head_size=sizes["width"] // sizes["heads"],
         ffn=sizes["hidden"],
         vocabulary=sizes["vocabulary"],
+        **_experts(model, path, sizes["hidden"]),
     )
+
+
+def _experts(model: dict[str, Any], path: Path, hidden: int) -> dict[str, Any]:
+    """Return the sizes of the experts of ``[model]``."""
+    if model.get("experts", 0) == 0:
+        return {}
+    return {
+        "experts": _count(model, "experts", path),
+        "experts_per_token": _count(model, "experts_per_token", path, 2),
+        "expert_ffn": _count(model, "expert_hidden", path, hidden),
+        "shared_ffn": 0 if model.get("shared_hidden", 0) == 0 else _count(model, "shared_hidden", path),
+    }
 
 
 def _hugging_face(value: object, key: str, path: Path) -> Path:

@@ -63,6 +63,8 @@ _EXPECTED = {
 }
 """Allowed values by the type of pydantic's error, where its own text does not say how to write them in TOML."""
 _SHOWN = 200
+_OF_EXPERTS = ("experts_per_token", "expert_hidden", "shared_hidden", "router", "auxiliary_loss")
+_EXPERT_MULTIPLE = 8
 
 
 def from_mapping(tables: dict[str, Any]) -> Config:
@@ -156,6 +158,40 @@ def _check_model(table: dict[str, Any]) -> None:
         )
 
 
+def _check_experts(config: Config) -> None:
+    """Raise if keys of the experts exclude each other, or others of the config."""
+    model = config.model
+    if not model.experts:
+        for f in dataclasses.fields(model):
+            if f.name in _OF_EXPERTS and getattr(model, f.name) != f.default:
+                raise ConfigError(
+                    f"model.{f.name} is {getattr(model, f.name)!r}, and model.experts is 0; give the number of experts, or "
+                    f"leave model.{f.name} out"
+                )
+        return
+    if model.experts_per_token > model.experts:
+        raise ConfigError(
+            f"model.experts_per_token {model.experts_per_token} must be at most model.experts {model.experts}"
+        )
+    hidden = "hidden" if model.expert_hidden is None else "expert_hidden"
+    for key in ("width", hidden):
+        if getattr(model, key) % _EXPERT_MULTIPLE:
+            raise ConfigError(
+                f"model.{key} {getattr(model, key)} must be a multiple of {_EXPERT_MULTIPLE} with model.experts: rows of "
+                "their matrices begin at multiples of 16 bytes"
+            )
+    if config.runtime.compile != "none":
+        raise ConfigError(
+            f"runtime.compile is {config.runtime.compile!r}, and torch.compile takes no products of experts in float32; "
+            "take 'none', or model.experts = 0"
+        )
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.sequence_parallel does not divide the tokens of model.experts {model.experts}, which are whole on "
+            "every process of parallel.tp; leave it false"
+        )
+
+
 def _check_data(table: dict[str, Any], data: DataConfig) -> None:
     """Raise if the held-out data is given twice."""
     if data.held_out_path and "held_out" in table:
@@ -181,6 +217,7 @@ def _check_train(table: dict[str, Any], config: Config) -> None:
 
 
 def _check_together(config: Config) -> None:
+    _check_experts(config)
     model, train, m, parallel = config.model, config.train, config.schedule.microbatches, config.parallel
     if model.width % model.heads or (model.width // model.heads) % 2:
         raise ConfigError(

@@ -28,6 +28,7 @@ from penstock.train.config.fields import (
     Precision,
     Recompute,
     Reduction,
+    RouterScores,
     Seconds,
     Share,
     Split,
@@ -135,6 +136,13 @@ class ModelConfig(Table):
         heads: number of query heads, which share `width` equally.
         kv_heads: number of key and value heads, each shared by ``heads / kv_heads`` query heads.
         hidden: inner size of the SwiGLU feed-forward.
+        experts: number of experts in each block, in place of its feed-forward; 0 for none.
+        experts_per_token: number of experts that each token is sent to.
+        expert_hidden: inner size of each expert (default: `hidden`).
+        shared_hidden: inner size of a further expert that all tokens take; 0 for none.
+        router: scores of the experts: a ``softmax`` over all of them, or a ``sigmoid`` of each; those chosen are divided by
+            their sum.
+        auxiliary_loss: factor of the loss that balances the experts, over all blocks' tokens of a microbatch; 0 for none.
         rotary_base: base of the rotary positions, whose longest wavelength is about 2π times as large.
         norm_epsilon: addend of the mean square in RMSNorm.
     """
@@ -147,6 +155,12 @@ class ModelConfig(Table):
     heads: Count = 4
     kv_heads: Count = 2
     hidden: Count = 352
+    experts: NotNegative = 0
+    experts_per_token: Count = 2
+    expert_hidden: Count | None = None
+    shared_hidden: NotNegative = 0
+    router: RouterScores = "softmax"
+    auxiliary_loss: NotNegativeNumber = 0.0
     rotary_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
 
@@ -163,8 +177,8 @@ class OptimConfig(Table):
     Attributes:
         name: class of ``torch.optim``, such as ``AdamW``, ``SGD`` or ``Adafactor``. Refused are ``LBFGS`` and
             ``SparseAdam``, which cannot train a pipeline, and ``Muon``, which is for `matrices`.
-        matrices: class for the matrices of the blocks, such as ``Muon``, with its own defaults beside `matrices_lr` and
-            `weight_decay`; empty for `name`.
+        matrices: class for the matrices of the blocks, such as ``Muon``, but for stacks of experts, with its own defaults
+            beside `matrices_lr` and `weight_decay`; empty for `name`.
         matrices_lr: highest learning rate of these.
         arguments: further arguments of the class, as in ``[optim.arguments]`` with ``momentum = 0.9``.
         lr: highest learning rate.

@@ -1,7 +1,7 @@
 """A Llama-style decoder as a list of layers: embedding, blocks, head.
 
 RMSNorm before each half of a block (1910.07467), rotary positions (2104.09864), grouped-query attention (2305.13245)
-and a SwiGLU feed-forward (2002.05202); no biases, no dropout, embedding and head not tied.
+and a SwiGLU feed-forward (2002.05202), or a mixture of them; no biases, no dropout, embedding and head not tied.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
 from penstock.train.config.sections import ModelConfig
+from penstock.train.model.experts import FeedForward, Mixture, balance_of
 
 
 def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
@@ -27,13 +29,14 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
     """
 
     def layer(name: str, build: Callable[[], nn.Module], role: Role) -> Layer:
-        fill = partial(_fill, blocks=config.layers)
+        fill = partial(_fill, additions=config.layers * (3 if config.shared_hidden else 2))
         return Layer(name, partial(build_with_weights, build, name, seed, fill), role)
 
+    block, head = (BalancedBlock, BalancedHead) if config.auxiliary_loss else (LlamaBlock, Head)
     return [
         layer("embedding", partial(nn.Embedding, config.vocabulary, config.width), "embedding"),
-        *(layer(f"blocks.{n}", partial(LlamaBlock, config), "block") for n in range(config.layers)),
-        layer("head", partial(Head, config), "head"),
+        *(layer(f"blocks.{n}", partial(block, config), "block") for n in range(config.layers)),
+        layer("head", partial(head, config), "head"),
     ]
 
 
@@ -58,20 +61,26 @@ def valid_targets(target: torch.Tensor) -> int:
     return int((target != IGNORED).sum())
 
 
-def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blocks: int) -> None:
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, additions: int) -> None:
     """Fill norms with ones and matrices with normal numbers of variance 1/columns.
 
-    Matrices that add to the residual stream get less: two additions a block would otherwise let the stream's variance grow
-    with depth (GPT-2's rule).
+    Matrices that add to the residual stream get less: two or three additions a block would otherwise let the stream's
+    variance grow with depth (GPT-2's rule).
     """
     if parameter.ndim < 2:
         parameter.fill_(1.0)
         return
-    spread = 1.0 / math.sqrt(parameter.shape[1])
-    # 2 * blocks matrices add to the stream; all together they add the variance that one would.
-    if name in ("attention.output.weight", "feed_forward.down.weight"):
-        spread /= math.sqrt(2 * blocks)
+    spread = 1.0 / math.sqrt(parameter.shape[-1])
+    # All matrices together add the variance to the stream that one would.
+    if name in _ADDED:
+        spread /= math.sqrt(additions)
     parameter.normal_(0.0, spread, generator=generator)
+
+
+_ADDED = {
+    "attention.output.weight", "feed_forward.down.weight", "feed_forward.experts.down_proj",
+    "feed_forward.shared.down.weight",
+}  # fmt: skip
 
 
 class LlamaBlock(nn.Module):
@@ -86,7 +95,7 @@ class LlamaBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, config.norm_epsilon)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width, config.norm_epsilon)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Mixture(config) if config.experts else FeedForward(config.width, config.hidden)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         # Sequence parallelism knows attention by its one input.
@@ -94,6 +103,20 @@ class LlamaBlock(nn.Module):
         x = x + self.attention(self.attention_norm(x), **named)
         out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
+
+
+class BalancedBlock(LlamaBlock):
+    """A block that passes on the sums of `RouterLoss` beside the residual stream, with its own router's added."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.balance = balance_of(config)
+
+    def forward(self, x: Any, position_ids: torch.Tensor | None = None) -> Any:
+        x, count, probability = x if isinstance(x, tuple) else (x, *self.balance.zeros(x.device))
+        with self.balance.logits_of(self) as logits:
+            x = super().forward(x, position_ids)
+        return x, *self.balance.added(count, probability, logits, None)
 
 
 class Attention(nn.Module):
@@ -126,20 +149,6 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.width, config.hidden, bias=False)
-        self.up = nn.Linear(config.width, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
-
-
 class Head(nn.Module):
     """The last norm and the projection to logits."""
 
@@ -151,6 +160,19 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.output(self.norm(x))
         return out
+
+
+class BalancedHead(Head):
+    """A head that adds the auxiliary loss of the routers to the model's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.balance = balance_of(config)
+
+    def forward(self, value: Any) -> torch.Tensor:
+        x, count, probability = value
+        self.balance.add_to_loss(count, probability, x.shape[:-1].numel(), None)
+        return super().forward(x)
 
 
 def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
