@@ -179,6 +179,9 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
             answer = (False, error)
         if dist.is_initialized():
             dist.destroy_process_group()
+        if (debug := sys.modules.get("torch.distributed.tensor.debug")) is not None:
+            # What torch remembers of operations has meshes whose groups are gone.
+            debug._clear_sharding_prop_cache()
         try:
             connection.send(answer)
         except (TypeError, AttributeError, ValueError):  # the answer cannot be pickled
