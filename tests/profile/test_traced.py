@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,13 +50,9 @@ def test_saved_bytes_are_those_that_a_stage_holds():
     assert costs[-1].saved_bytes == held_by_a_stage(4, hidden)
 
 
-@pytest.mark.parametrize("experts", [0, 4])
-def test_flops_are_those_of_the_closed_form(experts: int):
-    config = replace(CONFIG, **{"experts": 4, "expert_hidden": 24, "shared_hidden": 8} if experts else {})
-    profile = trace_layers(layers(config), TOKENS)
+def test_flops_are_those_of_the_closed_form():
+    profile = trace_layers(layers(CONFIG), TOKENS)
     shape = ModelShape(name="m", layers=3, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocabulary=96)
-    if experts:
-        shape = replace(shape, experts=4, experts_per_token=2, expert_ffn=24, shared_ffn=8)
     expected = block_cost(shape, Workload(2, 16))
     cost = profile.kinds[profile.layers[1][2]].at(2)
     assert cost.model_flops == expected.model_flops

@@ -102,6 +102,26 @@ def test_latents_are_not_divided(tmp_path: Path):
     assert {plan.layout.tp for plan in plans} == {1}
 
 
+def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
+    sizes = {"width": 32, "layers": 2, "hidden": 64, "experts": 4, "shared_hidden": 24}
+    shape = read_shape(with_toml(tmp_path, "[model]\n" + "\n".join(f"{k} = {v}" for k, v in sizes.items())))
+    traced = trace_layers(layers(ModelConfig(**sizes)), torch.zeros(2, 32, dtype=torch.int64))
+    actual = traced.kinds[traced.layers[1][2]].at(2)
+    expected = block_cost(shape, Workload(2, 32, dtype="fp32"))
+    assert (actual.model_flops, actual.parameters) == (expected.model_flops, expected.parameters)
+    assert expected.saved_bytes < actual.saved_bytes < 1.5 * expected.saved_bytes
+    assert actual.waiting_bytes == pytest.approx(expected.waiting_bytes, rel=0.05)
+    cluster = read_cluster("h100*2")
+    plans = search(of_shape(shape), cluster, sequence=64, batch=4).plans
+    assert {plan.layout.tp for plan in plans} == {1}
+    for refused in (
+        lambda: of_shape(shape).table(Workload(1, 64, tp=2)),
+        lambda: search(of_shape(shape), cluster, sequence=64, batch=4, fixed={"tp": 2}),
+    ):
+        with pytest.raises(ConfigError, match=r"tp=2 does not divide the 4 experts of run, .*; take tp=1"):
+            refused()
+
+
 @pytest.mark.parametrize(
     "kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"]
 )  # fmt: skip

@@ -115,6 +115,9 @@ def test_sigmoid_scores_are_those_of_each_expert_divided_by_the_sum_of_the_chose
     assert torch.equal(index, best.indices[:, :2])
     torch.testing.assert_close(weights, best.values[:, :2] / best.values[:, :2].sum(1, keepdim=True))
     torch.testing.assert_close(logits.softmax(-1), scores / scores.sum(1, keepdim=True))
+    with torch.no_grad():
+        router.weight.fill_(-100.0)
+    assert router(torch.ones(1, 16))[2].tolist() == [[0.0, 0.0]]
 
 
 def test_w_computes_the_gradients_of_the_experts_and_i_does_not():

@@ -12,6 +12,7 @@ from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
+from penstock.plan.profile.closed_form import require_divisible
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout, Recompute
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
@@ -246,6 +247,8 @@ def make_space(
                 f"no dimension {key!r}{nearest(key, known)} to fix; there are {', '.join(known)}"
             )
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
+    if profile.shape is not None:
+        require_divisible(profile.shape, fixed.get("tp", 1))
     if "schedule" in fixed:
         schedules = [fixed["schedule"]]
     names = (

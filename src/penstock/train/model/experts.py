@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
 
 def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return the products of rows, sorted by expert, with the transposed matrix of each's expert."""
+    """Return the products of rows, sorted by expert, with the transposed matrix of each row's expert."""
     device = rows.device.type
     if torch.is_autocast_enabled(device):  # which does not know these products
         dtype = torch.get_autocast_dtype(device)
@@ -96,8 +96,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits whose softmax is in proportion to the scores, (tokens, experts), and indices and weights,
-        (tokens, k).
+        """Return logits, indices and weights of the chosen experts, the last two of shape (tokens, k).
+
+        The logits, (tokens, experts), are such that their softmax is in proportion to the scores.
         """
         weight = self.weight
         with torch.autocast(x.device.type, enabled=False):
@@ -106,7 +107,7 @@ class Router(nn.Module):
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         best, index = scores.topk(self.chosen)
         logits = F.logsigmoid(logits) if self.sigmoid else logits
-        return logits, index, best / best.sum(-1, keepdim=True)
+        return logits, index, best / best.sum(-1, keepdim=True).clamp(min=1e-20)  # sigmoids may all be 0
 
 
 class Mixture(nn.Module):
