@@ -15,7 +15,7 @@ import penstock
 from penstock.base.errors import SplitError
 from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights
+from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights, mean_square
 from tests.support import hf_models
 
 PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v", "report": False}
@@ -297,3 +297,20 @@ def test_processes_and_replicas_train_as_trainer_does(
     found = torch.tensor(told[0][2])
     assert torch.allclose(found, torch.tensor(plain.predict(rows(kind, 10)).predictions), atol=1e-5)
     assert_same_weights(auto(kind).from_pretrained(tmp_path / "piped" / "saved"), plain.model)
+
+
+@EVERY
+def test_a_loss_function_of_the_users_is_refused(tmp_path: Path, kind: str):
+    """Trainer's is of the whole batch; that of each microbatch may be neither its mean nor its sum."""
+    net = model(kind)
+    net.loss_function = mean_square
+    with pytest.raises(penstock.ConfigError, match=r"loss_function of the Llama.*mean_square.* as loss_fn"):
+        penstock.PipelineTrainer(model=net, args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
+def test_a_loss_function_of_the_users_is_not_replaced_silently(kind: str):
+    net = getattr(transformers, f"AutoModelFor{kind}").from_config(hf_models.config("llama"))
+    net.loss_function = mean_square
+    with pytest.raises(penstock.ConfigError, match="loss_fn must be given"):
+        penstock.Pipeline(penstock.from_transformers(net), ranks=2, microbatches=2)

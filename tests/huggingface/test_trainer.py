@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 import penstock
 from tests.support import hf_models
@@ -353,6 +354,68 @@ class OwnLogits(penstock.PipelineTrainerMixin, Trainer):
 def test_a_loss_of_a_subclass_is_refused(tmp_path: Path):
     with pytest.raises(penstock.ConfigError, match="OwnLogits computes a loss of its own"):
         OwnLogits(model=model(), args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+    return logits.float().square().mean()
+
+
+LOSSES = {
+    "the model's": (
+        lambda trainer: setattr(trainer.model, "loss_function", mean_square),
+        "loss_function of the Llama",
+    ),
+    "Trainer's function": (
+        lambda trainer: setattr(trainer, "compute_loss_func", mean_square),
+        "compute_loss_func needs",
+    ),
+    "Trainer's method": (
+        lambda trainer: setattr(trainer, "compute_loss", mean_square),
+        r"trainer.compute_loss needs",
+    ),
+    "a smoother": (
+        lambda trainer: setattr(trainer, "label_smoother", LabelSmoother(0.3)),
+        "label_smoother was changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", LOSSES)
+def test_another_loss_set_after_the_trainer_is_made_is_refused(tmp_path: Path, change: str):
+    trainer = penstock.PipelineTrainer(
+        model=model(),
+        args=arguments(tmp_path),
+        train_dataset=rows(8),
+        eval_dataset=rows(8),
+        pipeline=PIPELINE,
+    )
+    made, said = LOSSES[change]
+    made(trainer)
+    with pytest.raises(penstock.ConfigError, match=said):
+        trainer.train()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_gradients_are_refused(tmp_path: Path, late: bool):
+    """Trainer runs them once a batch: a clamp of each microbatch's gradient is not that of the batch's."""
+    net = model()
+    weight = net.lm_head.weight
+    _ = weight.register_post_accumulate_grad_hook(print) if late else weight.register_hook(torch.sign)
+    with pytest.raises(penstock.ConfigError, match=r"lm_head.weight has a hook.*on_pre_optimizer_step"):
+        penstock.PipelineTrainer(model=net, args=arguments(tmp_path), pipeline=PIPELINE)
+
+
+def test_token_ids_beyond_the_table_are_named(tmp_path: Path):
+    net = model()
+    data = [
+        {"input_ids": torch.full((TOKENS,), VOCABULARY + 7), "labels": torch.ones(TOKENS, dtype=torch.int64)}
+    ]
+    trainer = penstock.PipelineTrainer(
+        model=net, args=arguments(tmp_path), train_dataset=data * 8, pipeline=PIPELINE
+    )
+    with pytest.raises(penstock.StageError, match=r"Token ids must be below 64.* up to 71") as caught:
+        trainer.train()
+    assert "cannot be cut" not in str(caught.value)
 
 
 class OwnStep(Trainer):

@@ -27,10 +27,10 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def launched(
-    launcher: list[str], processes: int, folder: Path, pipeline: Any, changes: dict[str, Any]
+    launcher: list[str], processes: int, folder: Path, pipeline: Any, changes: dict[str, Any], **more: Any
 ) -> str:
     folder.mkdir()
-    told = json.dumps({"pipeline": pipeline, "changes": changes})
+    told = json.dumps({"pipeline": pipeline, "changes": changes, **more})
     port = [] if "torch.distributed.run" in launcher else ["--main_process_port", free_port()]
     command = [sys.executable, *launcher, str(processes), *port, SCRIPT, str(folder), told]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
@@ -63,6 +63,14 @@ def test_a_launch_of_two_ranks_is_one_pipeline(tmp_path: Path, launcher: list[st
     assert_same_run(tmp_path / "piped", tmp_path / "plain")
     assert (tmp_path / "piped" / "mesh.json").read_text() == "[2, 1]"
     assert sum(line.startswith("{'loss'") for line in said.splitlines()) == 6, said
+
+
+def test_a_stream_is_read_by_every_rank(tmp_path: Path):
+    """Accelerate would give each process of the launch rows of its own."""
+    (tmp_path / "plain").mkdir()
+    run(tmp_path / "plain", None, {}, streamed=True)
+    launched(TORCHRUN, 2, tmp_path / "piped", {"microbatches": 4}, {}, streamed=True)
+    assert_same_run(tmp_path / "piped", tmp_path / "plain")
 
 
 def test_two_pipelines_take_the_rows_of_two_processes_of_trainer(tmp_path: Path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import penstock
@@ -37,7 +39,21 @@ class Rows(list[dict[str, Tensor]]):
         return super().__getitem__(n)
 
 
-def run(folder: Path, pipeline: dict[str, Any] | None, changes: dict[str, Any], broken: int = -1) -> Trainer:
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The rows of a stream, of other lengths in each batch."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for n, row in enumerate(Rows(60)):
+            yield {name: value[: TOKENS - n // 8] for name, value in row.items()}
+
+
+def run(
+    folder: Path,
+    pipeline: dict[str, Any] | None,
+    changes: dict[str, Any],
+    broken: int = -1,
+    streamed: bool = False,
+) -> Trainer:
     """Train a small model with plain Trainer, or with a pipeline; the leading process writes what was logged."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -47,7 +63,7 @@ def run(folder: Path, pipeline: dict[str, Any] | None, changes: dict[str, Any], 
             str(folder), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
             save_strategy="no", disable_tqdm=True, seed=5, **changes,
         ),
-        "train_dataset": Rows(44, broken),
+        "train_dataset": Stream() if streamed else Rows(44, broken),
     }  # fmt: skip
     trainer = Trainer(**given) if pipeline is None else penstock.PipelineTrainer(**given, pipeline=pipeline)
     trainer.train()

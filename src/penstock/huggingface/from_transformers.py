@@ -36,7 +36,7 @@ from penstock.huggingface.heads import (
     head_of,
 )
 from penstock.huggingface.library import require_library
-from penstock.huggingface.loss import ModelLoss, causal_lm_loss, chunked_loss, valid_tokens
+from penstock.huggingface.loss import ModelLoss, causal_lm_loss, chunked_loss, has_library_loss, valid_tokens
 from penstock.huggingface.own_forward import OwnBlock, OwnForward, OwnHead, twin
 from penstock.huggingface.proof import images_refused, require_equal
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
@@ -366,6 +366,7 @@ def embedding_name(model: Any) -> str:
 
 def _layers(model: Any, head: str, make: Make) -> list[Layer]:
     own = OwnForward(model, partial(_around_the_blocks, model))
+    own.trains = True
     if own.images and (reason := images_refused(model.config, _weights(model), head)):
         if head == IMAGES:
             raise SplitError(reason)
@@ -382,8 +383,10 @@ def _layers(model: Any, head: str, make: Make) -> list[Layer]:
         return begins_in(name, own.after)
 
     first, last = joint_name(own.before, 0), joint_name(own.after, own.count + 1)
-    loss: tuple[Any, Any] = chunked_loss(model) or causal_lm_loss, valid_tokens
-    if head not in (CAUSAL, IMAGES):
+    loss: tuple[Any, Any] | None = None
+    if head in (CAUSAL, IMAGES) and has_library_loss(model):
+        loss = chunked_loss(model) or causal_lm_loss, valid_tokens
+    elif has_library_loss(model):
         loss = (own_loss := ModelLoss(model, head)), own_loss.count
     batch = BatchNames("input_ids", "labels", frozenset(own.named + own.images), loss)
     return [

@@ -57,6 +57,11 @@ def chunked_loss(model: Any, label_smoothing: float = 0.0) -> LinearCrossEntropy
     return LinearCrossEntropy(ignore_index=IGNORED, label_smoothing=label_smoothing, shift=True)
 
 
+def has_library_loss(model: Any) -> bool:
+    """Return whether a model's ``loss_function`` is one of transformers, and so a sum over targets with a divisor."""
+    return str(getattr(model.loss_function, "__module__", "")).startswith("transformers.")
+
+
 class ModelLoss:
     """Loss that a model of transformers computes itself: (logits, labels) → scalar.
 

@@ -93,6 +93,8 @@ def make_one_process(accelerator: Any, clip: Callable[[float], Tensor]) -> None:
         },
     )
     accelerator.rng_types = []  # the same seed gives every process the same order of rows
+    # Of a stream, accelerate would read rows for every process of the launch, and give each its own.
+    accelerator.dataloader_config.dispatch_batches = False
 
 
 class FilledSampler:

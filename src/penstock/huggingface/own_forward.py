@@ -178,6 +178,7 @@ class OwnForward:
         images: names of `IMAGE_INPUTS` that the forward takes; none if it takes no images.
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
+        trains: whether the layers are those of a run, where what fails is the batch, and not of a proof (default False).
         router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
             beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
 
@@ -186,7 +187,7 @@ class OwnForward:
     """
 
     def __init__(self, model: Any, real: Callable[[str], nn.Module]) -> None:
-        self.model, self._real = model, real
+        self.model, self._real, self.trains = model, real, False
         self.blocks = _blocks_of(model)
         self.count = len(model.get_submodule(self.blocks))
         self.parent: nn.Module = model.get_submodule(self.blocks.rpartition(".")[0])
@@ -410,9 +411,22 @@ class OwnForward:
         except PenstockError as error:
             raise self._refusal(str(error)) from error
         except Exception as error:
+            if self.trains:
+                raise self._of_batch(error, given) from error
             raise self._refusal(
                 f"its forward fails on stubs of its blocks: {describe_error(error)}"
             ) from error
+
+    def _of_batch(self, error: Exception, given: Mapping[str, Any]) -> BatchError:
+        """Return the error of a batch on which the forward of a model that can be cut fails."""
+        hint, ids = "", given.get("input_ids")
+        if isinstance(error, IndexError) and ids is not None:
+            hint = (
+                f". Token ids must be below {self.model.get_input_embeddings().weight.shape[0]:,}, the rows of its token "
+                f"table, got some up to {int(ids.max()):,}; rows must be no longer than its positions, got "
+                f"{ids.shape[1]:,} tokens"
+            )
+        return BatchError(f"{type(self.model).__name__} fails on the batch: {describe_error(error)}{hint}")
 
     def _support(self, path: str, mode: bool | None) -> nn.Module:
         """Return a module without parameters; one with buffers is this thread's own, since some write to theirs.

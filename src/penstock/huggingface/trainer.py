@@ -19,7 +19,7 @@ from penstock.base.errors import ConfigError, PenstockError, describe_error, nea
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, head_of
 from penstock.huggingface.library import package_of
-from penstock.huggingface.loss import ModelLoss, chunked_loss
+from penstock.huggingface.loss import ModelLoss, chunked_loss, has_library_loss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
@@ -187,7 +187,9 @@ class PipelineTrainerMixin:
         # an earlier run. One of the user's stays, and is refused below.
         if _is_of_libraries(vars(base).get("_original_forward", vars(base).get("forward")), type(base)):
             vars(base).pop("forward", None)
-        self._loss = _StepLoss(base, trainer.label_smoother)
+        _require_plain_gradients(base)
+        self._whole_model, self._loss = base, _StepLoss(base, trainer.label_smoother)
+        self._require_same_loss()
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
             from_transformers(trainer.model),
@@ -312,7 +314,30 @@ class PipelineTrainerMixin:
         assert loss is not None, "the batch has labels"
         return loss.detach()
 
+    def _require_same_loss(self) -> None:
+        """Raise ConfigError if the loss of Trainer or of the model is not, or no longer, the one that the stages compute."""
+        trainer: Any = self
+        if trainer.compute_loss_func is not None or "compute_loss" in vars(trainer):
+            name = "compute_loss_func" if trainer.compute_loss_func is not None else "trainer.compute_loss"
+            raise ConfigError(
+                f"{name} needs the logits of the whole batch, which a pipeline never has at once; use penstock.Pipeline "
+                "with your loss_fn and a loop of your own"
+            )
+        model = self._whole_model
+        if not has_library_loss(model):
+            raise ConfigError(
+                f"the loss_function of the {type(model).__name__} is {model.loss_function!r}, and only those of "
+                "transformers are known to be sums that microbatches can divide; delete model._loss_function, or "
+                "use penstock.Pipeline with yours as loss_fn and a loop of your own"
+            )
+        if trainer.label_smoother is not self._loss.smoother:
+            raise ConfigError(
+                "trainer.label_smoother was changed after the pipeline was built with the loss; set label_smoothing_factor "
+                "in the training arguments"
+            )
+
     def _batch(self, inputs: Mapping[str, Any]) -> _Batch:
+        self._require_same_loss()
         batch = _Batch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
         if strange := [name for name in batch.named if name not in self._takes]:
             raise ConfigError(
@@ -575,6 +600,16 @@ def _replicas(ranks: object, processes: int) -> int:
     return processes // ranks
 
 
+def _require_plain_gradients(model: Any) -> None:
+    """Raise ConfigError if a parameter's gradient has hooks: they would see that of each microbatch."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} has a hook of its gradient, which Trainer runs once a batch, and a pipeline once a "
+                "microbatch; change gradients in a callback's on_pre_optimizer_step"
+            )
+
+
 def _is_of_libraries(forward: Any, kind: Any) -> bool:
     """Return whether a forward on a model is its class's or TRL's."""
     # TRL's has the name and module of the class's, so the module whose globals it reads tells where it is from.
@@ -679,11 +714,6 @@ def _require_supported(args: Any, in_processes: bool) -> None:
 
 def _require_supported_trainer(trainer: Any, in_processes: bool) -> None:
     """Raise ConfigError if an argument of the Trainer itself cannot work with a pipeline."""
-    if trainer.compute_loss_func is not None:
-        raise ConfigError(
-            "compute_loss_func needs the logits of the whole batch, which a pipeline never has at once; use "
-            "penstock.Pipeline with your loss_fn and a loop of your own"
-        )
     if trainer.model_init is not None:
         raise ConfigError(
             "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
@@ -691,8 +721,8 @@ def _require_supported_trainer(trainer: Any, in_processes: bool) -> None:
     if getattr(trainer.model.config, "output_router_logits", False):
         raise ConfigError(
             "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
-            "which a pipeline never has at once; set it to False, or use penstock.Pipeline, which adds that of each "
-            "microbatch"
+            "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
+            "in SFTConfig), or use penstock.Pipeline, which adds that of each microbatch"
         )
     if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
         raise ConfigError(
