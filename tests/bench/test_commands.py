@@ -52,6 +52,9 @@ LINES = {
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
     "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],
+    "bench.expert_parallel": [
+        r"pp 2 x dp 2 x tp 1 \(ep 2\) +N +N +N +N +N +N%", r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
+    ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [
         r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",

@@ -34,6 +34,7 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
 from penstock.runtime.start.agreement import require_same_arguments
+from penstock.stage.split_backward.intercepted import has_local_uses
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -145,6 +146,11 @@ class PipelineOptimizer:
             for name, p in group
             if needs_whole(kind)
         }
+        if zero and (stacks := [name for name, p in whole.items() if has_local_uses(p)]):
+            raise ConfigError(
+                f"{stacks[0]} is a stack of divided experts, whose optimizer needs whole matrices, which zero divides no "
+                "further; give it another optimizer in a group of its own, such as AdamW, or leave zero off"
+            )
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
             pipe.make_buckets(bool(zero), whole.values())
