@@ -53,7 +53,8 @@ LINES = {
     "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],
     "bench.expert_parallel": [
-        r"pp 2 x dp 2 x tp 1 \(ep 2\) +N +N +N +N +N +N%", r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
+        r"pp 2 x dp 2 x tp 1 \(ep 2\) +N +N +N +N +N +N%",
+        r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
     ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [

@@ -84,7 +84,7 @@ def divide_experts(
     Args:
         layers: (name in the whole model, layer) pairs of the layers that this process holds.
         mesh: one-dimensional mesh of the processes.
-        tensor_ranks: the processes with the same tokens, of which each takes a part; None if there is only this one.
+        tensor_ranks: the processes with the same tokens, and each takes a part of them; None if there is only this one.
         weight_of: function that returns this process's part of a stack, in the graph, for a forward.
 
     Raises:

@@ -334,7 +334,7 @@ def shard_modules(
 
 
 def require_same_stacks(layers: Sequence[tuple[str, nn.Module]], world: World) -> None:
-    """Compare the experts of the processes of a stage, of which each will keep a share."""
+    """Compare the experts of the processes of a stage, before each keeps a share of them."""
     stacks = {
         f"{name}.{inner}": digest(bytes_of(p.detach()))
         for name, module in find_experts(layers)

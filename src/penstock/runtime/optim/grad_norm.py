@@ -49,7 +49,7 @@ class GlobalNorm:
             if updated is not None:
                 position = self._positions[0][name]
                 ours = is_sharded(parameter) and self._world is not None and self._world.shards_matrices
-                expert = has_local_uses(parameter)
+                expert = ours and has_local_uses(parameter)
                 gradients.append(CountedGradient(position, updated, counts, ours and not expert, expert))
         return gradients
 
