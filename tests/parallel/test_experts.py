@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock import Checkpoints, MeshShape, Pipeline, PipelineOptimizer
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
@@ -158,6 +160,88 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(processes: LocalProcess
     results = run_cases(processes, 2, refused, [(wrong,) for wrong in WRONG])
     for wrong, by_rank in zip(WRONG, results, strict=True):
         assert all(wrong.words in text for text in by_rank), (wrong, by_rank)
+
+
+def test_every_group_of_experts_has_them_in_one_order():
+    """Also where a group's ranks do not ascend along the mesh's order."""
+    for order in itertools.permutations(("pp", "dp", "tp")):
+        for dp, tp, ep in ((3, 2, 3), (2, 2, 4), (4, 1, 2), (2, 4, 4), (1, 4, 2)):
+            shape = MeshShape(1, dp, tp, order, ep)
+            for rank in range(shape.ranks):
+                place = shape.expert_ranks(rank).index(rank)
+                copies = shape.expert_replicas(rank)
+                assert rank in copies
+                assert len(set(copies)) == dp * tp // ep
+                assert {shape.expert_ranks(other).index(other) for other in copies} == {place}
+
+
+def ignored(rank: int, head: str) -> list[float]:
+    """Return losses of steps in which one replica has a microbatch without a target."""
+    net = mixture(blocks=2)
+    loss: Any = (
+        penstock.causal_lm_loss if head == "logits" else penstock.LinearCrossEntropy(ignore_index=-100)
+    )
+    with Pipeline(
+        net, loss, microbatches=2, mesh=MeshShape(pp=2, dp=2, ep=2), reduction="valid", timeout=60
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        losses = []
+        for _ in range(3):
+            x, y = batch()
+            y[:2] = -100
+            found = pipe.step(x, y).loss
+            assert found is not None
+            losses.append(found.item())
+            optimizer.step()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_microbatch_without_a_target_keeps_the_exchanges_in_step(processes: LocalProcesses):
+    results = run_cases(processes, 4, ignored, [("logits",), ("chunks",)])
+    net = mixture(blocks=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        x, y = batch()
+        loss = nn.functional.cross_entropy(net(x[2:]).flatten(0, 1), y[2:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for by_rank in (results[1],):
+        for losses in by_rank:
+            assert losses == pytest.approx(expected, rel=1e-5)
+    assert len({tuple(losses) for losses in results[0]}) == 1
+
+
+def used_outside(rank: int) -> tuple[str, bool, int]:
+    """Return the error of a call outside of a step; whether the module is whole after the end; names of a shared stack."""
+    net = mixture(blocks=2)
+    net[2].experts.down_proj = net[1].experts.down_proj
+    pipe = Pipeline(net, loss_of, microbatches=2, mesh=MeshShape(dp=2, ep=2), timeout=60)
+    text = ""
+    try:
+        net(batch()[0])
+    except PenstockError as error:
+        text = str(error)
+    pipe.step(*batch())
+    shared = net[2].experts.down_proj is net[1].experts.down_proj
+    state = {name: full_tensor(value) for name, value in net.state_dict().items()}
+    pipe.close()
+    whole = mixture(blocks=2)
+    net.load_state_dict(state, assign=True)
+    whole.load_state_dict(state)
+    same = torch.equal(net(batch()[0]), whole(batch()[0]))
+    return text, same, int(shared)
+
+
+@pytest.mark.slow
+def test_a_model_is_whole_after_its_pipeline_and_refused_outside_of_a_step(processes: LocalProcesses):
+    for text, same, shared in processes.run(2, used_outside, timeout=120):
+        assert "called outside of a step" in text
+        assert same
+        assert shared
 
 
 def test_an_ep_that_does_not_divide_the_ranks_of_a_stage_is_refused():

@@ -272,9 +272,10 @@ class PipelineTrainerMixin:
             optimizer = trainer.optimizer = with_own_optimizers(
                 optimizer, trainer.model, self._own_optimizers
             )
-        _update_one_by_one(optimizer)
-        # Those of a checkpoint are the options of the run that saved it.
-        optimizer.register_load_state_dict_post_hook(_update_one_by_one)
+        if self.pipe.mesh is not None and self.pipe.mesh.ep > 1:
+            _update_one_by_one(optimizer)
+            # Those of a checkpoint are the options of the run that saved it.
+            optimizer.register_load_state_dict_post_hook(_update_one_by_one)
         if self._in_processes:
             self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
         return optimizer

@@ -90,15 +90,28 @@ def divide_experts(
     Raises:
         ConfigError: if the experts do not divide, or have hooks or adapters. Nothing is divided then.
     """
-    found = list(find_experts(layers))
-    for name, module in found:
+    found = {id(module): (name, module) for name, module in find_experts(layers)}
+    for name, module in found.values():
         _require_divisible(name, module, exchange.size)
-    for _, module in found:
+    done: dict[Tensor, nn.Parameter] = {}
+    for _, module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _share(parameter, mesh))
-        module.register_load_state_dict_pre_hook(_divide_state)
-        module.forward = DividedExperts(module, exchange, tensor_ranks, weight_of)
-    return [name for name, _ in found]
+            # A stack that two modules share stays one.
+            share = done[parameter] = done[parameter] if parameter in done else _share(parameter, mesh)
+            module.register_parameter(name, share)
+        hook = module.register_load_state_dict_pre_hook(_divide_state)
+        module.forward = DividedExperts(module, exchange, tensor_ranks, weight_of, hook)
+    return [name for name, _ in found.values()]
+
+
+def undo_division(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Give modules of `divide_experts` their own forward back; their parameters stay shares."""
+    for _, layer in layers:
+        for module in layer.modules():
+            divided = vars(module).get("forward")
+            if isinstance(divided, DividedExperts):
+                divided.hook.remove()
+                del module.forward
 
 
 def _require_divisible(name: str, module: nn.Module, size: int) -> None:
@@ -164,7 +177,9 @@ class DividedExperts:
         exchange: Exchange,
         tensor_ranks: TensorRanks | None,
         weight_of: Callable[[Tensor], Tensor],
+        hook: torch.utils.hooks.RemovableHandle,
     ) -> None:
+        self.hook = hook
         self._module, self._exchange = module, exchange
         self._tensor_ranks, self._weight_of = tensor_ranks, weight_of
         number: Any = module.num_experts
@@ -190,8 +205,10 @@ class DividedExperts:
         expert, order = torch.sort(index.reshape(-1), stable=True)
         counts = torch.bincount(expert, minlength=self._number)
         ones = [1] * exchange.size
-        arriving = exchange.all_to_all(counts.view(exchange.size, self._each), ones, ones).cpu()
-        sent = counts.view(exchange.size, self._each).sum(1).tolist()
+        # In host memory, where they are needed, and where a wait sees that another process has failed.
+        leaving = counts.view(exchange.size, self._each).cpu()
+        arriving = exchange.all_to_all(leaving, ones, ones)
+        sent = leaving.sum(1).tolist()
         received = arriving.sum(1).tolist()
         pairs = rows[order // k], weights.reshape(-1, 1)[order]
         there, scores = _AllToAll.apply(exchange, sent, received, *pairs)  # type: ignore[no-untyped-call]

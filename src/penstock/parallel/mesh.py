@@ -111,15 +111,16 @@ class MeshShape:
         return [r for replica in self.line(rank, "dp") for r in self.line(replica, "tp")]
 
     def expert_ranks(self, rank: int) -> list[int]:
-        """Return the ranks that together have all experts of a rank's layers, in the order of their experts."""
+        """Return the ranks that together have all experts of a rank's layers, ascending, in the order of their experts."""
         ranks = self.stage_ranks(rank)
         first = ranks.index(rank) // self.ep * self.ep
         return sorted(ranks[first : first + self.ep])
 
     def expert_replicas(self, rank: int) -> list[int]:
         """Return the ranks that have the same experts as a rank."""
-        ranks = self.stage_ranks(rank)
-        return ranks[ranks.index(rank) % self.ep :: self.ep]
+        place = self.expert_ranks(rank).index(rank)
+        groups = dict.fromkeys(tuple(self.expert_ranks(other)) for other in self.stage_ranks(rank))
+        return [group[place] for group in groups]
 
 
 @dataclass(frozen=True)

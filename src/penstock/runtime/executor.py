@@ -102,11 +102,13 @@ class Executor:
         gathers = False
         try:
             with self._reducing(step, work.options.reduces), torch.set_grad_enabled(self.trains):
-                if self.fixed is not None:
-                    self.fixed.check(self.trains)
-                if self.shared is not None:
-                    self.shared.begin()
-                self._run_ops()
+                # Left before the reduction, which waits for replicas that may wait for this one's tokens.
+                with self._exchanging():
+                    if self.fixed is not None:
+                        self.fixed.check(self.trains)
+                    if self.shared is not None:
+                        self.shared.begin()
+                    self._run_ops()
                 self.progress[ROW] = END
                 self._finish_gradients()
                 refusal, flags = self._agree()
@@ -168,15 +170,9 @@ class Executor:
 
     def _run_ops(self) -> None:
         progress = self.progress
-        try:
-            # The loop stores each op's row as it goes, so a step spends no statement on it.
-            for progress[ROW], op in self.ops:
-                op()
-        except Exception as error:
-            # Before the reduction, which waits for replicas that may wait for this one's tokens.
-            if self._exchange is not None:
-                self._exchange.tell(str(error))
-            raise
+        # The loop stores each op's row as it goes, so a step spends no statement on it.
+        for progress[ROW], op in self.ops:
+            op()
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values():
@@ -221,6 +217,9 @@ class Executor:
         if self.replica_reduction is None or not self.trains:
             return nullcontext()
         return self.replica_reduction.step(step, reduces, self._microbatches)
+
+    def _exchanging(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._exchange is None else self._exchange.exchanging()
 
     def _agree(self) -> tuple[Refusal | None, int]:
         """Report this rank's losses, refusal and flags, and return the refusal and the flags of all ranks."""

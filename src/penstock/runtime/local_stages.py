@@ -13,7 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
-from penstock.parallel.experts import TensorRanks, divide_experts, find_experts
+from penstock.parallel.experts import TensorRanks, divide_experts, find_experts, undo_division
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
@@ -170,7 +170,10 @@ class LocalStages:
         return self._separate.copied
 
     def undo(self) -> None:
-        """Give the user's modules back the parameters and children that were replaced."""
+        """Give the user's modules back the parameters, children and forwards that were replaced."""
+        if self.exchange is not None:
+            for module in self.modules.values():
+                undo_division(module.named_layers())
         self.ties.undo()
         self._separate.undo()
 

@@ -151,7 +151,8 @@ class Pipeline(PipelineModel):
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
-        settings = make_settings(recompute, autocast, execution, self._random)
+        divides = shape is not None and shape.ep > 1
+        settings = make_settings(recompute, autocast, execution, self._random, divides)
         # The count that comes with a loss also knows whether it shifts its targets.
         counts = callable(given.reduction) and reduction == "valid"
         self.reduction = require_reduction(given.reduction if reduction is None or counts else reduction)

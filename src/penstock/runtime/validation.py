@@ -149,11 +149,20 @@ class LossScale(Protocol):
 
 
 def make_settings(
-    recompute: object, autocast: object, options: ExecutionOptions, random: RandomState
+    recompute: object,
+    autocast: object,
+    options: ExecutionOptions,
+    random: RandomState,
+    divides_experts: bool,
 ) -> Settings:
     """Return the settings of the stages' computation."""
     policy, memory = require_policy(recompute), options.memory
     if policy == "auto":
+        if divides_experts:
+            raise ConfigError(
+                "recompute='auto' measures each process, and with divided experts (ep) all must recompute the same layers; "
+                "take 'full', 'none' or a number of layers"
+            )
         if memory is None:
             raise ConfigError(
                 "recompute='auto' needs memory, the bytes that a rank may hold: execution=ExecutionOptions(memory=...)"
@@ -163,7 +172,7 @@ def make_settings(
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
-    return Settings(policy, options.offload, autocast, random, options.strict)
+    return Settings(policy, options.offload, autocast, random, options.strict, divides_experts)
 
 
 def require_seed(seed: object) -> int:

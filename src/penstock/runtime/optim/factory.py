@@ -143,14 +143,14 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
 
 
 _BY_CLASS = (
-    "; with ZeRO or tensor parallelism, name one that needs whole matrices by its class (or a functools.partial of it), not "
-    "by a function"
+    "; with ZeRO, tensor parallelism or divided experts, name one that needs whole matrices by its class (or a "
+    "functools.partial of it), not by a function"
 )
 
 
 def _divides(pipe: Pipeline) -> bool:
     """Return whether processes hold or update parts of matrices."""
-    return pipe.shards is not None or pipe.tensor_ranks > 1
+    return pipe.shards is not None or pipe.tensor_ranks > 1 or (pipe.mesh is not None and pipe.mesh.ep > 1)
 
 
 def _without_partial(make: MakeOptimizer) -> MakeOptimizer:
@@ -166,7 +166,8 @@ def _require_whole(pipe: Pipeline, make: MakeOptimizer, made: torch.optim.Optimi
     """Raise if an optimizer needs whole matrices but gets shards of them."""
     kind = type(made).__name__
     if kind in NOT_ELEMENTWISE and _divides(pipe) and not needs_whole(make):
-        cause = "ZeRO" if pipe.shards is not None else "tensor parallelism"
+        cause = "tensor parallelism" if pipe.tensor_ranks > 1 else "the division of experts"
+        cause = "ZeRO" if pipe.shards is not None else cause
         raise ConfigError(
             f"{kind} does not update every element by itself, and {cause} gives it parts of matrices{_BY_CLASS}"
         )

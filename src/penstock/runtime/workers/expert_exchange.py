@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.base.errors import PeerError
+from penstock.base.errors import PeerError, PenstockError
 from penstock.runtime.workers.collectives import Collectives
 
 
@@ -33,7 +33,7 @@ class ExpertExchange:
         self.size = dist.get_world_size(self.group)
         self._make_group, self._collectives, self._store = make_group, collectives, store
         self._step = 0
-        self._failed = False
+        self._failed = self._active = False
 
     def begin(self, step: int) -> None:
         """Begin a step; every process of the run calls it."""
@@ -42,6 +42,18 @@ class ExpertExchange:
             self.group = self._make_group()
             self._failed = False
         self._step = step
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Return a context for what all processes do in a step; its error is told to the others."""
+        self._active = True
+        try:
+            yield
+        except Exception as error:
+            self.tell(str(error))
+            raise
+        finally:
+            self._active = False
 
     def note_failure(self) -> None:
         """Have the next step begin with a new communicator, after one that failed on all processes of the run."""
@@ -78,6 +90,11 @@ class ExpertExchange:
         return out
 
     def _run(self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str) -> None:
+        if not self._active:
+            raise PenstockError(
+                "experts are divided over processes, and a layer that has some was called outside of a step of the "
+                "pipeline; call pipe.evaluate on all ranks, or use a saved model in one process"
+            )
         self._collectives.run(start, out, group, action, self._require_none_failed)
 
 

@@ -49,13 +49,19 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Settings:
-    """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`."""
+    """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`.
+
+    Attributes:
+        every_backward: whether a microbatch that does not count has a backward all the same, since layers of other replicas
+            wait for those of this one.
+    """
 
     recompute: Policy = "none"
     offload: bool = False
     autocast: torch.dtype | None = None
     random: RandomState | None = None
     strict: bool = False
+    every_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,7 +317,9 @@ class Runner:
         loss = losses[0] if len(losses) == 1 else reduce(torch.add, losses)
         # A microbatch that does not count (no valid token, say) may have a loss of 0/0, and has no backward.
         counts = loss_inputs.loss_weight.factor and loss.requires_grad
-        roots = (loss_inputs.loss_weight.apply(loss),) if counts else ()
+        roots: tuple[Tensor, ...] = (loss_inputs.loss_weight.apply(loss),) if counts else ()
+        if self.settings.every_backward and not counts:
+            roots = _zeros_of(value)
         report = LossReport(
             loss.detach(),
             {name: part.detach() for name, part in parts.items()},
@@ -359,6 +367,13 @@ class Runner:
 def _detached(value: object) -> object:
     packed = pack(value, travels=False)[0]
     return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))
+
+
+def _zeros_of(value: object) -> tuple[Tensor, ...]:
+    """Return a root of the graph whose backward gives a last layer's output the gradient 0, whatever its loss is."""
+    leaves = [value.logits()] if isinstance(value, PostponedLogits) else leaves_of(value)
+    sums = [(x * 0).sum() for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    return (reduce(torch.add, sums),) if sums else ()
 
 
 class SavedGraph(NamedTuple):
