@@ -202,6 +202,17 @@ def test_metrics_of_an_evaluation_get_all_logits(tmp_path: Path):
     assert torch.allclose(torch.tensor(logits), torch.tensor(expected), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_predictions_of_more_than_logits_are_refused(tmp_path: Path, name: str):
+    net = model(attn_implementation="eager")
+    setattr(net.config, name, True)
+    trainer = penstock.PipelineTrainer(model=net, args=arguments(tmp_path), pipeline=PIPELINE)
+    with pytest.raises(penstock.ConfigError, match=f"{name} is set.*logits alone"):
+        trainer.predict(rows(8))
+    trainer.args.prediction_loss_only = True
+    assert trainer.evaluate(rows(8))["eval_loss"] > 0
+
+
 def test_an_evaluation_of_the_loss_alone_makes_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = penstock.PipelineTrainer(
         model=model(), args=arguments(tmp_path), eval_dataset=rows(10), pipeline=PIPELINE

@@ -393,6 +393,12 @@ class PipelineTrainerMixin:
         batch = self._batch(inputs)
         self._loss.divisor = self._divisor(batch, num_items_in_batch, 1)
         keep = return_outputs and self._logits_asked
+        for name in ("output_hidden_states", "output_attentions") if keep else ():
+            if getattr(self._whole_model.config, name, False):
+                raise ConfigError(
+                    f"the config's {name} is set, and a pipeline's predictions are the logits alone; set it to False, or "
+                    "prediction_loss_only=True in the training arguments"
+                )
         result = self.pipe.evaluate(batch.ids, batch.target, outputs=keep, **batch.named)
         if not return_outputs:
             return result.loss

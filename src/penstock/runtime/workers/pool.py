@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -179,9 +180,10 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
             answer = (False, error)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if (debug := sys.modules.get("torch.distributed.tensor.debug")) is not None:
-            # What torch remembers of operations has meshes whose groups are gone.
-            debug._clear_sharding_prop_cache()
+        if "torch.distributed.tensor" in sys.modules:
+            # What torch remembers of operations has meshes whose groups are gone. Private: there is no public way.
+            debug = import_module("torch.distributed.tensor.debug")
+            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         try:
             connection.send(answer)
         except (TypeError, AttributeError, ValueError):  # the answer cannot be pickled
