@@ -15,7 +15,7 @@ class _OfThread(threading.local):
     context: Any = None
     """The `defer_weight_grads` that this thread is in, if parameters have the class `InterceptedParameter` for it."""
     defers = False
-    """Whether this thread is in any `defer_weight_grads`."""
+    """True within any `defer_weight_grads` of this thread."""
 
 
 of_thread = _OfThread()
