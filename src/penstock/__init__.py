@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from penstock.stage.named import give as give
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
+    from penstock.trace.expert_load import ExpertLoad as ExpertLoad
     from penstock.train.callbacks.callback import Callback as Callback
     from penstock.train.callbacks.callback import EndEvent as EndEvent
     from penstock.train.callbacks.callback import EvaluateEvent as EvaluateEvent
@@ -94,6 +95,7 @@ _HOME = {
     "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
     "HangError": "penstock.base.errors",
+    "ExpertLoad": "penstock.trace.expert_load",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
     "LinearCrossEntropy": "penstock.stage.compute.linear_cross_entropy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import Checkpoints, MeshShape, Pipeline, PipelineOptimizer
+from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptimizer
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
@@ -122,6 +123,54 @@ def require_equal_copies(case: Case, by_rank: list[Tensors]) -> None:
     for name in {name for weights in by_rank for name in weights}:
         copies = [weights[name] for weights in by_rank if name in weights]
         assert all(torch.equal(copies[0], other) for other in copies), (case, name)
+
+
+COUNTED = [
+    Case({"dp": 2, "ep": 2}, schedule="zb-h1", recompute="full"),
+    Case({"dp": 2, "ep": 2}, lone=True),
+    Case({"tp": 2, "ep": 2}),
+]
+
+
+def counted(rank: int, case: Case) -> tuple[ExpertLoad | None, ExpertLoad | None]:
+    with Pipeline(
+        mixture(lone=case.lone), loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes), timeout=120,
+        schedule=case.schedule, recompute=case.recompute,
+    ) as pipe:  # fmt: skip
+        before = pipe.gather_expert_load()
+        for _ in range(2):
+            pipe.step(*batch())
+        return before, pipe.gather_expert_load()
+
+
+def chosen(lone: bool) -> dict[str, list[int]]:
+    """Return the tokens of each expert in one forward of the whole batch in one process."""
+    net, found = mixture(lone=lone), dict[str, list[int]]()
+    for name, module in net.named_modules():
+        if name.endswith("experts"):
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: found.update(
+                    {name: torch.bincount(args[1].flatten(), minlength=4).tolist()}
+                )
+            )
+    net(batch()[0])
+    return found
+
+
+@pytest.mark.slow
+def test_tokens_of_experts_are_counted_once_and_over_all_processes(processes: LocalProcesses):
+    results = run_cases(processes, 2, counted, [(case,) for case in COUNTED])
+    for case, by_rank in zip(COUNTED, results, strict=True):
+        expected = chosen(case.lone)
+        for before, load in by_rank:
+            assert before is None
+            assert load is not None
+            assert load.tokens == expected, case
+            halves = [[sum(t[:2]), sum(t[2:])] for t in expected.values()]
+            assert load.computed == [sum(half[0] for half in halves), sum(half[1] for half in halves)]
+            assert load.imbalance == pytest.approx(fmean(2 * max(half) / sum(half) for half in halves))
+            assert all(seconds > 0 for seconds in load.exchange_seconds)
+        assert by_rank[0][1] == by_rank[1][1]
 
 
 class Wrong(NamedTuple):

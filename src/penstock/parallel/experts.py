@@ -34,6 +34,9 @@ class Exchange(Protocol):
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
 
+    def count(self, name: str, tokens: Tensor) -> None:
+        """Take note of the tokens that came to this process's experts of a module, by expert, in host memory."""
+
 
 class TensorRanks(NamedTuple):
     """The processes that share matrices (tp), which have the same tokens.
@@ -94,13 +97,13 @@ def divide_experts(
     for name, module in found.values():
         _require_divisible(name, module, exchange.size)
     done: dict[Tensor, nn.Parameter] = {}
-    for _, module in found.values():
+    for full_name, module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             # A stack that two modules share stays one.
             share = done[parameter] = done[parameter] if parameter in done else _share(parameter, mesh)
             module.register_parameter(name, share)
         hook = module.register_load_state_dict_pre_hook(_divide_state)
-        module.forward = DividedExperts(module, exchange, tensor_ranks, weight_of, hook)
+        module.forward = DividedExperts(full_name, module, exchange, tensor_ranks, weight_of, hook)
     return [name for name, _ in found.values()]
 
 
@@ -173,6 +176,7 @@ class DividedExperts:
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
         exchange: Exchange,
         tensor_ranks: TensorRanks | None,
@@ -180,7 +184,7 @@ class DividedExperts:
         hook: torch.utils.hooks.RemovableHandle,
     ) -> None:
         self.hook = hook
-        self._module, self._exchange = module, exchange
+        self._name, self._module, self._exchange = name, module, exchange
         self._tensor_ranks, self._weight_of = tensor_ranks, weight_of
         number: Any = module.num_experts
         self._number, self._each = number, number // exchange.size
@@ -208,6 +212,7 @@ class DividedExperts:
         # In host memory, where they are needed, and where a wait sees that another process has failed.
         leaving = counts.view(exchange.size, self._each).cpu()
         arriving = exchange.all_to_all(leaving, ones, ones)
+        exchange.count(self._name, arriving.sum(0))
         sent = leaving.sum(1).tolist()
         received = arriving.sum(1).tolist()
         pairs = rows[order // k], weights.reshape(-1, 1)[order]

@@ -35,6 +35,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
+from penstock.trace.expert_load import ExpertLoad, join_loads
 
 T = TypeVar("T")
 
@@ -344,6 +345,13 @@ class Engine:
     def gather_trace(self, local: Trace | None) -> Trace | None:
         """Return the trace of all ranks in the last step; see `Pipeline.gather_trace`."""
         return local if local is None or self._world is None else gather_trace(self._world, local)
+
+    def gather_expert_load(self) -> ExpertLoad | None:
+        """Return the work of divided experts in the last step; see `Pipeline.gather_expert_load`."""
+        exchange = self.local_stages.exchange
+        if exchange is None or self._world is None or not self._traced:
+            return None
+        return join_loads(self._world.gather(exchange.load(), "run", "count the tokens of experts"))
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice."""

@@ -142,7 +142,7 @@ class Executor:
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
         if self._exchange is not None:
-            self._exchange.begin(step)
+            self._exchange.begin(step, self._in_forward)
             self._exchange.tell(text)
             self._exchange.note_failure()
         if self.channel is not None:
@@ -160,13 +160,16 @@ class Executor:
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
         if self._exchange is not None:
-            self._exchange.begin(step)
+            self._exchange.begin(step, self._in_forward)
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
             self.channel.open(step, self.trains, self._microbatches)
+
+    def _in_forward(self) -> bool:
+        return bool(self.program.schedule.kind[self.progress[ROW]] == Kind.F)
 
     def _run_ops(self) -> None:
         progress = self.progress

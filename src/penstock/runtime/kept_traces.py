@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.base.errors import DataError
 from penstock.runtime.pipeline import Pipeline
 from penstock.trace.events import Trace
+from penstock.trace.expert_load import EXPERTS
 from penstock.trace.folder import save_step
 
 
@@ -28,19 +30,25 @@ class KeptTraces:
     def after(self, step: int, pipe: Pipeline) -> Trace | None:
         """Save the trace of a step if it is due; every process calls this after every step, before an evaluation.
 
-        With several replicas only the first one's trace is saved; processes of the others return at once.
+        With several replicas only the first one's trace is saved; processes of the others return at once, or after the
+        tokens of divided experts are counted.
 
         Returns:
             The trace, on the process that writes; None if none was due. A failed write is told, and training continues.
         """
         first, self._began = not self._began, True
         due = first or step == self._steps or (self._every and step % self._every == 0)
-        if not due or not pipe.is_first:
+        if not due:
+            return None
+        load = pipe.gather_expert_load()
+        if not pipe.is_first:
             return None
         trace = pipe.gather_trace()
         assert trace is not None, "a step has just been done"
         if not self._writes:
             return None
+        if load is not None:
+            trace = replace(trace, info={**trace.info, EXPERTS: load.tokens})
         try:
             save_step(self._run, step, trace)
         except DataError as error:

@@ -58,6 +58,7 @@ from penstock.stage.layers import require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
+from penstock.trace.expert_load import ExpertLoad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -433,6 +434,19 @@ class Pipeline(PipelineModel):
         self._require_open()
         with self.calling("pipe.gather_trace()"):
             return self._engine.gather_trace(self.trace())
+
+    def gather_expert_load(self) -> ExpertLoad | None:
+        """Return the tokens of each expert in the last step, and the time of their exchange; all processes call it.
+
+        Returns:
+            The same on every process of the run, for the last call of `step` or `evaluate`. None before the first, and where
+            experts are not divided over processes (``ep``).
+        """
+        self._require_open()
+        if self._engine.local_stages.exchange is None:
+            return None
+        with self.calling("pipe.gather_expert_load()"):
+            return self._engine.gather_expert_load()
 
     def calling(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a call that all ranks make together; a rank that makes another one is named."""

@@ -20,6 +20,8 @@ CURVES = (
     ("gradient norm", "grad_norm", "train"),
     ("tokens per second", "tokens_per_second", "train"),
     ("idle share of pipe.step", "bubble", "train"),
+    ("imbalance of experts", "expert_imbalance", "train"),
+    ("exchange of tokens, mean s", "exchange_seconds", "train"),
 )
 """Title, key and kind of line of every curve of ``metrics.jsonl``."""
 LINES = ("#3f7fc4", "#e07b00")
@@ -87,12 +89,15 @@ def curves(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def points_of(metrics: Sequence[Mapping[str, Any]], key: str, kind: str) -> list[tuple[float, float]]:
-    """Return (step, number) of every line of a kind that has both."""
-    return [
-        (row["step"], row[key])
-        for row in metrics
-        if row.get("kind") == kind and None not in (finite(row.get("step")), finite(row.get(key)))
-    ]
+    """Return (step, number) of every line of a kind that has both; of a list by process, its mean."""
+    rows = [(finite(row.get("step")), _mean(row.get(key))) for row in metrics if row.get("kind") == kind]
+    return [(step, number) for step, number in rows if step is not None and number is not None]
+
+
+def _mean(value: object) -> float | None:
+    numbers = [finite(each) for each in (value if isinstance(value, list) and value else [value])]
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if len(known) == len(numbers) else None
 
 
 def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit, label: str) -> Any:

@@ -31,6 +31,7 @@ from penstock.show.report_page import RunFacts, numbered, overview_table
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Trace
+from penstock.trace.expert_load import EXPERTS
 from penstock.trace.join import merged_halves
 
 MAX_ROWS = 64
@@ -180,6 +181,7 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
         "changes": _changes(step, unit),
         "worse": _worse(step),
         "split": _split(step),
+        "experts": _experts(trace),
         "orders": [f"rank {rank}: {schedule.text(rank)}" for rank in range(schedule.ranks)]
         if schedule
         else [],
@@ -299,3 +301,21 @@ def _split(step: StepAnalysis) -> list[list[str]]:
         ]
         for stage, layers in enumerate(split)
     ]
+
+
+def _experts(trace: Trace) -> list[list[str]]:
+    """Return a row of every layer whose experts are divided: its tokens, and how even its experts were."""
+    layers = trace.info.get(EXPERTS)
+    rows = []
+    for name, tokens in list(layers.items())[:MAX_ROWS] if isinstance(layers, dict) else ():
+        counts = [finite(count) for count in tokens] if isinstance(tokens, list) else []
+        known = [count for count in counts if count is not None]
+        if not sum(known) or len(known) < len(counts):
+            continue
+        mean, most, least = sum(known) / len(known), max(known), min(known)
+        rows.append([
+            str(name), f"{sum(known):,.0f}", f"{mean:,.1f}",
+            f"{known.index(most)}: {most:,.0f} ({most / mean:.2f} x)",
+            f"{known.index(least)}: {least:,.0f} ({least / mean:.2f} x)",
+        ])  # fmt: skip
+    return rows

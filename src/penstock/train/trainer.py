@@ -230,6 +230,7 @@ class Trainer:
         self._stepping += seconds
         bubble = measured_bubble(run.pipe, run.run_group, in_pipe)
         memory = run.run_group.each(lambda: memory_use(device))
+        experts = run.pipe.gather_expert_load()
         rss, rss_peak, allocated, peak = (tuple(column) for column in zip(*memory, strict=True))
         event = replace(
             event,
@@ -241,6 +242,9 @@ class Trainer:
             rss_peak=rss_peak,
             cuda_allocated=allocated if on_gpu(device) else (),
             cuda_peak=peak if on_gpu(device) else (),
+            expert_imbalance=None if experts is None else experts.imbalance,
+            expert_tokens=() if experts is None else tuple(experts.computed),
+            exchange_seconds=() if experts is None else tuple(experts.exchange_seconds),
             seconds=self._seconds(),
         )
         run.reporter.measured(event.step, loss, self._tokens(taken, seconds), bubble)

@@ -7,11 +7,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, PenstockError
+from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.workers.collectives import Collectives
+from penstock.trace.expert_load import ProcessLoad
+
+sendable(ProcessLoad)  # marked here, since `trace` must not import torch, and the encoding does
 
 
 class ExpertExchange:
@@ -33,15 +39,25 @@ class ExpertExchange:
         self.size = dist.get_world_size(self.group)
         self._make_group, self._collectives, self._store = make_group, collectives, store
         self._step = 0
+        self._in_forward: Callable[[], bool] = lambda: False
+        self._tokens: dict[str, Tensor] = {}
+        # By device, None for the host, the moments at which exchanges began and ended.
+        self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
 
-    def begin(self, step: int) -> None:
-        """Begin a step; every process of the run calls it."""
+    def begin(self, step: int, in_forward: Callable[[], bool]) -> None:
+        """Begin a step; every process of the run calls it.
+
+        Args:
+            in_forward: function that tells whether the present op is a forward, and no recompute.
+        """
         if self._failed:
             dist.destroy_process_group(self.group)
             self.group = self._make_group()
             self._failed = False
-        self._step = step
+        self._step, self._in_forward = step, in_forward
+        self._tokens.clear()
+        self._moments.clear()
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -75,6 +91,23 @@ class ExpertExchange:
                 f"another replica failed, to whose experts tokens were sent: {self._store.get(self._note).decode()}"
             )
 
+    def count(self, name: str, tokens: Tensor) -> None:
+        """Add tokens that came to this process's experts of a module, by expert, in host memory."""
+        if self._in_forward():
+            before = self._tokens.get(name)
+            self._tokens[name] = tokens if before is None else before + tokens
+
+    def load(self) -> ProcessLoad:
+        """Return the work of this process's experts since `begin`; waits for its GPU."""
+        readings = Readings()
+        seconds = 0.0
+        for device, (starts, ends) in self._moments.items():
+            both = readings.seconds(device, starts + ends)
+            seconds += float(both[len(starts) :].sum() - both[: len(starts)].sum())
+        sharers = tuple(dist.get_process_group_ranks(self.group))
+        tokens = {name: counts.tolist() for name, counts in self._tokens.items()}
+        return ProcessLoad(sharers, dist.get_rank(), tokens, seconds)
+
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
         out = values.new_empty(sum(received), *values.shape[1:])
@@ -95,7 +128,12 @@ class ExpertExchange:
                 "experts are divided over processes, and a layer that has some was called outside of a step of the "
                 "pipeline; call pipe.evaluate on all ranks, or use a saved model in one process"
             )
+        device = out.device if out.is_cuda else None
+        mark = clock(device, 2)
+        starts, ends = self._moments.setdefault(device, ([], []))
+        starts.append(mark())
         self._collectives.run(start, out, group, action, self._require_none_failed)
+        ends.append(mark())
 
 
 # The first name exists from torch 2.12 on, where the second one warns.

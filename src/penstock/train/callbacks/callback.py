@@ -51,10 +51,12 @@ class StepEvent:
         rss_peak: largest `rss` of each process since it started.
         cuda_allocated: memory of tensors on each process's GPU, in bytes, by rank; empty on the CPU.
         cuda_peak: largest `cuda_allocated` since the last line of metrics.
+        expert_imbalance, expert_tokens, exchange_seconds: of divided experts in this step; see `ExpertLoad`. None and empty
+            without.
         seconds: seconds since the first step of this start.
         logged: True if the step has a line in ``metrics.jsonl`` (every ``train.log_every`` steps). In other steps everything
-            from `tokens_per_second` to `cuda_peak`, except `samples` and `tokens`, is None or empty, since measuring it
-            takes messages between the ranks.
+            from `tokens_per_second` to `exchange_seconds`, except `samples` and `tokens`, is None or empty, since measuring
+            it takes messages between the ranks.
         skipped: reason why the step was skipped and no weight changed; empty if it was not.
     """
 
@@ -71,6 +73,9 @@ class StepEvent:
     rss_peak: tuple[int, ...] = ()
     cuda_allocated: tuple[int, ...] = ()
     cuda_peak: tuple[int, ...] = ()
+    expert_imbalance: float | None = None
+    expert_tokens: tuple[int, ...] = ()
+    exchange_seconds: tuple[float, ...] = ()
     seconds: float | None = None
     logged: bool = True
     skipped: str = ""
@@ -181,7 +186,7 @@ class Callback:
         """Flush and close: the last event, also if the run was stopped or failed."""
 
 
-_PER_PROCESS = ("rss", "rss_peak", "cuda_allocated", "cuda_peak")
+_PER_PROCESS = ("rss", "rss_peak", "cuda_allocated", "cuda_peak", "expert_tokens", "exchange_seconds")
 
 
 def values_of(event: StepEvent | EvaluateEvent | EndEvent) -> dict[str, Any]:
