@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -373,3 +374,37 @@ def test_a_checkpoint_continues_with_experts_divided_otherwise(processes: LocalP
     assert losses + last == pytest.approx(expected, rel=1e-5)
     for name, weight in final.items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4)
+
+
+def whole_at_once(rank: int, folder: str) -> tuple[int, int]:
+    """Return how many tensors were made whole during a save, and the most that were alive at a time."""
+    from torch.distributed.tensor import DTensor
+
+    made: list[weakref.ref[Tensor]] = []
+    most, original = 0, DTensor.full_tensor
+
+    def full(tensor: DTensor) -> Tensor:
+        nonlocal most
+        found = original(tensor)
+        made.append(weakref.ref(found))
+        most = max(most, sum(each() is not None for each in made))
+        return found
+
+    with Pipeline(mixture(), loss_of, microbatches=2, mesh=MeshShape(dp=2, ep=2), timeout=120) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        pipe.step(*batch())
+        optimizer.step()
+        with Checkpoints(folder, pipe, optimizer) as checkpoints, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DTensor, "full_tensor", full)
+            checkpoints.save()
+            saved, most_saved = len(made), most
+            checkpoints.load_newest()
+            assert len(made) == saved, "each process reads its own experts"
+    return saved, most_saved
+
+
+@pytest.mark.slow
+def test_a_save_makes_experts_whole_one_stack_at_a_time(processes: LocalProcesses, tmp_path: Path):
+    (by_rank,) = run_cases(processes, 2, whole_at_once, [(str(tmp_path),)])
+    # Two stacks in each of four layers, with two moments each.
+    assert by_rank == [(24, 1), (24, 1)]

@@ -412,6 +412,13 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process's parameters, as `PipelineOptimizer.state_dict` does."""
+        return self._state(whole=True)
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return `state_dict` with this process's shards of tensors."""
+        return self._state(whole=False)
+
+    def _state(self, whole: bool) -> dict[str, Any]:
         parameters = {p for group in self._optimizer.param_groups for p in group["params"]}
         others = [key for key in self._optimizer.state if key not in parameters]
         if others:
@@ -420,7 +427,7 @@ class TorchOptimizer:
                 "keep it in optimizer.state[parameter], or in a group's options"
             )
         self.steps = self.pipe.steps
-        return optimizer_state.collect(self)
+        return optimizer_state.collect(self, whole=whole)
 
     def give_state(self) -> None:
         """Do nothing: every replica has the whole state."""

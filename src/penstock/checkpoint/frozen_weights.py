@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ def digests_in(values: Mapping[str, Any], where: Path) -> dict[str, str]:
     return table
 
 
-def require_same(own: Mapping[str, Tensor], digests: Mapping[str, str], where: Path) -> None:
+def require_same(own: Iterable[tuple[str, Tensor]], digests: Mapping[str, str], where: Path) -> None:
     """Require that weights are those that a checkpoint was made with."""
-    differing = [name for name, value in own.items() if digest(value) != digests[name]]
+    differing = [name for name, value in own if digest(value) != digests[name]]
     if differing:
         more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
         raise ConfigError(

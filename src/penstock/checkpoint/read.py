@@ -19,7 +19,14 @@ from penstock.checkpoint.frozen_weights import digests_in, require_same
 from penstock.checkpoint.manifest import Manifest, decode_value
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
-from penstock.parallel.dtensor import from_local_like, is_dtensor, is_sharded, local, local_slices
+from penstock.parallel.dtensor import (
+    from_local_like,
+    full_tensor,
+    is_dtensor,
+    is_sharded,
+    local,
+    local_slices,
+)
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -140,7 +147,7 @@ def load_into(prepared: Prepared, pipe: Pipeline, optimizer: StatefulOptimizer |
 def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
     """Return the argument of `Pipeline.load_state_dict`: this process's weights, and the names of all others."""
     parameters = dict(pipe.named_parameters())
-    own = pipe.state_dict()
+    own = pipe.sharded_state()
     held = dict.fromkeys([*own, *parameters])
     digests = digests_in(reader.manifest.values, reader.path)
     values = reader.manifest.values.get("model")
@@ -155,7 +162,7 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
             parameter = parameters.get(name)
             weights[name] = reader.tensor(key) if parameter is None else reader.like(key, parameter)
     frozen = {name: own[name] for name in held if name in digests and name in own and name not in weights}
-    require_same(frozen, digests, reader.path)
+    require_same(((name, full_tensor(value)) for name, value in frozen.items()), digests, reader.path)
     weights |= frozen
     names = [name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")]
     # Of weights on other processes only the names matter, so that unknown names are refused.

@@ -14,7 +14,7 @@ from penstock.base.tensor_file import dtype_name
 from penstock.checkpoint.frozen_weights import KEY, FrozenDigests
 from penstock.checkpoint.manifest import encode_value
 from penstock.parallel.dtensor import full_tensor
-from penstock.runtime.optim.state import StatefulOptimizer
+from penstock.runtime.optim.state import StatefulOptimizer, whole_value
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import prefixes
 
@@ -73,18 +73,19 @@ def take_snapshot(
         if optimizer is not None:
             optimizer.give_state()
         return Snapshot(pipe.steps)
-    state = optimizer.state_dict() if optimizer is not None else None
-    model = pipe.state_dict()
+    # Of sharded tensors the shards: each is made whole when its turn comes, and only processes that write keep it.
+    state = optimizer.sharded_state() if optimizer is not None else None
+    model = pipe.sharded_state()
     held = _own_layers(pipe)
     stage_of = {start: s for s, names in held.items() for name in names for start in prefixes(name)}
     tensors: dict[int, dict[str, Tensor]] = {s: {} for s in held}
     keeps = pipe.is_first  # of several processes with the same state, the first writes it
 
-    def put_for(stage: int | None) -> Callable[[str, Tensor], None]:
+    def put_for(stage: int | None, parameter: Tensor | None = None) -> Callable[[str, Tensor], None]:
         """Every process with a shard calls this, to gather the tensor, even if it does not write it."""
 
         def put(name: str, tensor: Tensor) -> None:
-            gathered = full_tensor(tensor)
+            gathered = full_tensor(tensor) if parameter is None else whole_value(tensor, parameter)
             if keeps and stage is not None:
                 dtype_name(name, gathered)  # refuses unknown dtypes
                 tensors[stage][name] = copies.take(name, gathered)
@@ -95,15 +96,16 @@ def take_snapshot(
         return stage_of.get(layer_of(name, stage_of))
 
     values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}, "tied": pipe.tied_names}
-    parameters = {} if frozen is None else dict(pipe.named_parameters())
+    parameters = dict(pipe.named_parameters())
     if frozen is not None:
         values[KEY] = {}
     for name, value in model.items():
         stage = stage_for(name)
         parameter = parameters.get(name)
         if frozen is not None and parameter is not None and not parameter.requires_grad:
+            whole = full_tensor(value)
             if keeps and stage is not None:
-                values[KEY][name] = frozen.of(name, parameter, value)
+                values[KEY][name] = frozen.of(name, parameter, whole)
             continue
         encoded = encode_value(value, f"model/{name}", put_for(stage))
         if not isinstance(value, Tensor) and stage is not None:
@@ -111,7 +113,9 @@ def take_snapshot(
     first_stage = next(iter(held), None)  # its file has what belongs to no stage
     values["extra"] = encode_value(dict(extra), "extra", put_for(first_stage))
     if state is not None:
-        values["optimizer"] = _optimizer(state, stage_for, put_for)
+        values["optimizer"] = _optimizer(
+            state, stage_for, lambda name: put_for(stage_for(name), parameters.get(name))
+        )
     if keeps and first_stage is not None:
         for device, generator in _generators().items():
             put_for(first_stage)(f"generators/{pipe.rank}/{device}", generator)
@@ -122,7 +126,7 @@ def take_snapshot(
 def _optimizer(
     state: dict[str, Any],
     stage_for: Callable[[str], int | None],
-    put_for: Callable[[int | None], Callable[[str, Tensor], None]],
+    put_for: Callable[[str], Callable[[str, Tensor], None]],
 ) -> dict[str, Any]:
     def refuse(name: str, tensor: Tensor) -> None:
         raise ConfigError(
@@ -137,7 +141,7 @@ def _optimizer(
     values |= {key: {} for key in BY_NAME}
     for name, parameter in state["parameters"].items():
         stage = stage_for(name)
-        put = put_for(stage)
+        put = put_for(name)
         entries = {
             key: encode_value(value, f"optimizer/{key}/{name}", put)
             for key, value in state["state"].get(name, {}).items()

@@ -68,6 +68,11 @@ class PipelineModel:
         self.wait()
         return self._parameters.state_dict()
 
+    def sharded_state(self) -> dict[str, Any]:
+        """Return `state_dict` with sharded tensors as they are, for what makes them whole one at a time."""
+        self.wait()
+        return self._parameters.sharded_state()
+
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """Return all parameters and persistent buffers of the whole model, as ``model.load_state_dict`` takes them.
 

@@ -286,6 +286,12 @@ class PipelineOptimizer:
         self.pipe.wait()
         return optimizer_state.collect(self)
 
+    def sharded_state(self) -> dict[str, Any]:
+        """Return `state_dict` with this process's shards of tensors."""
+        self._require_applied()
+        self.pipe.wait()
+        return optimizer_state.collect(self, whole=False)
+
     def give_state(self) -> None:
         """Give this replica's shards of the state to the replicas that call `state_dict`, with `zero`."""
         self._require_applied()

@@ -59,6 +59,9 @@ class StatefulOptimizer(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name."""
 
+    def sharded_state(self) -> dict[str, Any]:
+        """Return `state_dict` with this process's shards of tensors, which `whole_value` makes whole."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state from `state_dict`."""
 
@@ -120,11 +123,12 @@ def _like(value: Any, current: Any) -> Any:
     return value
 
 
-def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
+def collect(optimizer: StatefulOptimizer, keep: bool = True, whole: bool = True) -> dict[str, Any]:
     """Return the result of `PipelineOptimizer.state_dict`.
 
     Args:
         keep: whether to keep the state that replicas join (default True); False only gives it to the other replicas.
+        whole: whether to make sharded tensors whole (default True); else `whole_value` does.
     """
     state = common(optimizer)
     for rank, torch_optimizer in optimizer.optimizers.items():
@@ -136,10 +140,15 @@ def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
             if member.shard is not None:
                 continue
             if updated is not None and updated in torch_optimizer.state:
-                state["state"][name] = _full_entries(torch_optimizer.state[updated], parameter)
+                state["state"][name] = dict(torch_optimizer.state[updated])
             if name in mains:
-                state["main_weights"][name] = _full_value(mains[name].detach(), parameter)
+                state["main_weights"][name] = mains[name].detach()
         _collect_shards(optimizer, rank, members, state, keep)
+        for _, name, parameter, _, _ in members if whole else ():
+            if name in state["state"]:
+                state["state"][name] = {k: whole_value(v, parameter) for k, v in state["state"][name].items()}
+            if name in state["main_weights"]:
+                state["main_weights"][name] = whole_value(state["main_weights"][name], parameter)
     return state
 
 
@@ -164,9 +173,9 @@ def _collect_shards(
         name = by_parameter[id(parameter)].name
         main = entries.pop(_MAIN, None)
         if main is not None:
-            state["main_weights"][name] = _full_value(main, parameter)
+            state["main_weights"][name] = main
         if entries:
-            state["state"][name] = _full_entries(entries, parameter)
+            state["state"][name] = entries
 
 
 def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
@@ -179,17 +188,11 @@ def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
             yield _Member(n, name, parameter, updated, None if sharded is None else sharded.slice)
 
 
-def _full_entries(entries: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's state for the full parameter (with tensor parallelism all its ranks call this).
+def whole_value(value: Any, parameter: Tensor) -> Any:
+    """Return a value of a parameter's state for the full parameter; if that is sharded, all its processes call this.
 
     A `PipelineOptimizer` keeps it for this process's shard, a torch optimizer over DTensors as DTensors.
     """
-    if not is_dtensor(parameter):
-        return entries
-    return {key: _full_value(value, parameter) for key, value in entries.items()}
-
-
-def _full_value(value: Any, parameter: Tensor) -> Any:
     if isinstance(value, Tensor) and is_dtensor(value):
         return full_tensor(value)
     shard = local(parameter)
@@ -199,7 +202,7 @@ def _full_value(value: Any, parameter: Tensor) -> Any:
 
 
 def _local_entries(entries: Mapping[str, Any], member: _Member, whole: bool) -> Mapping[str, Any]:
-    """Return the state of this process's shard of a parameter; the reverse of `_full_entries`."""
+    """Return the state of this process's shard of a parameter; the reverse of `whole_value`."""
     parameter, shard = member.parameter, member.shard
     if shard is None and not is_dtensor(parameter):
         return entries

@@ -75,9 +75,10 @@ class LocalParameters:
 
         A tied weight has the first of its names, even if only another rank has the layer of that name.
         """
-        return {name: full_tensor(value) for name, value in self._state().items()}
+        return {name: full_tensor(value) for name, value in self.sharded_state().items()}
 
-    def _state(self) -> dict[str, Any]:
+    def sharded_state(self) -> dict[str, Any]:
+        """Return `state_dict` with sharded tensors as they are."""
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
             state.update(self.stages[index].module.whole_model_state())
@@ -94,7 +95,7 @@ class LocalParameters:
             for start in prefixes(name)
             if self.rank is None or holders[s][0] == self.rank
         }
-        return {name: value for name, value in self._state().items() if begins_in(name, held)}
+        return {name: value for name, value in self.sharded_state().items() if begins_in(name, held)}
 
     def non_persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are in no state, by their names in the whole model."""
@@ -176,7 +177,7 @@ class LocalParameters:
         self._places = self._find_places()  # layers built on the meta device have new ones
 
     def _problems(self, state: Mapping[str, Any]) -> list[str]:
-        expected = self.state_dict()
+        expected = self.sharded_state()
         problems = [f"{name} is missing" for name in expected if name not in state]
         problems += [
             f"{name} has shape {tuple(state[name].shape)}, not {tuple(value.shape)}"
