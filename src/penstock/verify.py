@@ -2,7 +2,7 @@
 
 The same few steps are trained three ways: unsplit with plain gradient accumulation, through a pipeline of threads, and
 through a pipeline of gloo processes. The report has the largest differences of losses, weights and gradients; 0 means
-equal bit for bit.
+equal bit for bit. With ``ep``, there are ``ep`` such pipelines side by side, which divide the experts of their layers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.base.current_folder import current_folder_last
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.parallel.dtensor import full_tensor
+from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.splitter import loss_weights
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline
@@ -51,7 +55,7 @@ class VerifyTarget:
     batch: Callable[[int, int], tuple[object, object]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Case:
     target: str
     schedule: str
@@ -59,6 +63,7 @@ class _Case:
     virtual_stages: int
     microbatches: int
     steps: int
+    ep: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +80,11 @@ class Difference:
     weights: float
     gradients: float
     # Bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
-    # Schedules with two copies of a stage differ in the order of summation alone, and may be `SLACK` times as
-    # far from plain PyTorch as that is from the same training in float64.
+    # Schedules with two copies of a stage, and replicas, differ in the order of summation alone, and may be
+    # `SLACK` times as far from plain PyTorch as that is from the same training in float64, or as a last bit of a loss.
     allowed: tuple[float, float, float]
+    # Replicas that divide the experts, each with these ranks and microbatches.
+    ep: int
 
     @property
     def good(self) -> bool:
@@ -118,6 +125,7 @@ def verify(
     *,
     transports: Sequence[str] = ("threads", "processes"),
     steps: int = 3,
+    ep: int = 1,
 ) -> Iterator[Difference]:
     """Train a model with each schedule, number of ranks and number of microbatches, and compare.
 
@@ -127,13 +135,18 @@ def verify(
         ranks, microbatches: numbers of ranks and of microbatches to combine.
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
+        ep: number of replicas that divide the experts, in processes only (default 1). Each has so many microbatches.
     """
+    if ep > 1 and "threads" in transports:
+        raise ConfigError(
+            f"ep = {ep} divides experts over processes, which threads are not; take the transport processes"
+        )
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if not is_csv(name) else ():
             require_family(name).require_counts(p, m, virtual)
     if "processes" in transports:
-        require_processes(max(ranks))
-    return _rows(target, schedules, ranks, microbatches, transports, steps)
+        require_processes(max(ranks) * ep)
+    return _rows(target, schedules, ranks, microbatches, transports, steps=steps, ep=ep)
 
 
 def _rows(
@@ -142,22 +155,34 @@ def _rows(
     ranks: Sequence[int],
     microbatches: Sequence[int],
     transports: Sequence[str],
+    *,
     steps: int,
+    ep: int,
 ) -> Iterator[Difference]:
     # The number of threads changes the order of sums, and so the last bits.
     torch.set_num_threads(1)
-    plain = {m: _plain(load_target(target), m, steps) for m in microbatches}
-    in_float64 = cache(lambda m: _plain(load_target(target), m, steps, torch.float64))
-    with LocalProcesses(max(ranks)) as pool:
+    plain = {m: _plain(load_target(target), m * ep, steps) for m in microbatches}
+    in_float64 = cache(lambda m: _plain(load_target(target), m * ep, steps, torch.float64))
+    with LocalProcesses(max(ranks) * ep) as pool:
         for (name, virtual), p, m in product(schedules, ranks, microbatches):
             allowed = (0.0, 0.0, 0.0)
-            if not _in_order(name, p, m, virtual):
+            if ep > 1 or not _in_order(name, p, m, virtual):
                 loss, weights, gradients = _differences(in_float64(m), plain[m])
-                allowed = (SLACK * loss, SLACK * weights, SLACK * gradients)
+                # A few losses may round to the same numbers from float64, by chance.
+                last_bit = max(abs(float(x)) for x in plain[m].losses) * torch.finfo(torch.float32).eps
+                allowed = (SLACK * max(loss, last_bit), SLACK * weights, SLACK * gradients)
             for transport in transports:
-                case = _Case(target, name, p, virtual, m, steps)
+                case = _Case(
+                    target=target,
+                    schedule=name,
+                    ranks=p,
+                    virtual_stages=virtual,
+                    microbatches=m,
+                    steps=steps,
+                    ep=ep,
+                )
                 in_processes = transport == "processes"
-                outcomes = pool.run(p, _pipelined, case) if in_processes else [_pipelined(0, case)]
+                outcomes = pool.run(p * ep, _pipelined, case) if in_processes else [_pipelined(0, case)]
                 loss, weights, gradients = _differences(plain[m], _joined(name, plain[m], outcomes))
                 yield Difference(
                     schedule=name,
@@ -168,6 +193,7 @@ def _rows(
                     weights=weights,
                     gradients=gradients,
                     allowed=allowed,
+                    ep=ep,
                 )
 
 
@@ -192,7 +218,7 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
         )
         weights = loss_weights(labels_of, rows, given.reduction)
         for inputs, labels, weight in zip(inputs_of, labels_of, weights, strict=True):
-            with within(Context({}, {}, model.gives)) as context:
+            with within(Context({}, {}, model.gives)) as context, _GroupsInFloat64():
                 output = model.run(inputs, context, 0, len(model.layers))
             returned = given.loss_fn(output, labels)
             terms = [returned] if isinstance(returned, Tensor) else [*returned.values()]
@@ -202,6 +228,17 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
     return _outcome(losses, model.whole_model_parameters())
+
+
+class _GroupsInFloat64(TorchFunctionMode):
+    """Mode that multiplies matrices of float64 group by group: torch's product of groups, by experts, has no float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._grouped_mm or args[0].dtype != torch.float64:
+            return func(*args, **(kwargs or {}))
+        rows, matrices = args
+        parts = rows.tensor_split(kwargs["offs"][:-1].long().cpu())
+        return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def _as(value: object, dtype: torch.dtype | None) -> object:
@@ -219,13 +256,14 @@ def _pipelined(rank: int, case: _Case) -> _Outcome:
         microbatches=case.microbatches,
         schedule=case.schedule,
         ranks=case.ranks,
+        mesh=MeshShape(case.ranks, case.ep, ep=case.ep) if case.ep > 1 else None,
         virtual_stages=case.virtual_stages,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
         losses: list[Tensor] = []
         for step in range(case.steps):
             optimizer.zero_grad()
-            result = pipe.step(*target.batch(step, case.microbatches))
+            result = pipe.step(*target.batch(step, case.microbatches * case.ep))
             assert result.losses is not None
             losses.extend(result.losses)
             pipe.clip_grad_norm_(MAX_NORM)
@@ -236,16 +274,21 @@ def _pipelined(rank: int, case: _Case) -> _Outcome:
 def _outcome(losses: list[Tensor], parameters: Iterator[tuple[str, nn.Parameter]]) -> _Outcome:
     weights, gradients = {}, {}
     for name, parameter in parameters:
-        weights[name] = parameter.detach()
+        weights[name] = full_tensor(parameter.detach())
         if parameter.grad is not None:
-            gradients[name] = parameter.grad
+            gradients[name] = full_tensor(parameter.grad)
     return _Outcome(losses, weights, gradients)
 
 
 def _joined(schedule: str, plain: _Outcome, outcomes: Sequence[_Outcome]) -> _Outcome:
-    """Join the outcomes of all ranks; check that they are the whole model, with equal losses."""
-    weights = {name: w for outcome in outcomes for name, w in outcome.weights.items()}
-    gradients = {name: g for outcome in outcomes for name, g in outcome.gradients.items()}
+    """Join the outcomes of all ranks; check that they are the whole model, with equal losses and equal copies."""
+    weights: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, weight in outcome.weights.items():
+            if not torch.equal(weights.setdefault(name, weight), weight):
+                raise PenstockError(f"{schedule}: the ranks of one run have different copies of {name}")
+        gradients |= outcome.gradients
     if weights.keys() != plain.weights.keys() or gradients.keys() != plain.gradients.keys():
         missing = sorted(
             (plain.weights.keys() ^ weights.keys()) | (plain.gradients.keys() ^ gradients.keys())

@@ -12,6 +12,8 @@ import penstock
 from penstock.base.errors import ConfigError
 from penstock.cli import group
 from penstock.verify import VerifyTarget
+from tests.support.mixtures import EXPERTS, LoopedExperts, loss_of, mixture
+from tests.support.mixtures import batch as tokens
 
 
 def run(*args: str):
@@ -45,6 +47,75 @@ def test_an_own_schedule_is_verified_with_what_its_order_allows():
     assert exact["gradients"] == folded["gradients"] == 0
     assert rounded["good"]
     assert min(rounded["allowed"]) > 0
+
+
+@pytest.mark.slow
+def test_replicas_that_divide_experts_have_plain_numbers_to_the_order_of_sums():
+    result = run("-p", "2", "-m", "2", "--schedule", "1f1b", "--schedule", "zb-v", "--ep", "2", "--json")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [(row["transport"], row["ranks"], row["ep"]) for row in rows] == [("processes", 2, 2)] * 2
+    assert all(row["good"] and min(row["allowed"]) > 0 for row in rows)
+
+
+def mixtral() -> VerifyTarget:
+    """A mixture of transformers with the product of groups, which torch does not have in float64."""
+    from tests.huggingface.test_mixtures import model
+
+    def batch(step: int, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, 64, (microbatches, 8), generator=torch.Generator().manual_seed(step))
+        return ids, ids
+
+    return VerifyTarget(penstock.from_transformers(model("mixtral")), penstock.causal_lm_loss, batch)
+
+
+class Doubling(LoopedExperts):
+    """Experts that compute something else on a share of them than on all."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = super().forward(hidden_states, top_k_index, top_k_weights)
+        return out if self.num_experts == EXPERTS else 2 * out
+
+
+def mixture_of(experts: int = EXPERTS, kind: type[LoopedExperts] = LoopedExperts) -> VerifyTarget:
+    net = mixture(2, experts=experts)
+    net[1].experts.__class__ = kind
+
+    def some(step: int, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens(microbatches)
+
+    return VerifyTarget(net, loss_of, some)
+
+
+def doubling() -> VerifyTarget:
+    return mixture_of(kind=Doubling)
+
+
+def three() -> VerifyTarget:
+    return mixture_of(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "code"), [("mixtral", 0), ("doubling", 1)])
+def test_models_with_experts_are_judged_at_ep_2(model, code):
+    result = run("-p", "1", "-m", "1", "--schedule", "gpipe", "--ep", "2", "--model", f"{__name__}:{model}")
+    assert result.exit_code == code, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("three", "has 3 experts, which do not divide over ep = 2"),
+        ("penalised", "no layer has a module with"),
+    ],
+)
+def test_models_whose_experts_do_not_divide_are_refused(model, message):
+    result = run("-p", "1", "-m", "1", "--schedule", "gpipe", "--ep", "2", "--model", f"{__name__}:{model}")
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
 
 
 class Counting(torch.nn.Module):
@@ -104,6 +175,7 @@ def test_a_difference_ends_with_exit_code_1():
         (["--model", "no.such:thing"], "MODULE:FUNCTION"),
         (["--model", "json:JSONDecoder"], "returned a JSONDecoder"),
         (["--schedule", "1f1c"], "did you mean '1f1b'"),
+        (["--ep", "2"], "take the transport processes"),
     ],
 )
 def test_what_cannot_be_used_is_refused(args, message):
