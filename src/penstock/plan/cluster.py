@@ -26,6 +26,7 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
     latency = 2e-5
     bandwidth = 20e9                 # bytes/s of a device
     reduce_bandwidth = 10e9          # bytes/s of a device while all reduce gradients; bandwidth otherwise
+    exchange_bandwidth = 15e9        # bytes/s of a device while all send tokens to experts; bandwidth otherwise
 """
 
 from __future__ import annotations
@@ -99,11 +100,13 @@ class LinkSpeed:
         latency: seconds of a message whatever its size.
         bandwidth: bytes per second.
         reduce_bandwidth: bytes per second in reductions of gradients; None (default) is `bandwidth`.
+        exchange_bandwidth: bytes per second while all send tokens to experts; None (default) is `bandwidth`.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     reduce_bandwidth: float | None = None
+    exchange_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,21 @@ class Cluster:
             return self.node
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
         return replace(self.network, bandwidth=bandwidth)
+
+    def exchange(self, ranks: int) -> LinkSpeed:
+        """Return the latency, and the bytes that a rank sends to all of `ranks` neighbours over the seconds it takes.
+
+        A rank's parts for its node and for other nodes leave at the same time, each over its own link.
+        """
+        near = math.gcd(ranks, self.ranks_per_node)
+        parts = [(near - 1, self.node), (ranks - near, self.network)]
+        used = [(others / ranks, link) for others, link in parts if others]
+        seconds = max(
+            (part / (link.exchange_bandwidth or link.bandwidth) for part, link in used), default=0.0
+        )
+        return LinkSpeed(
+            max((link.latency for _, link in used), default=0.0), 1 / seconds if seconds else math.inf
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that have a value, as in a cluster's file."""
