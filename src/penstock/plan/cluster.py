@@ -26,7 +26,6 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
     latency = 2e-5
     bandwidth = 20e9                 # bytes/s of a device
     reduce_bandwidth = 10e9          # bytes/s of a device while all reduce gradients; bandwidth otherwise
-    exchange_bandwidth = 15e9        # bytes/s of a device while all send tokens to experts; bandwidth otherwise
 """
 
 from __future__ import annotations
@@ -100,13 +99,11 @@ class LinkSpeed:
         latency: seconds of a message whatever its size.
         bandwidth: bytes per second.
         reduce_bandwidth: bytes per second in reductions of gradients; None (default) is `bandwidth`.
-        exchange_bandwidth: bytes per second while all send tokens to experts; None (default) is `bandwidth`.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     reduce_bandwidth: float | None = None
-    exchange_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +158,7 @@ class Cluster:
         near = math.gcd(ranks, self.ranks_per_node)
         parts = [(near - 1, self.node), (ranks - near, self.network)]
         used = [(others / ranks, link) for others, link in parts if others]
-        seconds = max(
-            (part / (link.exchange_bandwidth or link.bandwidth) for part, link in used), default=0.0
-        )
+        seconds = max((part / link.bandwidth for part, link in used), default=0.0)
         return LinkSpeed(
             max((link.latency for _, link in used), default=0.0), 1 / seconds if seconds else math.inf
         )

@@ -135,12 +135,12 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         (tokens, attended / t, hidden),
     ]
     matmuls = (*(_matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
-    # Rows of experts: a copy for each expert of a token, which is sorted, multiplied, sorted back, weighted and summed.
-    # Divided experts take the rows that arrive, and those that leave are sorted, sorted back and summed besides.
+    # Rows of experts: a copy of a token for each of its experts, read and written when they are sorted, and read when they
+    # are weighted and summed. Divided experts also sort the rows that arrive, and sort them back.
     sent = shape.experts_per_token * hidden
     arriving = load.imbalance if load.ep > 1 else 1.0
     copies = arriving * sent
-    moved = 8 * copies + (5 * sent if load.ep > 1 else 0)
+    moved = 3 * sent + (4 * copies if load.ep > 1 else 0)
     active_ffn = arriving * (shape.active_ffn - shape.shared_ffn) + shape.shared_ffn
     exchange = (DeviceWork("all_to_all", 2 * tokens * copies * e, calls=2),) if load.ep > 1 else ()
     attention_flops = 2 * tokens * load.sequence * (query + attended) / t

@@ -60,7 +60,7 @@ class LayerCost:
         output_bytes: bytes of the value that it hands on.
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
         parameters: number of parameters on this device.
-        expert_parameters: part of `parameters` that is experts', of which there are fewer copies.
+        expert_parameters: part of `parameters` that is experts'.
         model_flops: FLOPs of the forward over all tensor-parallel devices, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
         attention_flops: part of `model_flops` that selective recompute does again.
