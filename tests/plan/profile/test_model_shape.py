@@ -165,7 +165,7 @@ def test_causal_models_and_bodies_are_planned_and_split(architectures: object, t
         ("llama", {}, (0, 0)),
         ("mistral", {"sliding_window": 512}, (512, 4)),
         ("mistral", {"sliding_window": None}, (0, 0)),
-        ("gpt_oss", {"num_local_experts": 4}, (128, 2)),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, (128, 2)),
         ("gemma2", {"head_dim": 16}, (4096, 2)),
         ("gemma3_text", {"head_dim": 16, "sliding_window": 64}, (64, 4)),
         ("gemma3_text", {"head_dim": 16, "sliding_window_pattern": 2}, (4096, 2)),
