@@ -101,7 +101,7 @@ def runs() -> Iterator[Run]:
 
 def _run(row: dict[str, str]) -> Run | None:
     group = next((name for key, name in GROUPS.items() if key in row["source"]), None)
-    gpu = _gpu(row["gpu"])
+    gpu = preset_of(row["gpu"])
     needed = ("layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp", "dp", "gpus")
     sizes = [row[key] for key in needed]
     if group is None or gpu is None or not all(size.isdigit() for size in sizes):
@@ -191,5 +191,6 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def _gpu(text: str) -> str | None:
+def preset_of(text: str) -> str | None:
+    """Return the preset of a device by its name in the file; None if it has none."""
     return next((preset for name, preset in _GPUS.items() if name in text), None)

@@ -16,7 +16,10 @@ from penstock.plan.run_layout import Layout
 
 @pytest.fixture(scope="module")
 def of() -> dict[str, Comparison]:
-    return {name: published.SECTIONS[name](False) for name in ("a100", "memory", "h100", "b200", "stages")}
+    return {
+        name: published.SECTIONS[name](False)
+        for name in ("a100", "memory", "h100", "b200", "experts", "stages")
+    }
 
 
 def summary(comparison: Comparison, group: str):
@@ -45,11 +48,19 @@ def test_bytes_reach_their_targets(of):
     assert summary(of["memory"], "Vocabulary, peak").largest <= 0.05
 
 
+def test_steps_of_mixtures_reach_their_targets(of):
+    """No rate is fitted to any of them."""
+    errors = [abs(row.error) for row in of["experts"].rows if not row.remark]
+    assert len(errors) == 10
+    assert sum(errors) / len(errors) <= 0.15
+    assert max(errors) <= 0.25
+
+
 def test_steps_from_stage_times_reach_their_target(of):
     assert summary(of["stages"], "plain 1F1B").largest <= 0.015
 
 
-@pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "stages"])
+@pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "experts", "stages"])
 def test_the_page_has_what_the_command_prints(of, name: str):
     assert section_text(of[name]) in PAGE.read_text()
 
@@ -57,7 +68,7 @@ def test_the_page_has_what_the_command_prints(of, name: str):
 def test_the_page_has_every_section():
     assert [line[3:] for line in PAGE.read_text().splitlines() if line.startswith("## ")] == [
         "Steps on A100s", "Steps on A100s, each model left out", "Memory", "Steps on H100s", "Steps on B200s",
-        "Steps from measured stage times",
+        "Steps of mixtures of experts", "Steps from measured stage times",
     ]  # fmt: skip
 
 

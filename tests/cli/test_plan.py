@@ -29,8 +29,8 @@ LLAMA = {
     "intermediate_size": 128, "vocab_size": 256,
 }  # fmt: skip
 MIXTURE = {
-    "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
+    "model_type": "olmoe", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
     "max_position_embeddings": 128,
 }  # fmt: skip
 OWN = """

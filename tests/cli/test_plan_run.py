@@ -131,11 +131,11 @@ def test_other_samples_and_no_config_are_refused(folder: Path):
 def test_a_run_of_a_family_without_closed_form(folder: Path):
     """It is compared in the dtype and with the samples of the run; a run of another size is refused."""
     config = {
-        "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "num_hidden_layers": 4, "num_local_experts": 4, "vocab_size": 64,
+        "model_type": "olmoe", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_hidden_layers": 4, "num_experts": 4, "vocab_size": 64,
     }  # fmt: skip
     (folder / "moe.json").write_text(json.dumps(config))
-    (folder / "wider.json").write_text(json.dumps({**config, "num_local_experts": 6}))
+    (folder / "wider.json").write_text(json.dumps({**config, "num_experts": 6}))
     write_config(folder / "run", {**CONFIG, "model": {"config": "moe.json"}})
     words = ["-c", "cluster.toml", "--from-run", "run", "--layout", "pp=2", "--json"]
     outcome = CliRunner().invoke(command, ["moe.json", *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def test_presets_are_sound(name: str):
         assert 0 < device.matmul_rate(dtype, 64) < device.matmul_rate(dtype, 8192) <= rate
     assert cluster.node.bandwidth > cluster.network.bandwidth
     assert cluster.link(8) is cluster.node
+    assert cluster.exchange(1) == LinkSpeed(0, math.inf)
+    assert cluster.exchange(4).bandwidth == pytest.approx(cluster.node.bandwidth * 4 / 3)
+    assert cluster.exchange(16).bandwidth == pytest.approx(cluster.network.bandwidth * 2)
     assert cluster.link(9).latency == cluster.network.latency
     assert cluster.network.bandwidth < cluster.link(9).bandwidth <= cluster.node.bandwidth
     assert cluster.dtype in device.matmul

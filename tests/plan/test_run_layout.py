@@ -15,7 +15,7 @@ from penstock.plan.run_layout import Layout, layout_of
 DEGREE = st.integers(1, 10**6)
 LAYOUTS = st.builds(
     Layout,
-    pp=DEGREE, dp=DEGREE, tp=DEGREE, microbatch=DEGREE,
+    pp=DEGREE, dp=DEGREE, tp=DEGREE, ep=DEGREE, microbatch=DEGREE, imbalance=st.floats(1, 10),
     v=st.none() | DEGREE,
     schedule=st.sampled_from(["1f1b", "zb-v", "my schedule.csv"]),
     recompute=st.sampled_from(["none", "selective", "full"]) | st.integers(1, 9),

@@ -17,10 +17,8 @@ _REASONS = {
 }
 VARIANT_KEYS = (*_REASONS, "is_causal", "rope_parameters", "rope_scaling")
 """Keys that `refused_variant` reads."""
-_WINDOWED = {"gemma2": 2, "gemma3_text": 6}
-"""Families in which every n-th block attends to all tokens and the rest to a window, unless the config says otherwise."""
-# Default of `Gemma2Config` and `Gemma3TextConfig`.
-_WINDOW = 4096
+_WINDOWED = {"gemma2": (2, 4096), "gemma3_text": (6, 4096), "gpt_oss": (2, 128)}
+"""Families in which every n-th block attends to all tokens and the rest to a window, by default of this size."""
 
 
 def refused_variant(config: Mapping[str, Any]) -> str | None:
@@ -81,7 +79,8 @@ def require_positions(sequence: int, positions: int, key: str) -> None:
 
 def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
     """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone."""
-    window = config.get("sliding_window", _WINDOW if kind in _WINDOWED else None)
+    default, usual = _WINDOWED.get(kind, (1, None))
+    window = config.get("sliding_window", usual)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         return 0, 0
     if "use_sliding_window" in config or kind.startswith("qwen"):
@@ -94,6 +93,6 @@ def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int
     if isinstance(types, list):
         return window, sum(name == "sliding_attention" for name in types)
     if kind in _WINDOWED:
-        every = config.get("sliding_window_pattern", _WINDOWED[kind])
-        return window, layers - layers // (every if isinstance(every, int) and every > 0 else _WINDOWED[kind])
+        every = config.get("sliding_window_pattern", default)
+        return window, layers - layers // (every if isinstance(every, int) and every > 0 else default)
     return window, max(0, layers - first) if isinstance(first, int) else 0

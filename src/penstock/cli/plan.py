@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
-    help="Predict this layout only. Keys: pp, dp, tp, v, microbatch, schedule, recompute, zero, sequence_parallel, split, "
-    "attention, overlap, dtype.",
+    help="Predict this layout only. Keys: pp, dp, tp, ep, v, microbatch, schedule, recompute, zero, sequence_parallel, "
+    "split, attention, overlap, dtype, imbalance.",
 )  # fmt: skip
 @click.option(
     "--fix", "fixes", multiple=True, metavar="KEY=VALUE",
@@ -105,9 +105,9 @@ def command(
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
 
     MODEL is a config.json or a folder with one, a TOML file with [model], or a profile that penstock.profile_layers made of
-    your own layers. The search covers pipeline, data and
-    tensor parallel degrees, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the
-    step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
+    your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts, virtual
+    stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan is simulated as
+    it will run. Ctrl-C ends the search with the best plans so far.
     """
     from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable

@@ -88,6 +88,8 @@ def run_tables(
         config["schedule"]["split"] = list(costs.counts)
     parallel = config.setdefault("parallel", {})
     parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
+    if layout.ep > 1 or "ep" in parallel:
+        parallel["ep"] = layout.ep
     parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
     runtime = config.setdefault("runtime", {})
     runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute

@@ -138,6 +138,7 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
             pp=parallel["pp"],
             dp=parallel["dp"],
             tp=parallel["tp"],
+            ep=parallel.get("ep", 1),
             v=parallel["virtual_stages"],
             microbatch=batch // schedule["microbatches"],
             schedule=schedule["name"],

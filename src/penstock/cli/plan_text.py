@@ -53,6 +53,7 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
         "pp": [str(at.pp) for at in layouts],
         "dp": [str(at.dp) for at in layouts],
         "tp": [str(at.tp) for at in layouts],
+        **({"ep": [str(at.ep) for at in layouts]} if any(at.ep > 1 for at in layouts) else {}),
         "v": [str(at.v) for at in layouts],
         "micro": [str(at.microbatch) for at in layouts],
         "schedule": [at.schedule for at in layouts],

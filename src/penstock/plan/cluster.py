@@ -150,6 +150,19 @@ class Cluster:
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
         return replace(self.network, bandwidth=bandwidth)
 
+    def exchange(self, ranks: int) -> LinkSpeed:
+        """Return the latency, and the bytes that a rank sends to all of `ranks` neighbours over the seconds it takes.
+
+        A rank's parts for its node and for other nodes leave at the same time, each over its own link.
+        """
+        near = math.gcd(ranks, self.ranks_per_node)
+        parts = [(near - 1, self.node), (ranks - near, self.network)]
+        used = [(others / ranks, link) for others, link in parts if others]
+        seconds = max((part / link.bandwidth for part, link in used), default=0.0)
+        return LinkSpeed(
+            max((link.latency for _, link in used), default=0.0), 1 / seconds if seconds else math.inf
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that have a value, as in a cluster's file."""
         return {key: value for key, value in asdict(self).items() if value is not None}

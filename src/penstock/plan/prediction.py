@@ -19,7 +19,7 @@ from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster, LinkSpeed
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
-from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
+from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory, updated_parameters
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
@@ -28,7 +28,7 @@ from penstock.plan.stage_costs import (
     dtype_of,
     even_counts,
     layer_times,
-    most_parameters,
+    rank_parameters,
     require_inputs,
     stage_costs,
 )
@@ -248,6 +248,11 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
             f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
             f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
         )
+    if layout.dp * layout.tp % layout.ep:
+        raise ConfigError(
+            f"ep={layout.ep} does not divide dp x tp = {layout.dp * layout.tp}, the devices of a stage, over which experts "
+            f"are divided; take a divisor of {layout.dp * layout.tp}"
+        )
     share = layout.dp * layout.microbatch
     if batch % share:
         below, above = batch // share * share, -(-batch // share) * share
@@ -291,7 +296,11 @@ def _exposed_reduction(
         return blocking_reduction(costs, cluster, layout, dtype, placement), trace
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     size = costs.parameters * gradient
-    seconds = [_group_seconds("all_reduce", float(n), cluster, layout, copies) for n in size]
+    of_experts = costs.expert_parameters * gradient
+    seconds = [
+        _replica_seconds("all_reduce", float(n), float(of), cluster, layout, copies)
+        for n, of in zip(size, of_experts, strict=True)
+    ]
     buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
     reductions = reduce_gradients(program, trace, seconds, buckets)
     ends = float(reductions.trace.end.max())
@@ -307,8 +316,9 @@ def blocking_reduction(
     if layout.dp * copies == 1:
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
-    size = most_parameters(costs, placement) * gradient
-    seconds = _group_seconds("all_reduce", size, cluster, layout, copies)
+    held = rank_parameters(costs, placement) * gradient
+    size, of_experts = (float(n) for n in held[:, held[0].argmax()])
+    seconds = _replica_seconds("all_reduce", size, of_experts, cluster, layout, copies)
     return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
 
 
@@ -325,18 +335,34 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
     """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
     if not layout.zero or layout.dp == 1:
         return 0.0
-    per_layer = costs.parameters * weight / np.maximum(1, costs.counts)
-    return max(_group_seconds("all_gather", float(n), cluster, layout, copies) for n in per_layer)
+    weights = weight * np.stack((costs.parameters, costs.expert_parameters)) / np.maximum(1, costs.counts)
+    return max(
+        _replica_seconds("all_gather", float(n), float(of), cluster, layout, copies) for n, of in weights.T
+    )
 
 
-def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, copies: int) -> float:
-    group = layout.dp * copies
+def _replica_seconds(
+    unit: str, size: float, of_experts: float, cluster: Cluster, layout: Layout, copies: int
+) -> float:
+    """Return the seconds of a collective among replicas; `of_experts` of the bytes are for those with the same experts."""
+    rest = _group_seconds(unit, size - of_experts, cluster, layout, copies)
+    if not of_experts:
+        return rest
+    return rest + _group_seconds(unit, of_experts, cluster, layout, copies, experts=True)
+
+
+def _group_seconds(
+    unit: str, size: float, cluster: Cluster, layout: Layout, copies: int, *, experts: bool = False
+) -> float:
+    # Replicas are so many ranks apart.
+    replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.dp, layout.tp)
+    group = replicas * copies
     link = LinkSpeed(cluster.node.latency, cluster.node.reduce_bandwidth or cluster.node.bandwidth)
     if layout.dp * layout.tp > cluster.ranks_per_node or (
         copies > 1 and layout.devices > cluster.ranks_per_node
     ):
         # Neighbours in a group that share a node share its links, so each of them has that many.
-        together = max(1, min(layout.dp, cluster.ranks_per_node // layout.tp))
+        together = max(1, min(replicas, cluster.ranks_per_node // apart))
         network = cluster.network
         bandwidth = min(together * (network.reduce_bandwidth or network.bandwidth), link.bandwidth)
         link = LinkSpeed(network.latency, bandwidth)
@@ -349,8 +375,9 @@ def optimizer_seconds(
     """Return the seconds of gradient norm and update on the rank with most parameters."""
     device = cluster.device
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
-    parameters = most_parameters(costs, placement) / (layout.dp if layout.zero else 1)
-    return parameters * _UPDATE_BYTES[dtype] / bandwidth
+    parameters, experts = rank_parameters(costs, placement)
+    updated = float(updated_parameters(parameters, experts, layout).max())
+    return updated * _UPDATE_BYTES[dtype] / bandwidth
 
 
 def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
@@ -366,6 +393,11 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             sentences.append(
                 f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
                 "attention=fused predicts kernels that do not."
+            )
+        if layout.ep > 1:
+            sentences.append(
+                f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "
+                "number of rows (imbalance); layers wait for each exchange of rows."
             )
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(

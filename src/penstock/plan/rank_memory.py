@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ BUCKET_BYTES = 25_000_000
 """Bytes of a bucket of gradients in flight."""
 MARGIN = 0.02
 """Share of the rest that the allocator needs besides, for what it rounds and cannot reuse."""
+
+Parameters = TypeVar("Parameters", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,17 @@ class RankMemory:
         return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
 
 
-def state_bytes(parameters: float, layout: Layout, dtype: str) -> float:
-    """Return the bytes of weights, gradients and optimizer state of a number of parameters on one device."""
+def state_bytes(parameters: Parameters, experts: Parameters, layout: Layout, dtype: str) -> Parameters:
+    """Return the bytes of weights, gradients and optimizer state of parameters on one device, `experts` of them experts'."""
     weight, gradient, state = PARAMETER_BYTES[dtype]
-    return parameters * (weight + gradient + state / (layout.dp if layout.zero else 1))
+    return parameters * (weight + gradient) + state * updated_parameters(parameters, experts, layout)
+
+
+def updated_parameters(parameters: Parameters, experts: Parameters, layout: Layout) -> Parameters:
+    """Return the number of parameters that one device updates: its share of them with ZeRO, or all."""
+    if not layout.zero:
+        return parameters
+    return (parameters - experts) / layout.dp + experts / layout.expert_replicas
 
 
 def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
@@ -105,7 +114,9 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
-        parameters = float(costs.parameters[mine].sum())
+        parameters, experts = (
+            float(each[mine].sum()) for each in (costs.parameters, costs.expert_parameters)
+        )
         row = rows.start + int(inside[rows].argmax()) if len(inside[rows]) else None
         peak, op, back, logits = 0.0, "", 0.0, 0.0
         if row is not None:
@@ -126,7 +137,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
             RankMemory(
                 weights=weight * parameters,
                 gradients=gradient * parameters,
-                optimizer=state * parameters / (layout.dp if layout.zero else 1),
+                optimizer=state * updated_parameters(parameters, experts, layout),
                 activations=peak,
                 recompute=back,
                 logits=logits,

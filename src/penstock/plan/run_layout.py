@@ -15,6 +15,7 @@ Recompute = str | int
 
 # Negative numbers, too, so that the error says that they are too small.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+_MOST_IMBALANCE = 1_000_000
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -26,6 +27,7 @@ class Layout:
         pp: pipeline ranks (default 1).
         dp: replicas of the pipeline that share each batch (default 1).
         tp: devices that share every matrix of a stage (default 1).
+        ep: devices that divide the experts of a stage: a divisor of dp * tp, whose devices they are (default 1).
         v: stages per rank; None (default) is the schedule family's number.
         microbatch: samples of a microbatch (default 1).
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
@@ -36,11 +38,13 @@ class Layout:
         attention: "fused" or "unfused" (stores scores); None (default) is the cluster's rule.
         overlap: True if gradients are reduced while the backward runs; None (default) is the cluster's rule.
         dtype: "bf16", "fp16", "fp8" or "fp32"; None (default) is the cluster's.
+        imbalance: rows that go to the experts of the fullest of the `ep` devices, over the mean (default 1: equally many).
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     v: int | None = None
     microbatch: int = 1
     schedule: str = "1f1b"
@@ -51,13 +55,19 @@ class Layout:
     attention: str | None = None
     overlap: bool | None = None
     dtype: str | None = None
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("pp", "dp", "tp", "microbatch", "v"):
+        for key in ("pp", "dp", "tp", "ep", "microbatch", "v"):
             value = getattr(self, key)
             if key == "v" and value is None:
                 continue
             require_count(f"layout: {key}", value)
+        if type(self.imbalance) not in (int, float) or not 1 <= self.imbalance <= _MOST_IMBALANCE:
+            raise ConfigError(
+                f"layout: imbalance must be a number from 1 to {_MOST_IMBALANCE:,}, the rows of the fullest device over the "
+                f"mean, got {self.imbalance!r}"
+            )
         for key in ("zero", "sequence_parallel", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
@@ -89,6 +99,11 @@ class Layout:
     def devices(self) -> int:
         """Number of devices: pp * dp * tp."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of devices of a stage that have the same experts: dp * tp / ep."""
+        return self.dp * self.tp // self.ep
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys with their values."""
@@ -159,6 +174,11 @@ def _value(key: str, text: str) -> Any:
         return int(text)
     if key == "recompute":
         return text
+    if key == "imbalance":
+        try:
+            return float(text)
+        except ValueError:
+            return text
     raise ConfigError(f"layout: {key} must be a whole number, got {text!r}")
 
 

@@ -21,6 +21,7 @@ from penstock.schedule.placement import Placement
 from penstock.stage.partition import by_counts, even
 
 Table = npt.NDArray[np.float64]
+_NO_LINK = LinkSpeed()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +45,7 @@ class LayerTimes:
     # Bytes and counts as in `LayerCost`, shape (layers,).
     transient: Table
     parameters: Table
+    expert_parameters: Table
     outputs: Table
     model_flops: Table  # FLOPs of the forward, over all tensor-parallel devices, shape (layers,)
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
@@ -69,6 +71,8 @@ def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) 
         layout.sequence_parallel,
         dtype_of(profile, cluster, layout),
         "unfused" if attention_of(profile, cluster, layout) == "unfused" else "fused",
+        layout.ep,
+        layout.imbalance,
     )
 
 
@@ -109,7 +113,9 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
 
     def seconds(works: str) -> Table:
         each = [
-            seconds_of(getattr(cost, works), cluster.device, load.dtype, layout.tp, link)
+            seconds_of(
+                getattr(cost, works), cluster.device, load.dtype, layout.tp, link, cluster.exchange(layout.ep)
+            )
             for cost in table.costs
         ]
         return cluster.slowdown * _spread(each, kinds)
@@ -137,20 +143,32 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         waiting=column("waiting_bytes"),
         transient=column("transient_bytes"),
         parameters=column("parameters"),
+        expert_parameters=column("expert_parameters"),
         outputs=column("output_bytes"),
         model_flops=column("model_flops"),
         recomputes=np.array([cost.recomputes for cost in table.costs])[list(kinds)],
     )
 
 
-def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, group: int, link: LinkSpeed) -> float:
+def seconds_of(
+    works: Iterable[DeviceWork],
+    device: Device,
+    dtype: str,
+    group: int,
+    link: LinkSpeed,
+    exchange: LinkSpeed = _NO_LINK,
+) -> float:
     """Return the seconds of operations that follow each other; collectives run among `group` tensor-parallel ranks."""
-    return sum(_seconds(work, device, dtype, group, link) for work in works)
+    return sum(_seconds(work, device, dtype, group, link, exchange) for work in works)
 
 
-def _seconds(work: DeviceWork, device: Device, dtype: str, group: int, link: LinkSpeed) -> float:
+def _seconds(
+    work: DeviceWork, device: Device, dtype: str, group: int, link: LinkSpeed, exchange: LinkSpeed
+) -> float:
     if work.unit == "seconds":
         return work.amount
+    if work.unit == "all_to_all":
+        return work.calls * exchange.latency + work.amount / exchange.bandwidth
     if work.unit in ("all_reduce", "all_gather", "reduce_scatter"):
         return work.calls * collective_seconds(work.unit, work.amount / work.calls, group, link)
     launch = work.calls * device.launch
@@ -199,6 +217,7 @@ class StageCosts:
     transient: Table
     logits: Table  # part of `transient` that is the loss's
     parameters: Table
+    expert_parameters: Table  # part of `parameters`
     messages: Table  # bytes of the value that each stage hands on; 0 for the last
     # FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
     model_flops: Table
@@ -229,7 +248,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     columns = (
         times.forward, times.input_grad, times.weight_grad, times.backward, np.where(again, times.again, 0.0),
         _segment_starts(again, starts, layout), saved,
-        times.waiting, times.parameters, times.model_flops, np.where(again, times.repeats, 0.0),
+        times.waiting, times.parameters, times.expert_parameters, times.model_flops, np.where(again, times.repeats, 0.0),
     )  # fmt: skip
     (
         forward,
@@ -241,6 +260,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         kept,
         waiting,
         parameters,
+        expert_parameters,
         flops,
         repeated_flops,
     ) = np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
@@ -262,6 +282,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         transient=largest[0],
         logits=largest[1],
         parameters=parameters,
+        expert_parameters=expert_parameters,
         messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
         model_flops=flops,
         repeated_flops=repeated_flops,
@@ -313,9 +334,10 @@ def work_shares(placement: Placement) -> Table:
     return shares
 
 
-def most_parameters(costs: StageCosts, placement: Placement) -> float:
-    """Return the number of parameters of the rank that has most."""
-    return float((_holds(placement) @ costs.parameters).max())
+def rank_parameters(costs: StageCosts, placement: Placement) -> Table:
+    """Return the numbers of parameters of every rank, and of those that are experts', shape (2, ranks)."""
+    held = _holds(placement)
+    return np.stack((held @ costs.parameters, held @ costs.expert_parameters))
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.prediction import predict
 from penstock.plan.profile.closed_form import Workload, block_cost
 from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import MODEL_TYPES, ModelShape, read_shape
+from penstock.plan.profile.model_shape import MODEL_TYPES, ModelShape, NoClosedFormError, read_shape
 from penstock.profile.traced import trace_layers
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
@@ -123,7 +123,7 @@ def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"]
+    "kind", ["olmoe", "qwen2_moe", "deepseek_v2", "llama4_text", "ernie4_5_moe"]
 )  # fmt: skip
 def test_experts_and_compressed_attention_are_refused_by_name(kind: str, tmp_path: Path):
     config = library_config(kind)
@@ -165,6 +165,7 @@ def test_causal_models_and_bodies_are_planned_and_split(architectures: object, t
         ("llama", {}, (0, 0)),
         ("mistral", {"sliding_window": 512}, (512, 4)),
         ("mistral", {"sliding_window": None}, (0, 0)),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, (128, 2)),
         ("gemma2", {"head_dim": 16}, (4096, 2)),
         ("gemma3_text", {"head_dim": 16, "sliding_window": 64}, (64, 4)),
         ("gemma3_text", {"head_dim": 16, "sliding_window_pattern": 2}, (4096, 2)),
@@ -238,12 +239,22 @@ def test_parameters_are_those_of_the_library(kind: str, tmp_path: Path):
     else:
         keys = [key for key in default.to_dict() if "bias" in key and hasattr(default, key)]
         variants += [{key: flag} for key in keys for flag in (False, True)]
+    if kind == "deepseek_v3":
+        variants += [{"num_hidden_layers": 4, "first_k_dense_replace": dense} for dense in (0, 1, 4)]
+        variants += [{"num_hidden_layers": 4, "n_shared_experts": 2, "q_lora_rank": None}]
     for values in variants:
         config = library_config(kind, **values)
         expected = parameters_of(config)
         for table in (json.loads(config.to_json_string(use_diff=False)), config.to_diff_dict()):
             path = written(tmp_path, {**table, "model_type": kind})
             assert read_shape(path).parameters == expected, values
+
+
+def test_a_mixture_with_blocks_of_both_kinds_is_traced(tmp_path: Path):
+    for values in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+        table = {**library_config("qwen3_moe", **values).to_dict(), "model_type": "qwen3_moe"}
+        with pytest.raises(NoClosedFormError, match="some blocks have no experts"):
+            read_shape(written(tmp_path, table))
 
 
 def test_a_folder_and_a_toml_file_that_name_a_config_give_the_same_model(tmp_path: Path):

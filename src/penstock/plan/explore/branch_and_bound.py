@@ -188,10 +188,10 @@ class _Search:
 
     def _dive(self) -> Iterator[None]:
         """Simulate promising layouts of several degrees first: the sooner a plan is good, the more its time prunes."""
-        seen: set[tuple[int, int, int]] = set()
+        seen: set[tuple[int, ...]] = set()
         for candidate in sorted(self._heap):
             layout = candidate.point.layout
-            degrees = (layout.pp, layout.dp, layout.tp)
+            degrees = (layout.pp, layout.dp, layout.tp, layout.ep)
             if degrees in seen or len(seen) == DIVES or candidate.bound >= self._threshold():
                 continue
             opened = [order for group in self._open(candidate) for order in self._open(group)]
@@ -248,7 +248,7 @@ class _Search:
             quickest: dict[Any, Prediction] = {}
             for plan in sorted(self._simulations.values(), key=lambda plan: plan.step_seconds):
                 at = plan.layout
-                quickest.setdefault((at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule), plan)
+                quickest.setdefault((at.pp, at.dp, at.tp, at.ep, at.v, at.microbatch, at.schedule), plan)
             self._ranking = list(quickest.values())
         return self._ranking
 
@@ -425,7 +425,8 @@ def least_bytes(space: Space, point: Point, times: LayerTimes) -> float:
     dtype = dtype_of(space.profile, space.cluster, layout)
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
-    return (state_bytes(parameters, layout, dtype) + float(kept.sum())) / layout.pp
+    experts = float(times.expert_parameters.sum())
+    return (state_bytes(parameters, experts, layout, dtype) + float(kept.sum())) / layout.pp
 
 
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
@@ -461,7 +462,7 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     """
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
-    state = held @ (state_bytes(1.0, layout, dtype) * costs.parameters)
+    state = held @ state_bytes(costs.parameters, costs.expert_parameters, layout, dtype)
     alone = all(len(ranks) == 1 for ranks in placement.holders)
     saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
     return float((state + saved).max())

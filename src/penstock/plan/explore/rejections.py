@@ -14,7 +14,7 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 DIMENSIONS = (
-    "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
+    "pp", "dp", "tp", "ep", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
 # Each of these layouts may cost a prediction in `smallest_layout`.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 from typing import Any
 
 from penstock.base.counts import require_count
@@ -67,19 +68,23 @@ class Space:
                 if share % microbatch:
                     continue
                 choices = product(
+                    self._values("ep", self._expert_degrees(dp * tp)),
                     self._values("recompute", self._recomputes()),
                     self._values("sequence_parallel", self._sequence_parallel(tp)),
                 )
-                for recompute, sequence_parallel in choices:
+                for ep, recompute, sequence_parallel in choices:
+                    if dp * tp % ep:
+                        continue
                     # `zero` and `split` are chosen last; see `variants` and `splits`.
                     layout = Layout(
-                        pp=pp, dp=dp, tp=tp, v=None, microbatch=microbatch, recompute=recompute,
+                        pp=pp, dp=dp, tp=tp, ep=ep, v=None, microbatch=microbatch, recompute=recompute,
                         zero=self.fixed.get("zero", dp > 1),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
                         attention=self.fixed.get("attention"),
                         overlap=self.fixed.get("overlap"),
                         dtype=self.fixed.get("dtype"),
+                        imbalance=self.fixed.get("imbalance", 1.0),
                     )  # fmt: skip
                     yield Point(layout, share // microbatch)
 
@@ -207,6 +212,11 @@ class Space:
                 if self.fixed.get("dp", dp) == dp and self.batch % dp == 0:
                     yield pp, dp, tp
 
+    def _expert_degrees(self, devices: int) -> list[int]:
+        """Return the numbers of devices that can divide the experts of a stage on so many."""
+        experts = 0 if self.profile.shape is None else self.profile.shape.experts
+        return divisors(gcd(devices, experts)) if experts else [1]
+
     def _recomputes(self) -> tuple[Recompute, ...]:
         unfused = (
             attention_of(self.profile, self.cluster, Layout(attention=self.fixed.get("attention")))
@@ -248,7 +258,7 @@ def make_space(
             )
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
     if profile.shape is not None:
-        require_divisible(profile.shape, fixed.get("tp", 1))
+        require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", 1))
     if "schedule" in fixed:
         schedules = [fixed["schedule"]]
     names = (
@@ -311,9 +321,11 @@ def _why_empty(space: Space) -> str:
     near = " or ".join(str(n) for n in (below, above) if n is not None)
     if near:
         return f"a batch of {space.batch} does not divide over {on}; the nearest batch that does is {near}"
+    experts = ", and ep must divide dp x tp" if space.fixed.get("ep", 1) > 1 else ""
     return (
         f"{space.profile.name} cannot run on {on}: pp x dp x tp must be the devices, pp at most its {space.profile.blocks} "
-        "blocks, and tp must divide its heads and the devices of a node; fix other values"
+        "blocks, and tp must divide its heads and the devices of a node"
+        f"{experts}; fix other values"
     )
 
 

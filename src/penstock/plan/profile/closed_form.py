@@ -12,7 +12,8 @@ paper, although a causal mask leaves half of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.base import model_variants
@@ -45,6 +46,8 @@ class Workload:
     sequence_parallel: bool = False  # what tensor parallelism leaves whole is divided along the sequence
     dtype: str = "bf16"  # of the matrix products, a key of `DTYPE_BYTES`
     attention: AttentionKernel = "fused"  # "fused" if scores stay within the kernel, else "unfused"
+    ep: int = 1  # devices that divide the experts
+    imbalance: float = 1.0  # rows of experts on the fullest of them, over the mean
 
     @property
     def tokens(self) -> int:
@@ -56,8 +59,15 @@ class Workload:
         return DTYPE_BYTES[self.dtype]
 
 
-def require_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise `ConfigError` unless tensor parallelism can divide the model's matrices."""
+def require_divisible(shape: ModelShape, tp: int, ep: int = 1) -> None:
+    """Raise `ConfigError` unless tensor parallelism can divide the model's matrices, and `ep` its experts."""
+    if ep > 1 and not shape.experts:
+        raise ConfigError(f"ep divides experts, and {shape.name} has none, so ep must be 1, got {ep}")
+    if shape.experts % ep:
+        raise ConfigError(
+            f"ep={ep} does not divide the {shape.experts} experts of {shape.name}; take a divisor, such as "
+            f"{math.gcd(ep, shape.experts)}"
+        )
     if shape.kv_rank and tp > 1:
         raise ConfigError(
             f"tp={tp} does not divide latents, from which {shape.name} expands its keys and values; take tp=1"
@@ -125,8 +135,14 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         (tokens, attended / t, hidden),
     ]
     matmuls = (*(_matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
-    # Rows of experts: a copy for each expert of a token, which is sorted, multiplied, sorted back, weighted and summed.
-    copies = shape.experts_per_token * hidden
+    # Rows of experts: a copy of a token for each of its experts, read and written when they are sorted, and read when they
+    # are weighted and summed. Divided experts also sort the rows that arrive, and sort them back.
+    sent = shape.experts_per_token * hidden
+    arriving = load.imbalance if load.ep > 1 else 1.0
+    copies = arriving * sent
+    moved = 3 * sent + (4 * copies if load.ep > 1 else 0)
+    active_ffn = arriving * (shape.active_ffn - shape.shared_ffn) + shape.shared_ffn
+    exchange = (DeviceWork("all_to_all", 2 * tokens * copies * e, calls=2),) if load.ep > 1 else ()
     attention_flops = 2 * tokens * load.sequence * (query + attended) / t
     scores = tokens * load.sequence * shape.heads / t
 
@@ -134,9 +150,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     shard = tokens * hidden * e / (t if load.sequence_parallel else 1)
     # A norm reads a tensor and writes one; each of the two residual additions reads two and writes one.
     whole_kernels = 2 * shape.norms + 3 * 2
-    divided = (
-        (2 * (query + key + values) + latents + (ups + 1) * shape.active_ffn + 8 * copies) * tokens * e / t
-    )
+    divided = (2 * (query + key + values) + latents + (ups + 1) * active_ffn + moved) * tokens * e / t
     elementwise = DeviceWork("memory", whole_kernels * shard + divided, calls=shape.norms + 4)
     # A forward kernel reads one tensor and writes one; its backward also reads the gradient: three tensors for two.
     backward_elementwise = DeviceWork(
@@ -165,17 +179,23 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     # Kept for the backward, in bytes: norm inputs, inputs of the matrices, dropout masks; then what is divided.
     masks = 2 * shard / e if shape.dropout else 0
     kept_whole = (2 + 2) * shard + masks
-    inner = query + key + values + attended + latents + (ups + 1) * shape.active_ffn + 2 * copies
+    inner = query + key + values + attended + latents + (ups + 1) * active_ffn + 2 * copies
     kept_divided = inner * tokens * e / t
     # Fused attention keeps the logarithm of each row's sum, in 32 bits.
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
     # Outputs of softmax and dropout, and the mask in one byte: 5 bytes in 16 bits (2205.05198).
     kept_scores = scores * (2 * e + 1) if load.attention == "unfused" else 0
     selective = kept_whole + kept_divided
-    whole = shape.whole_parameters
+    whole, experts = shape.whole_parameters, shape.expert_parameters
+    # Rows that the fullest device has beyond the mean are others' FLOPs of the model.
+    mean = (
+        matmuls
+        if arriving == 1
+        else (*matmuls[: len(products)], *_feed_forward(shape, replace(load, imbalance=1.0), ups))
+    )
     return LayerCost(
-        forward=(*matmuls, *attention, elementwise, *into, *out),
-        input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out),
+        forward=(*matmuls, *attention, elementwise, *into, *out, *exchange),
+        input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out, *exchange),
         weight_grad=matmuls,
         selective=attention if load.attention == "unfused" else (),
         saved_bytes=selective + statistics + kept_scores,
@@ -184,8 +204,9 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         waiting_bytes=4 * shard + kept_divided,
         input_bytes=shard,
         output_bytes=shard,
-        parameters=(shape.block_parameters - whole) / t + whole,
-        model_flops=t * (sum(work.amount for work in matmuls) + attention_flops),
+        parameters=(shape.block_parameters - experts - whole) / t + whole + experts / load.ep,
+        expert_parameters=experts / load.ep,
+        model_flops=t * (sum(work.amount for work in mean) + attention_flops),
         attention_flops=t * attention_flops,
     )
 
@@ -195,10 +216,12 @@ def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWor
     tokens, hidden, ffn = load.tokens, shape.hidden, shape.ffn / load.tp
     if not shape.experts:
         return [_matmul(tokens, hidden, ups * ffn), _matmul(tokens, ffn, hidden)]
-    rows, each = tokens * shape.experts_per_token / shape.experts, shape.expert_ffn
+    # A device has the rows of `ep` devices' tokens for its share of the experts.
+    count, each = shape.experts // load.ep, shape.expert_ffn
+    rows = tokens * shape.experts_per_token / count * (load.imbalance if load.ep > 1 else 1.0)
     one = (_matmul(rows, hidden, ups * each), _matmul(rows, each, hidden))
     works = [_matmul(tokens, hidden, shape.experts)]
-    works += [work._replace(amount=work.amount * shape.experts) for work in one]
+    works += [work._replace(amount=work.amount * count) for work in one]
     if shape.shared_ffn:
         works += [_matmul(tokens, hidden, ups * shape.shared_ffn), _matmul(tokens, shape.shared_ffn, hidden)]
     return works

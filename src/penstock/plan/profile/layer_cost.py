@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Unit = Literal[
-    "matmul", "attention", "memory", "scores", "all_reduce", "all_gather", "reduce_scatter", "seconds"
+    "matmul",
+    "attention",
+    "memory",
+    "scores",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "seconds",
 ]
 
 
@@ -19,9 +27,10 @@ class DeviceWork(NamedTuple):
     Attributes:
         unit: part of the device that does the work: "matmul" (matrix multiplication), "attention" (matrix products of
             fused attention), "memory" (elementwise operations, limited by bandwidth), "scores" (the same on stored scores
-            of attention), a collective among the tensor-parallel ranks, or "seconds" (measured).
+            of attention), a collective among the tensor-parallel ranks, "all_to_all" (among the ranks that divide experts),
+            or "seconds" (measured).
         amount: FLOPs of matmul and attention; bytes read and written of memory and scores; bytes of the whole tensor of
-            a collective; seconds if measured.
+            a collective, or that a rank sends in exchanges, its own part included; seconds if measured.
         width: smallest dimension of the matrices, on which their efficiency depends (default 0).
         calls: number of kernel launches, or of collectives (default 1).
     """
@@ -51,6 +60,7 @@ class LayerCost:
         output_bytes: bytes of the value that it hands on.
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
         parameters: number of parameters on this device.
+        expert_parameters: part of `parameters` that is experts'.
         model_flops: FLOPs of the forward over all tensor-parallel devices, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
         attention_flops: part of `model_flops` that selective recompute does again.
@@ -70,6 +80,7 @@ class LayerCost:
     output_bytes: float = 0
     transient_bytes: float = 0
     parameters: float = 0
+    expert_parameters: float = 0
     model_flops: float = 0
     attention_flops: float = 0
     recomputes: bool = True

@@ -162,16 +162,25 @@ class Profile:
                 positions, or the profile has no costs for the workload.
         """
         if self.shape is not None:
-            require_divisible(self.shape, load.tp)
+            require_divisible(self.shape, load.tp, load.ep)
             require_positions(self.shape, load.sequence)
-            n = self.shape.layers
+            n, dense = self.shape.layers, self.shape.dense_layers
             blocks: list[Role] = ["block"] * n
+            costs = (
+                embedding_cost(self.shape, load),
+                block_cost(self.shape, load),
+                head_cost(self.shape, load),
+            )
             return LayerTable(
-                (embedding_cost(self.shape, load), block_cost(self.shape, load), head_cost(self.shape, load)),
-                (0, *(1 for _ in range(n)), 2),
+                (*costs, block_cost(self.shape.dense, load)) if dense else costs,
+                (0, *(3 if k < dense else 1 for k in range(n)), 2),
                 ("embedding", *blocks, "head"),
                 ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
                 self.shape.hidden * self.shape.vocabulary / load.tp if self.shape.tied else 0,
+            )
+        if load.ep != 1:
+            raise ConfigError(
+                f"ep divides experts, which the profile of {self.name} does not tell apart, so ep must be 1, got {load.ep}"
             )
         if load.tp != 1:
             raise ConfigError(
@@ -317,7 +326,7 @@ def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
                 x._replace(amount=max(0.0, x.amount + weight * (y.amount - x.amount)))
                 for x, y in zip(a, b, strict=True)
             )
-        elif f.name not in ("parameters", "recomputes"):
+        elif f.name not in ("parameters", "expert_parameters", "recomputes"):
             values[f.name] = max(0.0, a + weight * (b - a))
     return replace(first, **values)
 
@@ -329,7 +338,7 @@ def _scaled(cost: LayerCost, ratio: float) -> LayerCost:
         value = getattr(cost, f.name)
         if isinstance(value, tuple):
             values[f.name] = tuple(work._replace(amount=work.amount * ratio) for work in value)
-        elif f.name not in ("parameters", "recomputes"):
+        elif f.name not in ("parameters", "expert_parameters", "recomputes"):
             values[f.name] = value * ratio
     return replace(cost, **values)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os.path
 import tomllib
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.counts import require_count
@@ -63,6 +63,7 @@ class ModelShape:
         experts_per_token: number of experts that a token is sent to.
         expert_ffn: inner size of an expert.
         shared_ffn: inner size of the expert that all tokens take; 0 if there is none.
+        dense_layers: number of first blocks that have the feed-forward of size `ffn` and no experts.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         # The types are text, because annotations of this module are not evaluated.
@@ -109,6 +111,11 @@ class ModelShape:
             raise ConfigError(
                 f"experts_per_token of the model must be at most its {self.experts} experts, got {self.experts_per_token}"
             )
+        if self.dense_layers > (self.layers if self.experts else 0):
+            raise ConfigError(
+                f"dense_layers of the model must be 0 without experts and at most its {self.layers} blocks with them, got "
+                f"{self.dense_layers}"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model's {self.heads} heads must be a multiple of its {self.kv_heads} key and value heads"
@@ -118,15 +125,28 @@ class ModelShape:
     def block_parameters(self) -> int:
         """Number of parameters of a block."""
         matrices = sum(rows * columns for rows, columns in (*self.latent_matrices, *self.head_matrices))
-        ffn = self.experts * self.expert_ffn + self.shared_ffn if self.experts else self.ffn
-        matrices += self.hidden * (ffn * (3 if self.gated else 2) + self.experts)
+        ffn = self.shared_ffn if self.experts else self.ffn
+        matrices += self.hidden * (ffn * (3 if self.gated else 2) + self.experts) + self.expert_parameters
         latents = self.query_rank + self.kv_rank
         biased = (
             latents + self.rotary_size if self.kv_rank else (self.heads + 2 * self.kv_heads) * self.head_size
         )
         biases = biased * self.qkv_bias + self.hidden * self.output_bias
-        biases += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.ffn_bias
+        if self.ffn_bias:
+            biases += self.experts if self.experts else self.ffn * (2 if self.gated else 1) + self.hidden
         return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights + latents
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of parameters of the experts of a block that has them."""
+        ups = 2 if self.gated else 1
+        biases = (ups * self.expert_ffn + self.hidden) * self.ffn_bias
+        return self.experts * (self.hidden * self.expert_ffn * (ups + 1) + biases)
+
+    @property
+    def dense(self) -> ModelShape:
+        """The shape of its first blocks, which have no experts."""
+        return replace(self, experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, dense_layers=0)
 
     @property
     def is_whole(self) -> bool:
@@ -186,6 +206,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of parameters of the model; a tied weight counts once."""
         total = self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+        if self.dense_layers:
+            total += self.dense_layers * (self.dense.block_parameters - self.block_parameters)
         return total - self.hidden * self.vocabulary * self.tied
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,12 +222,14 @@ _BIASES = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
 _TRAITS: dict[str, dict[str, Any]] = {
     "apertus": {"gated": False},
     "arcee": {"gated": False},
+    "deepseek_v3": {},
     "ernie4_5": {"tied": True},
     "gemma": {"tied": True},
     "gemma2": {"tied": True, "norm_weights": 4, "norms": 4},
     "gemma3_text": {"tied": True, "norm_weights": 4, "norms": 4},
     "glm": {},
     "glm4": {"norm_weights": 4, "norms": 4},
+    "gpt_oss": {"qkv_bias": True, "output_bias": True, "ffn_bias": True},
     "gpt2": {"gated": False, "tied": True, "dropout": True, **_LAYER_NORMS, **_BIASES},
     "gpt_neox": {"gated": False, **_LAYER_NORMS, **_BIASES},
     "helium": {},
@@ -215,11 +239,13 @@ _TRAITS: dict[str, dict[str, Any]] = {
     "llama": {},
     "ministral3": {},
     "mistral": {},
+    "mixtral": {},
     "olmo": {"norm_weights": 0, "final_norm_weights": 0},
     "olmo2": {},
     "phi3": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {},
+    "qwen3_moe": {},
     "seed_oss": {},
     "smollm3": {"tied": True},
     "vaultgemma": {"tied": True},
@@ -232,6 +258,21 @@ MODEL_TYPES = tuple(_TRAITS)
 
 _FIXED_BIASES = {"gpt2", "ministral3", "mistral", "phi3", "qwen2"}
 """Families whose biases no key of a config changes."""
+
+
+class _Mixture(NamedTuple):
+    """Keys of a mixture's config: its number of experts, with the library's newer name, and an expert's inner size."""
+
+    experts: tuple[str, ...]
+    ffn: str
+
+
+_MIXTURES = {
+    "deepseek_v3": _Mixture(("n_routed_experts",), "moe_intermediate_size"),
+    "gpt_oss": _Mixture(("num_local_experts",), "intermediate_size"),
+    "mixtral": _Mixture(("num_local_experts",), "intermediate_size"),
+    "qwen3_moe": _Mixture(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+}
 
 _BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ernie4_5": {"use_bias": ("attention_bias", "mlp_bias")},
@@ -371,7 +412,8 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         ffn, vocabulary = _count(table, "intermediate_size", path), _count(table, "vocab_size", path)
         kv_heads = heads if kind == "gpt_neox" else _count(table, "num_key_value_heads", path, heads)
     head_size = _count(table, "head_dim", path, hidden // heads)
-    if kind == "youtu":
+    traits |= _mixture(kind, table, path)
+    if kind in ("deepseek_v3", "youtu"):
         traits |= _latents(table, path)
         head_size, kv_heads = traits.pop("head_size"), heads
     elif not table.get("head_dim") and hidden % heads:
@@ -403,9 +445,35 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     )
 
 
+def _mixture(kind: str, table: dict[str, Any], path: Path) -> dict[str, int]:
+    """Return the sizes of the experts of a family of mixtures; none for other families."""
+    keys = _MIXTURES.get(kind)
+    if keys is None:
+        return {}
+    # The library's own files have the second name of a number of experts.
+    key = next((key for key in keys.experts if table.get(key) is not None), keys.experts[0])
+    experts, each = _count(table, key, path), _count(table, keys.ffn, path)
+    sizes = {
+        "experts": experts,
+        "experts_per_token": _count(table, "num_experts_per_tok", path),
+        "expert_ffn": each,
+    }
+    if kind == "qwen3_moe" and (table.get("mlp_only_layers") or table.get("decoder_sparse_step", 1) != 1):
+        raise NoClosedFormError(
+            f"{path}: no closed form for a {kind} in which some blocks have no experts", path
+        )
+    if kind == "deepseek_v3":
+        dense, layers = table.get("first_k_dense_replace"), _count(table, "num_hidden_layers", path)
+        sizes["shared_ffn"] = each * _count(table, "n_shared_experts", path, 1)
+        sizes["dense_layers"] = min(
+            layers, 0 if dense == 0 else _count(table, "first_k_dense_replace", path, 3)
+        )
+    return sizes
+
+
 def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
     """Return the sizes of attention whose queries, keys and values are expanded from latents."""
-    # Defaults of transformers' `YoutuConfig`.
+    # Defaults of transformers' `YoutuConfig` and `DeepseekV3Config`.
     rotary = _count(table, "qk_rope_head_dim", path, 64)
     without_query = "q_lora_rank" in table and table["q_lora_rank"] is None
     return {
@@ -431,8 +499,10 @@ def _unknown(table: dict[str, Any]) -> str:
 
 
 def _head_norms(kind: str, heads: int, kv_heads: int, head_size: int) -> int:
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         return 2 * head_size
+    if kind == "gpt_oss":
+        return heads  # sinks of attention
     if kind == "apertus":
         return 2 * head_size + 2  # and the two parameters of its activation
     return (heads + kv_heads) * head_size if kind == "olmo2" else 0
