@@ -76,7 +76,14 @@ def _figure_row(run: Run, says: str, predicted: float, measured: float, whole: f
 
 
 def _block(run: Run, layout: Layout) -> LayerCost:
-    load = Workload(layout.microbatch, run.sequence, layout.tp, layout.sequence_parallel, "bf16", "unfused")
+    load = Workload(
+        microbatch=layout.microbatch,
+        sequence=run.sequence,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        dtype="bf16",
+        attention="unfused",
+    )
     return run.profile.table(load).costs[1]
 
 

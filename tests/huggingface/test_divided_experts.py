@@ -78,3 +78,21 @@ def test_a_trainer_with_divided_experts_logs_saves_and_resumes_as_plain_trainer(
     plainly = Trainer(model=model(family), args=args, train_dataset=rows(48))
     plainly.train(resume_from_checkpoint=checkpoint)
     assert_close(resumed[0], [line for line in plainly.state.log_history if "loss" in line])
+
+
+def refusal(rank: int, folder: Path) -> str:
+    try:
+        penstock.PipelineTrainer(
+            model=model("mixtral"),
+            args=arguments(folder, optim="adafactor"),
+            train_dataset=rows(8),
+            pipeline={"ranks": 1, "microbatches": 2, "report": False, "ep": 2},
+        )
+    except penstock.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_of_whole_matrices_is_refused(tmp_path: Path, processes: LocalProcesses):
+    for said in processes.run(2, refusal, tmp_path):
+        assert said.startswith("optim='adafactor' cannot be used with ep = 2")

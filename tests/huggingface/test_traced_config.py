@@ -47,7 +47,7 @@ def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
     }  # fmt: skip
     path = written(tmp_path, kind, **sizes)
     shape, rows, tokens = read_shape(path), 3, 128
-    load = Workload(rows, tokens)
+    load = Workload(microbatch=rows, sequence=tokens)
     profile = traced(path, tokens)
     assert (profile.parameters, profile.blocks) == (shape.parameters, shape.layers)
     expected, actual = of_shape(shape).table(load), profile.table(load)
@@ -76,7 +76,7 @@ def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: 
     )
     assert block.parameters == attention + hidden * experts + experts * 3 * hidden * ffn + 2 * hidden
     assert (profile.blocks, profile.parameters) == sizes_of(NoClosedFormError("", path))
-    assert profile.table(Workload(1, 32)).tied == profile.tied == tied * 64 * 128
+    assert profile.table(Workload(microbatch=1, sequence=32)).tied == profile.tied == tied * 64 * 128
     profile.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
 

@@ -18,7 +18,7 @@ from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
-from tests.support.mixtures import CLASSES, batch, loss_of, mixture
+from tests.support.mixtures import CLASSES, LoopedExperts, batch, loss_of, mixture
 
 MICROBATCHES, STEPS = 2, 5
 Tensors = dict[str, Tensor]
@@ -179,7 +179,48 @@ class Wrong(NamedTuple):
     words: str
 
 
+class Scaled(LoopedExperts):
+    """Reads a buffer by the expert's number, which is another one where experts are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights * self.scale[top_k_index])
+
+
+class Normalised(LoopedExperts):
+    """Divides the weights of a token's experts by their sum, which needs them all."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)
+        return super().forward(hidden_states, top_k_index, weights)
+
+
+class Paired(LoopedExperts):
+    """Returns more than the output."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return super().forward(hidden_states, top_k_index, top_k_weights), top_k_index
+
+
+class Tempered(LoopedExperts):
+    """Has a parameter that is no stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+
+OWN: dict[str, type[LoopedExperts]] = {
+    "a buffer": Scaled, "scores over k": Normalised, "a pair": Paired, "a temperature": Tempered,
+}  # fmt: skip
 WRONG = [
+    Wrong("a buffer", "1.experts gives other values if its experts are divided"),
+    Wrong("scores over k", "1.experts gives other values if its experts are divided"),
+    Wrong("a pair", "1.experts returns a tuple"),
+    Wrong("a temperature", "1.experts has num_experts, but other parameters or another forward"),
     Wrong("three experts", "has 3 experts, which do not divide over ep = 2; take an ep that divides 3"),
     Wrong("no experts", "no layer has a module with stacks of them"),
     Wrong("a hook", "has a hook, which would see one process's share"),
@@ -191,6 +232,9 @@ def refused(rank: int, wrong: Wrong) -> str:
     net = mixture(experts=3 if wrong.what == "three experts" else 4)
     if wrong.what == "no experts":
         net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES))
+    if wrong.what in OWN:
+        for block in net[1:-1]:
+            block.experts = OWN[wrong.what]()
     experts = net[1].experts if wrong.what != "no experts" else nn.Identity()
     if wrong.what == "a hook":
         experts.register_forward_hook(lambda *_: None)

@@ -38,7 +38,7 @@ SHAPE = ModelShape(
     expert_ffn=FFN,
 )
 TOKENS = 2 * 16
-WHOLE = Workload(2, 16)
+WHOLE = Workload(microbatch=2, sequence=16)
 
 
 def experts_of(load: Workload) -> list[DeviceWork]:
@@ -193,7 +193,7 @@ def test_degrees_that_do_not_divide_are_refused(profile: Profile, layout: str, m
 
 def test_a_measured_profile_does_not_tell_experts_apart():
     with pytest.raises(ConfigError, match="does not tell apart, so ep must be 1, got 2"):
-        timed_profile(8).table(Workload(1, 32, ep=2))
+        timed_profile(8).table(Workload(microbatch=1, sequence=32, ep=2))
 
 
 def test_a_search_refuses_a_degree_that_no_layout_can_have():

@@ -34,7 +34,7 @@ def predicted(layout: str, shape: ModelShape = SHAPE, batch: int = 32) -> Predic
 
 
 def block_bytes() -> tuple[float, float]:
-    cost = of_shape(SHAPE).table(Workload(1, 1024, attention="unfused")).costs[1]
+    cost = of_shape(SHAPE).table(Workload(microbatch=1, sequence=1024, attention="unfused")).costs[1]
     return cost.saved_bytes, cost.waiting_bytes
 
 

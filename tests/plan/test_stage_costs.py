@@ -28,7 +28,7 @@ def staged(layout: Layout, placement: Placement) -> StageCosts:
 
 def test_the_ends_of_the_model_are_in_the_first_and_the_last_stage():
     costs = staged(Layout(pp=4, microbatch=2), Placement.loop(4, 1))
-    load = Workload(2, SEQUENCE)
+    load = Workload(microbatch=2, sequence=SEQUENCE)
     first, block, last = (cost(SMALL, load) for cost in (embedding_cost, block_cost, head_cost))
     assert (costs.counts, costs.starts) == ((4, 4, 4, 4), (0, 5, 9, 13, 18))
     saved = [4 * block.saved_bytes] * 4 + np.array([first.saved_bytes, 0, 0, last.saved_bytes])
@@ -58,7 +58,7 @@ def test_every_layer_is_in_one_stage(schedule_stages: int, recompute: str | int,
 
 def test_recompute_keeps_the_inputs_of_blocks_and_repeats_their_forward():
     one = Placement.loop(1, 1)
-    block = block_cost(SMALL, Workload(1, SEQUENCE, attention="unfused"))
+    block = block_cost(SMALL, Workload(microbatch=1, sequence=SEQUENCE, attention="unfused"))
     plain, selective, full, second = (
         staged(Layout(recompute=recompute, attention="unfused"), one)
         for recompute in ("none", "selective", "full", 2)

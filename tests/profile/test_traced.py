@@ -53,7 +53,7 @@ def test_saved_bytes_are_those_that_a_stage_holds():
 def test_flops_are_those_of_the_closed_form():
     profile = trace_layers(layers(CONFIG), TOKENS)
     shape = ModelShape(name="m", layers=3, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocabulary=96)
-    expected = block_cost(shape, Workload(2, 16))
+    expected = block_cost(shape, Workload(microbatch=2, sequence=16))
     cost = profile.kinds[profile.layers[1][2]].at(2)
     assert cost.model_flops == expected.model_flops
     assert cost.parameters == expected.parameters

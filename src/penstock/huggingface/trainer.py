@@ -163,7 +163,7 @@ class PipelineTrainerMixin:
             )
         self._in_processes = processes > 1
         if args is not None:
-            _require_supported(args, self._in_processes)
+            _require_supported(args, self._in_processes, ep)
             args = copy.copy(args)
             for name in (
                 "activation_checkpointing",
@@ -648,9 +648,14 @@ _OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "a
 """Optimizers that update each parameter by itself, and so on the rank that has it."""
 
 
-def _require_supported(args: Any, in_processes: bool) -> None:
+def _require_supported(args: Any, in_processes: bool, ep: int) -> None:
     """Raise ConfigError if a training argument cannot work with a pipeline."""
     optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer == "adafactor" and ep > 1:
+        raise ConfigError(
+            f"optim='adafactor' cannot be used with ep = {ep}: transformers' own computes with whole matrices, and ep "
+            "divides those of experts; take adamw_torch, or leave ep at 1"
+        )
     refused = {
         "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
         "deepspeed": (args.deepspeed, "the pipeline divides the model; take deepspeed out"),

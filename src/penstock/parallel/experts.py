@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def divide_experts(
     found = {id(module): (name, module) for name, module in find_experts(layers)}
     for name, module in found.values():
         _require_divisible(name, module, exchange.size)
+        _require_separable(name, module, exchange.size)
     done: dict[Tensor, nn.Parameter] = {}
     for full_name, module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -138,6 +139,82 @@ def _require_divisible(name: str, module: nn.Module, size: int) -> None:
             f"{name} has an adapter or another forward, which expert parallelism does not divide; leave ep at 1, or merge "
             "the adapters first"
         )
+
+
+def _require_separable(name: str, module: nn.Module, parts: int) -> None:
+    """Require that a forward is the sum of its experts' outputs, by calling it whole and part by part on random rows.
+
+    A module that cannot be called in this way, such as one on the meta device, is found out in its first step.
+    """
+    number: Any = module.num_experts
+    stacks = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
+    stack = next(p for p in stacks.values() if p.dim() == _STACK)
+    devices = [stack.device] if stack.is_cuda else []
+    generator = torch.Generator().manual_seed(0)
+    # Matrices lie as (out, in), or transposed.
+    for width in (stack.shape[2], stack.shape[1]) if not stack.is_meta else ():
+        chosen = min(2, number)
+        rows = torch.randn(_PROBED, width, generator=generator).to(stack)
+        index = torch.rand(_PROBED, number, generator=generator).topk(chosen).indices.to(stack.device)
+        weights = torch.rand(_PROBED, chosen, generator=generator).to(stack)
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            try:
+                expected, again = (
+                    _with_stacks(module, stacks, number, probes=True)(rows, index, weights) for _ in range(2)
+                )
+            except Exception:  # other rows than these are expected
+                continue
+            if not isinstance(expected, Tensor):
+                raise ConfigError(
+                    f"{name} returns a {type(expected).__name__}, and divided experts must return a tensor (tokens, width)"
+                )
+            if not torch.equal(expected, again) or not expected.isfinite().all():
+                return
+            total, each = torch.zeros_like(expected), number // parts
+            for part in range(parts):
+                token, place = torch.where(index // each == part)
+                own = {n: p.narrow(0, part * each, each) for n, p in stacks.items()}
+                call = _with_stacks(module, own, each, probes=True)
+                local = index[token, place, None] % each
+                try:
+                    out = call(rows[token], local, weights[token, place, None])
+                except Exception as error:
+                    raise ConfigError(
+                        f"{name} cannot be called with a part of its experts: {error}. {_SUM}"
+                    ) from error
+                total.index_add_(0, token, out)
+        if (total - expected).abs().max() > _NEAR[stack.dtype.itemsize] * expected.abs().max():
+            raise ConfigError(f"{name} gives other values if its experts are divided. {_SUM}")
+        return
+
+
+_PROBED = 32
+"""Rows of the comparison."""
+_NEAR = {8: 1e-3, 4: 1e-3, 2: 5e-2, 1: 1.0}
+"""By bytes of an element, the difference that another order of sums explains, of the largest value."""
+_SUM = (
+    "Its forward must return, for each token, the sum of its experts' outputs times top_k_weights, and read nothing by the "
+    "expert's number but its parameters: neither buffers, nor the other experts of the token, nor a capacity. Do that "
+    "outside of it, or leave ep at 1"
+)
+
+
+def _with_stacks(
+    module: nn.Module, stacks: dict[str, Tensor], number: int, probes: bool = False
+) -> Callable[..., Any]:
+    """Return a module's own forward with other stacks, of so many experts.
+
+    Args:
+        probes: whether to leave its buffers as they are, and draw no dropout of its own (default False).
+    """
+    own = copy.copy(module)
+    own.__dict__["_parameters"] = {n: stacks.get(n) for n in module._parameters}
+    own.__dict__.pop("forward", None)
+    own.__dict__["num_experts"] = number
+    if probes:
+        own.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+        own.__dict__["training"] = False
+    return own.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -208,6 +285,11 @@ class DividedExperts:
         exchange, k = self._exchange, index.shape[-1]
         expert, order = torch.sort(index.reshape(-1), stable=True)
         counts = torch.bincount(expert, minlength=self._number)
+        if len(counts) > self._number:
+            raise PenstockError(
+                f"{self._name} got the expert {len(counts) - 1}, and has 0 to {self._number - 1}; give a token that no "
+                "expert is to compute a weight of 0"
+            )
         ones = [1] * exchange.size
         # In host memory, where they are needed, and where a wait sees that another process has failed.
         leaving = counts.view(exchange.size, self._each).cpu()
@@ -233,13 +315,8 @@ class DividedExperts:
 
     def _own_experts(self) -> Callable[..., Tensor]:
         """Return the module's own forward with the experts of this process alone."""
-        own = copy.copy(self._module)
-        own.__dict__["_parameters"] = {
-            name: None if p is None else self._weight_of(p) for name, p in self._module._parameters.items()
-        }
-        own.__dict__.pop("forward", None)
-        own.num_experts = self._each
-        return own.forward
+        stacks = {n: self._weight_of(p) for n, p in self._module._parameters.items() if p is not None}
+        return _with_stacks(self._module, stacks, self._each)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -65,14 +65,14 @@ def require_inputs(profile: object, cluster: object) -> None:
 
 def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> Workload:
     return Workload(
-        layout.microbatch,
-        sequence,
-        layout.tp,
-        layout.sequence_parallel,
-        dtype_of(profile, cluster, layout),
-        "unfused" if attention_of(profile, cluster, layout) == "unfused" else "fused",
-        layout.ep,
-        layout.imbalance,
+        microbatch=layout.microbatch,
+        sequence=sequence,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        dtype=dtype_of(profile, cluster, layout),
+        attention="unfused" if attention_of(profile, cluster, layout) == "unfused" else "fused",
+        ep=layout.ep,
+        imbalance=layout.imbalance,
     )
 
 

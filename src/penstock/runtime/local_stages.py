@@ -330,9 +330,19 @@ def shard_modules(
         lambda: divide_experts(layers, world.expert_mesh(), exchange, same_tokens, local_weight), world.gather
     )
     if not any(found):
+        near = world.gather(
+            [
+                f"{name}.{n}"
+                for name, layer in layers
+                for n, m in layer.named_modules()
+                if hasattr(m, "num_experts")
+            ]
+        )
+        names = [name for each in near for name in each]
         raise ConfigError(
             f"the mesh ({mesh.shape}) divides experts, and no layer has a module with stacks of them: parameters of shape "
             "(num_experts, ...), and forward(hidden_states, top_k_index, top_k_weights); leave ep at 1"
+            + (f". {names[0]} has num_experts, but other parameters or another forward" if names else "")
         )
 
 

@@ -151,7 +151,7 @@ def _flops_of_token(run: Path, config: Mapping[str, Any], dtype: str) -> float |
     hugging_face = model.get("path") or model.get("config")
     kept = hugging_face and (run / "config.json").is_file()
     table = of_shape(read_shape(run / ("config.json" if kept else "config.toml"))).table(
-        Workload(1, sequence, dtype=dtype)
+        Workload(microbatch=1, sequence=sequence, dtype=dtype)
     )
     forward = sum(float(table.costs[kind].model_flops) for kind in table.kinds)
     return (1 + _BACKWARD) * forward / sequence

@@ -66,7 +66,7 @@ def flops(works: tuple[DeviceWork, ...]) -> float:
 def test_saved_bytes_of_a_gpt_block_are_those_of_the_paper(microbatch: int, tp: int):
     s, b, h, a = 128, microbatch, GPT.hidden, GPT.heads
     unit = s * b * h
-    plain = Workload(b, s, tp, attention="unfused")
+    plain = Workload(microbatch=b, sequence=s, tp=tp, attention="unfused")
     divided = replace(plain, sequence_parallel=True)
     scores = 5 * a * s / h / tp
     assert block_cost(GPT, plain).saved_bytes == pytest.approx(unit * (10 + 24 / tp + scores), rel=1e-12)
@@ -86,7 +86,7 @@ def test_saved_bytes_of_a_gpt_block_are_those_of_the_paper(microbatch: int, tp: 
 def test_flops_of_a_gpt_block_are_those_of_the_paper(tp: int, attention: str):
     s, b, h = 128, 3, GPT.hidden
     expected = 24 * b * s * h * h * (1 + s / (6 * h))
-    cost = block_cost(GPT, Workload(b, s, tp, attention=attention))
+    cost = block_cost(GPT, Workload(microbatch=b, sequence=s, tp=tp, attention=attention))
     assert cost.model_flops == pytest.approx(expected, rel=1e-12)
     assert flops(cost.forward) == pytest.approx(expected / tp, rel=1e-12)
     assert cost.attention_flops == 4 * b * s * s * h
@@ -96,7 +96,7 @@ def test_flops_of_a_gpt_block_are_those_of_the_paper(tp: int, attention: str):
 
 
 def test_the_head_multiplies_by_the_vocabulary():
-    cost = head_cost(GPT, Workload(2, 128))
+    cost = head_cost(GPT, Workload(microbatch=2, sequence=128))
     assert cost.model_flops == 2 * 2 * 128 * GPT.hidden * GPT.vocabulary
     assert flops(cost.forward) == flops(cost.input_grad) == flops(cost.weight_grad) == cost.model_flops
     assert cost.transient_bytes == 2 * 2 * 128 * GPT.vocabulary
@@ -104,11 +104,11 @@ def test_the_head_multiplies_by_the_vocabulary():
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA, replace(GPT, tied=True)], ids=["gpt", "llama", "tied"])
 def test_parameters_of_the_layers_are_those_of_the_model(shape: ModelShape):
-    first, block, last = (cost(shape, Workload(1, 8)).parameters for cost in COSTS)
+    first, block, last = (cost(shape, Workload(microbatch=1, sequence=8)).parameters for cost in COSTS)
     tied = shape.hidden * shape.vocabulary * shape.tied
     assert first + shape.layers * block + last == shape.parameters + tied
     # Tensor parallelism divides everything but norms, positions, and the biases that are added to sums over its ranks.
-    load = Workload(1, 8, 2)
+    load = Workload(microbatch=1, sequence=8, tp=2)
     h = shape.hidden
     whole = (shape.norm_weights + 2 * shape.ffn_bias) * h
     assert block_cost(shape, load).parameters == (block - whole) / 2 + whole
@@ -119,18 +119,18 @@ def test_parameters_of_the_layers_are_those_of_the_model(shape: ModelShape):
 def test_without_tensor_parallelism_nothing_is_exchanged():
     for shape in (GPT, LLAMA):
         for cost in COSTS:
-            one = cost(shape, Workload(2, 64))
+            one = cost(shape, Workload(microbatch=2, sequence=64))
             works = one.forward + one.input_grad + one.weight_grad + one.selective
             assert {work.unit for work in works} <= {"matmul", "attention", "memory"}
 
 
 def test_a_block_has_two_collectives_each_way():
     value = 2 * 64 * LLAMA.hidden * 2
-    reduced = block_cost(LLAMA, Workload(2, 64, 2))
+    reduced = block_cost(LLAMA, Workload(microbatch=2, sequence=64, tp=2))
     assert [work for work in reduced.forward if work.unit == "all_reduce"] == [
         DeviceWork("all_reduce", value)
     ] * 2
-    cost = block_cost(LLAMA, Workload(2, 64, 2, sequence_parallel=True))
+    cost = block_cost(LLAMA, Workload(microbatch=2, sequence=64, tp=2, sequence_parallel=True))
     for works in (cost.forward, cost.input_grad):
         assert [work.unit for work in works if work.unit in ("all_gather", "reduce_scatter")] == [
             *["all_gather"] * 2,
@@ -222,7 +222,7 @@ def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, 
         name="built-in", layers=1, hidden=128, heads=4, kv_heads=2, head_size=32, ffn=352, vocabulary=512
     )
     first, block, _ = (layer.build() for layer in layers(config))
-    load, tokens = Workload(samples, sequence, dtype="fp32"), samples * sequence
+    load, tokens = Workload(microbatch=samples, sequence=sequence, dtype="fp32"), samples * sequence
     saved, value = saved_by_torch(first, torch.randint(0, 512, (samples, sequence)))
     assert saved == embedding_cost(shape, load).saved_bytes
     saved, value = saved_by_torch(block, value.detach().requires_grad_())
@@ -256,5 +256,7 @@ def test_a_rank_holds_as_many_parameters_as_tensor_parallelism_leaves_it(
     assert told[0] == told[1]
     for family, held in zip(CUT, told[0], strict=True):
         shape = read_shape(tmp_path / family)
-        first, block, last = (cost(shape, Workload(1, 8, 2)).parameters for cost in COSTS)
+        first, block, last = (
+            cost(shape, Workload(microbatch=1, sequence=8, tp=2)).parameters for cost in COSTS
+        )
         assert first + shape.layers * block + last == held, family

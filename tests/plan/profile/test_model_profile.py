@@ -73,25 +73,25 @@ def test_one_size_is_scaled():
 
 def test_a_profile_of_sizes_has_a_table_for_every_workload():
     profile = of_shape(SHAPE)
-    table = profile.table(Workload(2, 16, 2))
+    table = profile.table(Workload(microbatch=2, sequence=16, tp=2))
     assert (profile.blocks, profile.parameters) == (3, SHAPE.parameters)
     assert table.kinds == (0, 1, 1, 1, 2)
     assert table.roles == ("embedding", "block", "block", "block", "head")
     assert table.names == ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
     with pytest.raises(ConfigError, match="tp=4 does not divide"):
-        profile.table(Workload(2, 16, 4))
+        profile.table(Workload(microbatch=2, sequence=16, tp=4))
 
 
 def test_a_measured_profile_holds_for_its_own_sequence_and_one_device():
     profile = measured()
     assert (profile.blocks, profile.parameters) == (2, 15)
-    assert profile.table(Workload(2, 16)).costs == (cost(1.5, 16.0), cost(7.0))
+    assert profile.table(Workload(microbatch=2, sequence=16)).costs == (cost(1.5, 16.0), cost(7.0))
     with pytest.raises(
         ConfigError, match="measured with samples of 16 tokens, got 17; profile the model again"
     ):
-        profile.table(Workload(2, 17))
+        profile.table(Workload(microbatch=2, sequence=17))
     with pytest.raises(ConfigError, match="tp must be 1, got 2"):
-        profile.table(Workload(2, 16, 2))
+        profile.table(Workload(microbatch=2, sequence=16, tp=2))
 
 
 @pytest.mark.parametrize("profile", [of_shape(SHAPE), measured()], ids=["sizes", "measured"])
@@ -185,7 +185,7 @@ def test_a_spoiled_file_is_refused_or_still_a_profile(profile: Profile, tmp_path
             read = read_profile(path)
         except ConfigError:
             continue
-        assert read.table(Workload(2, read.sequence or 8)).costs
+        assert read.table(Workload(microbatch=2, sequence=read.sequence or 8)).costs
         assert read.parameters > 0
 
 

@@ -87,7 +87,7 @@ def test_a_block_has_the_flops_and_parameters_of_a_traced_one(
     traced = trace_layers(from_transformers(config), torch.randint(100, (2, 32)))
     actual = traced.kinds[traced.layers[1][2]].points[0][1]
     path = written(tmp_path, {**json.loads(config.to_json_string(use_diff=False)), "model_type": kind})
-    expected = block_cost(read_shape(path), Workload(2, 32, dtype="fp32"))
+    expected = block_cost(read_shape(path), Workload(microbatch=2, sequence=32, dtype="fp32"))
     assert (actual.model_flops, actual.parameters) == (expected.model_flops, expected.parameters)
     assert expected.saved_bytes < actual.saved_bytes < 1.5 * expected.saved_bytes
     assert actual.output_bytes >= expected.output_bytes  # and the rotary tables
@@ -97,7 +97,7 @@ def test_latents_are_not_divided(tmp_path: Path):
     config = library_config("youtu", **LATENTS)
     shape = read_shape(written(tmp_path, {**config.to_dict(), "model_type": "youtu"}))
     with pytest.raises(ConfigError, match=r"tp=2 does not divide latents, .*; take tp=1"):
-        of_shape(shape).table(Workload(1, 64, tp=2))
+        of_shape(shape).table(Workload(microbatch=1, sequence=64, tp=2))
     plans = search(of_shape(shape), read_cluster("h100*2"), sequence=64, batch=4).plans
     assert {plan.layout.tp for plan in plans} == {1}
 
@@ -107,7 +107,7 @@ def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
     shape = read_shape(with_toml(tmp_path, "[model]\n" + "\n".join(f"{k} = {v}" for k, v in sizes.items())))
     traced = trace_layers(layers(ModelConfig(**sizes)), torch.zeros(2, 32, dtype=torch.int64))
     actual = traced.kinds[traced.layers[1][2]].at(2)
-    expected = block_cost(shape, Workload(2, 32, dtype="fp32"))
+    expected = block_cost(shape, Workload(microbatch=2, sequence=32, dtype="fp32"))
     assert (actual.model_flops, actual.parameters) == (expected.model_flops, expected.parameters)
     assert expected.saved_bytes < actual.saved_bytes < 1.5 * expected.saved_bytes
     assert actual.waiting_bytes == pytest.approx(expected.waiting_bytes, rel=0.05)
@@ -115,7 +115,7 @@ def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
     plans = search(of_shape(shape), cluster, sequence=64, batch=4).plans
     assert {plan.layout.tp for plan in plans} == {1}
     for refused in (
-        lambda: of_shape(shape).table(Workload(1, 64, tp=2)),
+        lambda: of_shape(shape).table(Workload(microbatch=1, sequence=64, tp=2)),
         lambda: search(of_shape(shape), cluster, sequence=64, batch=4, fixed={"tp": 2}),
     ):
         with pytest.raises(ConfigError, match=r"tp=2 does not divide the 4 experts of run, .*; take tp=1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from penstock.base.errors import ConfigError, StageError
+from penstock.base.errors import ConfigError, PenstockError, StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.compute.stage import Isolation, graph_nodes
 
 # The first layer of these small models has most of their parameters, which is said of models that train.
 pytestmark = pytest.mark.filterwarnings("ignore:layer '0' has")
@@ -154,6 +156,18 @@ def test_a_parameter_used_without_owning_it_is_refused_by_name():
         pipe.step(*batch())
     with Pipeline(net, F.mse_loss, microbatches=M, schedule="1f1b", ranks=1) as pipe:
         pipe.step(*batch())  # within one stage there is nothing wrong with it
+
+
+def test_a_parameter_that_is_gone_is_not_taken_for_another_at_its_address():
+    weight, leaf = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    gone = weakref.ref(weight)
+    isolation = Isolation({id(leaf): (gone, "0.weight")})
+    del weight
+    isolation.require_own_leaves(graph_nodes([leaf.sum().grad_fn]))
+    with pytest.raises(PenstockError, match=r"uses the parameter 0\.weight"):
+        Isolation({id(leaf): (weakref.ref(leaf), "0.weight")}).require_own_leaves(
+            graph_nodes([leaf.sum().grad_fn])
+        )
 
 
 def test_a_changing_buffer_of_a_module_that_two_ranks_use_is_refused_by_name():

@@ -36,7 +36,7 @@ PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "f
 """Bytes of a parameter's weight, gradient and optimizer state (AdamW, with fp32 main weights for 16 bits) by dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Conditions under which a layer is costed."""
 

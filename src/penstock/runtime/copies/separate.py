@@ -8,6 +8,7 @@ share the memory. Their gradients are summed as for any tied weight; see `pensto
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ConfigError
 from penstock.runtime.copies.fixed import require_no_late_hook
 from penstock.schedule.placement import Placement
-from penstock.stage.compute.stage import Isolation
+from penstock.stage.compute.stage import Foreign, Isolation
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 
@@ -88,8 +89,8 @@ class Isolations:
             for layer in layers
             if layer.module is not None
         ]
-        self._names = {
-            id(p): whole_name(layer, name)
+        self._names: dict[int, Foreign] = {
+            id(p): (weakref.ref(p), whole_name(layer, name))
             for layer, module, _ in built
             for name, p in module.named_parameters()
         }
@@ -105,7 +106,7 @@ class Isolations:
         """Return the isolation of every (rank, stage) of this process."""
         names = dict(self._names)
         for module in stages.values():
-            names.update((id(p), name) for name, p in module.whole_model_parameters())
+            names.update((id(p), (weakref.ref(p), name)) for name, p in module.whole_model_parameters())
         isolations = {}
         for (rank, s), module in stages.items():
             registered = {id(p) for p in module.parameters()}
@@ -115,6 +116,6 @@ class Isolations:
                 for name, _ in top.named_buffers(remove_duplicate=False)
                 if (s, f"{layer}.{name}") in self._buffers
             ]
-            foreign = {key: name for key, name in names.items() if key not in registered}
+            foreign = {key: known for key, known in names.items() if key not in registered}
             isolations[rank, s] = Isolation(foreign, buffers)
         return isolations

@@ -27,7 +27,7 @@ from penstock.stage.values import Message, StageState, flatten, unpack
 _Outcome = tuple[str | None, str | None]
 """Refusal, and reason why nothing was compared; None where it does not apply."""
 
-_SHARDED = "its matrices are sharded"
+_SHARDED = "processes divide its matrices or experts"
 
 
 class FirstStepCheck:

@@ -6,6 +6,7 @@ that later stages return (or from the loss), and nothing passes from one microba
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -375,6 +376,10 @@ class Stage:
         self.held_bytes = 0
 
 
+Foreign = tuple[weakref.ref[Tensor], str]
+"""A parameter of another stage, and its name."""
+
+
 class Isolation:
     """A check that a stage trains only its own parameters, and does not change shared buffers.
 
@@ -390,7 +395,7 @@ class Isolation:
     """
 
     def __init__(
-        self, foreign: Mapping[int, str] | None = None, buffers: Sequence[tuple[str, nn.Module, str]] = ()
+        self, foreign: Mapping[int, Foreign] | None = None, buffers: Sequence[tuple[str, nn.Module, str]] = ()
     ) -> None:
         self._foreign = {} if foreign is None else foreign
         self._buffers = buffers
@@ -433,10 +438,12 @@ class Isolation:
         """Check that a graph does not end in a parameter of another stage."""
         for node in nodes if self._foreign else ():
             leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf have one
-            if leaf is not None and (name := self._foreign.get(id(leaf))) is not None:
+            known = None if leaf is None else self._foreign.get(id(leaf))
+            # Numbers of objects that are gone are given to new ones.
+            if known is not None and known[0]() is leaf:
                 raise PenstockError(
-                    f"a layer uses the parameter {name} of another stage without owning it; register it in the layer, too "
-                    "(self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
+                    f"a layer uses the parameter {known[1]} of another stage without owning it; register it in the layer, "
+                    "too (self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
                     "(split=...). For a penalty on weights, use the optimizer's weight_decay, or call penstock.add_loss in "
                     "the layer"
                 )
