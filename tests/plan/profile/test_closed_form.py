@@ -142,12 +142,12 @@ def test_a_block_has_two_collectives_each_way():
 
 LOADS = st.builds(
     Workload,
-    st.integers(1, 16),
-    st.sampled_from([16, 64, 256]),
-    st.sampled_from([1, 2, 4]),
-    st.booleans(),
-    st.sampled_from(["bf16", "fp32", "fp8"]),
-    st.sampled_from(["fused", "unfused"]),
+    microbatch=st.integers(1, 16),
+    sequence=st.sampled_from([16, 64, 256]),
+    tp=st.sampled_from([1, 2, 4]),
+    sequence_parallel=st.booleans(),
+    dtype=st.sampled_from(["bf16", "fp32", "fp8"]),
+    attention=st.sampled_from(["fused", "unfused"]),
 )
 SHAPES = st.sampled_from([GPT, LLAMA, replace(LLAMA, gated=False), replace(GPT, dropout=False)])
 KINDS = st.sampled_from(COSTS)
