@@ -4,7 +4,9 @@ A small built-in decoder with a mixture of experts in each block takes steps on 
 one process and on each mesh. The largest differences are from plain PyTorch: of a loss and of a gradient of the first step
 relative to the largest one, and of a weight after the last step. Bytes are those of weights, gradients and AdamW's state on
 the fullest rank, beside the formula: 16 bytes a parameter in fp32, with the experts' divided by ep. The exchange is the
-share of a step that the slowest process spends in the all-to-alls of tokens, waits for the others included.
+share of a step that the slowest process spends in the all-to-alls of tokens, waits for the others included. The experts of
+one layer of Mixtral, forward and backward on two processes, are timed beside transformers' own division, with the same
+collectives, module and weights.
 
     python -m bench.expert_parallel [--rounds N] [--quick] [--json]
 """
@@ -13,19 +15,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.compare import Figures, alternate, main, ratio
-from penstock.parallel.dtensor import full_tensor, local
+from penstock.parallel.dtensor import full_tensor, is_dtensor, local
+from penstock.parallel.experts import divide_experts
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.expert_exchange import ExpertExchange
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
@@ -38,6 +43,7 @@ MESHES = (
     MeshShape(2, 2, 2, ep=4),
 )  # fmt: skip
 MICROBATCHES, ROWS, TOKENS, STEPS = 8, 1, 64, 5
+TOKENS_OF_LAYER, WIDTH, INNER = 1024, 256, 512  # on each of two processes
 State = dict[str, Tensor]
 
 
@@ -107,28 +113,6 @@ class Contestant:
         return {n: full_tensor(p.detach()).clone() for n, p in self.pipe.named_parameters()}
 
 
-class Timed:
-    """Sum of the seconds in `ExpertExchange.all_to_all` of this process."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        inner = ExpertExchange.all_to_all
-
-        def all_to_all(own: ExpertExchange, *args: Any) -> Tensor:
-            begin = perf_counter()
-            out = inner(own, *args)
-            self.seconds += perf_counter() - begin
-            return out
-
-        self._inner = inner
-        ExpertExchange.all_to_all = all_to_all  # type: ignore[method-assign]
-
-    def stop(self) -> float:
-        """Return the seconds, and time no more."""
-        ExpertExchange.all_to_all = self._inner  # type: ignore[method-assign]
-        return self.seconds
-
-
 def on_mesh(rank: int, mesh: MeshShape, steps: int, rounds: int) -> dict[str, Any]:
     """Return losses, gradients, weights, bytes and the exchange's share of one process."""
     torch.set_num_threads(1)
@@ -145,10 +129,14 @@ def on_mesh(rank: int, mesh: MeshShape, steps: int, rounds: int) -> dict[str, An
             n: (p.numel(), True) if ".experts." in n else (local(p).numel(), False) for n, p in named.items()
         },
     }
-    timed = Timed()
-    seconds = sum(ours.step() for _ in range(rounds))
+    seconds = exchange = 0.0
+    for _ in range(rounds):
+        seconds += ours.step()
+        load = ours.pipe.gather_expert_load()
+        assert load is not None, "experts are divided"
+        exchange += load.exchange_seconds[rank]
     ours.pipe.close()
-    return {**found, "exchange": timed.stop() / seconds}
+    return {**found, "exchange": exchange / seconds}
 
 
 def schedules(rank: int, mesh: MeshShape, rounds: int) -> dict[str, list[float]]:
@@ -161,6 +149,77 @@ def schedules(rank: int, mesh: MeshShape, rounds: int) -> dict[str, list[float]]
     for one in both.values():
         one.pipe.close()
     return times
+
+
+class Exchanges:
+    """The collectives of two processes, as `divide_experts` takes them."""
+
+    size = 2
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(out, values, received, sent)
+        return out
+
+    def count(self, name: str, tokens: Tensor) -> None:
+        pass
+
+
+def own_part(stack: Tensor) -> Tensor:
+    """Return this process's experts of a stack, in the graph."""
+    assert is_dtensor(stack), "it is divided"
+    part: Tensor = stack.to_local()
+    return part
+
+
+def beside_transformers(rank: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of a forward and a backward of one layer's experts, ours and transformers' ``AllToAllEP``."""
+    from transformers import MixtralConfig
+    from transformers.distributed.expert_parallel import AllToAllEP
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    torch.set_num_threads(1)
+    config = MixtralConfig(
+        hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "grouped_mm"
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    torch.manual_seed(0)
+    ours, theirs = MixtralExperts(config), MixtralExperts(config)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(0, 0.05)
+    theirs.num_experts = each = config.num_local_experts // 2
+    for name, parameter in list(ours.named_parameters()):
+        theirs.register_parameter(
+            name, nn.Parameter(parameter.detach()[rank * each : (rank + 1) * each].clone())
+        )
+    dispatched = AllToAllEP(theirs, mesh["ep"], mesh["tp"])
+    divide_experts([("experts", ours)], mesh["ep"], Exchanges(), None, own_part)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS_OF_LAYER, WIDTH, generator=generator, requires_grad=True)
+    scores, index = torch.rand(TOKENS_OF_LAYER, 8, generator=generator).softmax(-1).topk(2)
+    grads = []
+    for call in (ours, dispatched):
+        call(x, index, scores).sum().backward()  # torch does not annotate it
+        grads.append(x.grad)
+        x.grad = None
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            local(parameter.grad), theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-4
+        )
+
+    def timed(call: Callable[..., Tensor]) -> Callable[[], float]:
+        def run() -> float:
+            dist.barrier()
+            begin = perf_counter()
+            call(x, index, scores).sum().backward()  # torch does not annotate it
+            return perf_counter() - begin
+
+        return run
+
+    return alternate({"ours": timed(ours), "theirs": timed(dispatched)}, rounds)
 
 
 def apart(found: State, wanted: State) -> float:
@@ -195,10 +254,22 @@ def measure(options: argparse.Namespace) -> Figures:
                 f"{row['formula']:12,.0f}{row['exchange']:10.1%}"
             )
         times = pool.run(4, schedules, MESHES[0], options.rounds, timeout=1200)[0]
+        layer = pool.run(2, beside_transformers, options.rounds, timeout=1200)[0]
     over = ratio(times["zb-h1"], times["1f1b"])
+    beside = ratio(layer["ours"], layer["theirs"])
     yield f"zb-h1 over 1f1b, {MESHES[0]}: {over:.2f}; a step of 1f1b {statistics.median(times['1f1b']) * 1e3:.0f} ms"
+    yield (
+        f"experts of a layer over transformers' AllToAllEP, ep 2: {beside:.2f}; "
+        f"{', '.join(f'{name} {statistics.median(found) * 1e3:.0f} ms' for name, found in layer.items())}"
+    )
     yield f"{steps} steps, {options.rounds} rounds"
-    return {"meshes": rows, "zb-h1 over 1f1b": over, "steps": steps, "rounds": options.rounds}
+    return {
+        "meshes": rows,
+        "zb-h1 over 1f1b": over,
+        "over AllToAllEP": beside,
+        "steps": steps,
+        "rounds": options.rounds,
+    }
 
 
 def formula(parameters: dict[str, tuple[int, bool]], mesh: MeshShape) -> float:

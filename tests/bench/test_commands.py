@@ -55,6 +55,7 @@ LINES = {
     "bench.expert_parallel": [
         r"pp 2 x dp 2 x tp 1 \(ep 2\) +N +N +N +N +N +N%",
         r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
+        r"experts of a layer over transformers' AllToAllEP, ep 2: N; ours N ms, theirs N ms",
     ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [

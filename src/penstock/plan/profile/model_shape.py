@@ -339,6 +339,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
         "shared_hidden",
         "router",
         "auxiliary_loss",
+        "bias_update_rate",
     )
     allowed = [*defaults, *of_experts, "rotary_base", "norm_epsilon", "path", "config"]
     for key in model:

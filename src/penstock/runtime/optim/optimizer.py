@@ -21,6 +21,7 @@ from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import local
 from penstock.runtime.optim import state as optimizer_state
+from penstock.runtime.optim.expert_balance import ExpertBalance
 from penstock.runtime.optim.factory import (
     MakeOptimizer,
     MakeScheduler,
@@ -181,6 +182,7 @@ class PipelineOptimizer:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
         self.schedulers = [build_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
         pipe.scaler = self.scaler
+        self._balance = ExpertBalance(pipe)
         self._set_accumulated(0)
 
     def _updated(self, group: Named) -> Named:
@@ -240,6 +242,7 @@ class PipelineOptimizer:
                     what="the norm of all gradients",
                 )
         self.pipe.on_ranks(self._apply)
+        self._balance.update()
         for scheduler in self.schedulers:
             scheduler.step()
         return norm
@@ -263,6 +266,7 @@ class PipelineOptimizer:
     def zero_grad(self) -> None:
         """Drop all gradients, accumulated ones included; `step` does it after an update."""
         self._set_accumulated(0)
+        self._balance.clear()
         self.pipe.zero_grad()
         if self.shards is not None:
             self.shards.drop()

@@ -27,10 +27,10 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def build_with_weights(build: Callable[[], nn.Module], prefix: str, seed: int, rule: Rule) -> nn.Module:
-    """Build a module without drawing from torch's default generator, and fill its parameters with `rule`.
+    """Build a module without drawing from torch's default generator; `rule` fills its parameters, and buffers are zeros.
 
     Args:
-        build: function that makes the module; the module must have no buffers, since these are not filled.
+        build: function that makes the module.
         rule: function ``rule(name, parameter, generator)`` that fills a parameter in place; `name` is within the layer.
     """
     with torch.device("meta"):
@@ -39,6 +39,8 @@ def build_with_weights(build: Callable[[], nn.Module], prefix: str, seed: int, r
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             rule(name, parameter, generator_for(seed, f"{prefix}.{name}"))
+        for buffer in module.buffers():
+            buffer.zero_()
     return module
 
 

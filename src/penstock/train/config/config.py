@@ -63,7 +63,14 @@ _EXPECTED = {
 }
 """Allowed values by the type of pydantic's error, where its own text does not say how to write them in TOML."""
 _SHOWN = 200
-_OF_EXPERTS = ("experts_per_token", "expert_hidden", "shared_hidden", "router", "auxiliary_loss")
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_hidden",
+    "shared_hidden",
+    "router",
+    "auxiliary_loss",
+    "bias_update_rate",
+)
 _EXPERT_MULTIPLE = 8
 
 

@@ -13,6 +13,7 @@ _NAMES = {
     "data.sequence": "block_size context context_length max_length max_seq_len max_seq_length seq seq_len seq_length "
     "sequence_length",
     "model.auxiliary_loss": "aux_loss_coef load_balance_coeff moe_aux_loss_coeff router_aux_loss_coef",
+    "model.bias_update_rate": "load_balance_bias_rate moe_router_bias_update_rate",
     "model.expert_hidden": "moe_ffn_hidden_size moe_inter_dim moe_intermediate_size",
     "model.experts": "moe_num_experts n_experts n_routed_experts num_experts num_local_experts",
     "model.experts_per_token": "moe_router_topk moe_top_k n_activated_experts num_experts_per_tok router_topk",

@@ -143,6 +143,8 @@ class ModelConfig(Table):
         router: scores of the experts: a ``softmax`` over all of them, or a ``sigmoid`` of each; those chosen are divided by
             their sum.
         auxiliary_loss: factor of the loss that balances the experts, over all blocks' tokens of a microbatch; 0 for none.
+        bias_update_rate: change of each expert's bias in the choice of experts after an optimizer step, up if it got fewer
+            tokens than the mean and down if more; 0 for no biases.
         rotary_base: base of the rotary positions, whose longest wavelength is about 2π times as large.
         norm_epsilon: addend of the mean square in RMSNorm.
     """
@@ -161,6 +163,7 @@ class ModelConfig(Table):
     shared_hidden: NotNegative = 0
     router: RouterScores = "softmax"
     auxiliary_loss: NotNegativeNumber = 0.0
+    bias_update_rate: NotNegativeNumber = 0.0
     rotary_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
 

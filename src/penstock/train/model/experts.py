@@ -86,14 +86,30 @@ class Router(nn.Module):
     """A score of each expert for each token, and the experts with the highest ones; computed in float32.
 
     Scores are a softmax over all experts (2401.04088), or a sigmoid of each (2412.19437); the weights of those chosen are
-    divided by their sum.
+    divided by their sum. With a rate of updates, experts are chosen by their scores plus a bias, which after each optimizer
+    step grows by the rate for experts with fewer tokens than the mean, and shrinks for those with more (2408.15664).
+
+    Attributes:
+        bias: biases over the rate, int64 (experts), so that no dtype of the model rounds them.
+        load: tokens of each expert since the last update, int64 (experts); see `ExpertBalance`.
     """
+
+    bias: Tensor
+    load: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.chosen = config.experts_per_token
         self.sigmoid = config.router == "sigmoid"
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.rate = config.bias_update_rate
+        if self.rate:
+            self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.int64))
+            self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
+
+    def balance(self, load: Tensor) -> None:
+        """Update the biases from the tokens of each expert, float (experts)."""
+        self.bias += (load.mean() - load).sign().to(torch.int64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, indices and weights of the chosen experts, the last two of shape (tokens, k).
@@ -105,7 +121,13 @@ class Router(nn.Module):
             # A weight that is cast is not split into I and W.
             logits = F.linear(x.float(), weight if weight.dtype == torch.float32 else weight.float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        best, index = scores.topk(self.chosen)
+        if self.rate:
+            index = (scores.detach() + self.rate * self.bias).topk(self.chosen).indices
+            best = scores.gather(-1, index)
+            if self.training and torch.is_grad_enabled():
+                self.load.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+        else:
+            best, index = scores.topk(self.chosen)
         logits = F.logsigmoid(logits) if self.sigmoid else logits
         return logits, index, best / best.sum(-1, keepdim=True).clamp(min=1e-20)  # sigmoids may all be 0
 
