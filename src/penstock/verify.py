@@ -32,7 +32,7 @@ from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
-from penstock.stage.values import split_batch
+from penstock.stage.values import same_values, split_batch
 
 __all__ = ["VerifyTarget"]
 
@@ -286,7 +286,7 @@ def _joined(schedule: str, plain: _Outcome, outcomes: Sequence[_Outcome]) -> _Ou
     gradients: dict[str, Tensor] = {}
     for outcome in outcomes:
         for name, weight in outcome.weights.items():
-            if not torch.equal(weights.setdefault(name, weight), weight):
+            if not same_values(weights.setdefault(name, weight), weight, True):
                 raise PenstockError(f"{schedule}: the ranks of one run have different copies of {name}")
         gradients |= outcome.gradients
     if weights.keys() != plain.weights.keys() or gradients.keys() != plain.gradients.keys():

@@ -153,6 +153,10 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
     values = reader.manifest.values.get("model")
     if not isinstance(values, dict):
         raise DataError(f"{reader.path}: 'model' must be a dictionary, got {values!r:.80}")
+    kept = {name for name in held if name in values or f"model/{name}" in reader.manifest.tensors}
+    frozen = {name: own[name] for name in held if name in digests and name in own and name not in kept}
+    # Before the files are read, which may fail on one of the processes that make a tensor whole together.
+    require_same(((name, full_tensor(value)) for name, value in frozen.items()), digests, reader.path)
     weights: dict[str, Any] = {}
     for name in held:
         key = f"model/{name}"
@@ -161,8 +165,6 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
         elif key in reader.manifest.tensors:
             parameter = parameters.get(name)
             weights[name] = reader.tensor(key) if parameter is None else reader.like(key, parameter)
-    frozen = {name: own[name] for name in held if name in digests and name in own and name not in weights}
-    require_same(((name, full_tensor(value)) for name, value in frozen.items()), digests, reader.path)
     weights |= frozen
     names = [name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")]
     # Of weights on other processes only the names matter, so that unknown names are refused.

@@ -79,16 +79,20 @@ def take_snapshot(
     held = _own_layers(pipe)
     stage_of = {start: s for s, names in held.items() for name in names for start in prefixes(name)}
     tensors: dict[int, dict[str, Tensor]] = {s: {} for s in held}
+    failed: list[Exception] = []
     keeps = pipe.is_first  # of several processes with the same state, the first writes it
 
     def put_for(stage: int | None, parameter: Tensor | None = None) -> Callable[[str, Tensor], None]:
         """Every process with a shard calls this, to gather the tensor, even if it does not write it."""
 
         def put(name: str, tensor: Tensor) -> None:
+            dtype_name(name, tensor)  # refuses unknown dtypes, on all processes alike
             gathered = full_tensor(tensor) if parameter is None else whole_value(tensor, parameter)
-            if keeps and stage is not None:
-                dtype_name(name, gathered)  # refuses unknown dtypes
-                tensors[stage][name] = copies.take(name, gathered)
+            if keeps and stage is not None and not failed:
+                try:
+                    tensors[stage][name] = copies.take(name, gathered)
+                except Exception as error:  # the others are about to gather the next tensor with this process
+                    failed.append(error)
 
         return put
 
@@ -119,6 +123,8 @@ def take_snapshot(
     if keeps and first_stage is not None:
         for device, generator in _generators().items():
             put_for(first_stage)(f"generators/{pipe.rank}/{device}", generator)
+    if failed:
+        raise failed[0]
     copies.wait()
     return Snapshot(pipe.steps, tensors if keeps else {}, held if keeps else {}, values if keeps else {})
 

@@ -96,6 +96,10 @@ def divide_experts(
     found = {id(module): (name, module) for name, module in find_experts(layers)}
     for name, module in found.values():
         _require_divisible(name, module, exchange.size)
+    kinds: dict[tuple[Any, ...], tuple[str, nn.Module]] = {}
+    for name, module in found.values():
+        kinds.setdefault((type(module), *(p.shape for p in module.parameters())), (name, module))
+    for name, module in kinds.values():  # one of each kind, since a call reads all weights
         _require_separable(name, module, exchange.size)
     done: dict[Tensor, nn.Parameter] = {}
     for full_name, module in found.values():
@@ -144,19 +148,20 @@ def _require_divisible(name: str, module: nn.Module, size: int) -> None:
 def _require_separable(name: str, module: nn.Module, parts: int) -> None:
     """Require that a forward is the sum of its experts' outputs, by calling it whole and part by part on random rows.
 
-    A module that cannot be called in this way, such as one on the meta device, is found out in its first step.
+    A module that cannot be called in this way, such as one on the meta device, is not checked.
     """
     number: Any = module.num_experts
     stacks = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
     stack = next(p for p in stacks.values() if p.dim() == _STACK)
     devices = [stack.device] if stack.is_cuda else []
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # Matrices lie as (out, in), or transposed.
     for width in (stack.shape[2], stack.shape[1]) if not stack.is_meta else ():
         chosen = min(2, number)
-        rows = torch.randn(_PROBED, width, generator=generator).to(stack)
-        index = torch.rand(_PROBED, number, generator=generator).topk(chosen).indices.to(stack.device)
-        weights = torch.rand(_PROBED, chosen, generator=generator).to(stack)
+        rows = torch.randn(_PROBED, width, generator=generator, device="cpu").to(stack)
+        drawn = torch.rand(_PROBED, number, generator=generator, device="cpu")
+        index = drawn.topk(chosen).indices.to(stack.device)
+        weights = torch.rand(_PROBED, chosen, generator=generator, device="cpu").to(stack)
         with torch.no_grad(), torch.random.fork_rng(devices):
             try:
                 expected, again = (
@@ -176,13 +181,14 @@ def _require_separable(name: str, module: nn.Module, parts: int) -> None:
                 own = {n: p.narrow(0, part * each, each) for n, p in stacks.items()}
                 call = _with_stacks(module, own, each, probes=True)
                 local = index[token, place, None] % each
+                if not len(token):
+                    continue
                 try:
-                    out = call(rows[token], local, weights[token, place, None])
+                    total.index_add_(0, token, call(rows[token], local, weights[token, place, None]))
                 except Exception as error:
                     raise ConfigError(
                         f"{name} cannot be called with a part of its experts: {error}. {_SUM}"
                     ) from error
-                total.index_add_(0, token, out)
         if (total - expected).abs().max() > _NEAR[stack.dtype.itemsize] * expected.abs().max():
             raise ConfigError(f"{name} gives other values if its experts are divided. {_SUM}")
         return
@@ -205,7 +211,7 @@ def _with_stacks(
     """Return a module's own forward with other stacks, of so many experts.
 
     Args:
-        probes: whether to leave its buffers as they are, and draw no dropout of its own (default False).
+        probes: whether to leave its buffers as they are, and be in eval mode (default False).
     """
     own = copy.copy(module)
     own.__dict__["_parameters"] = {n: stacks.get(n) for n in module._parameters}
@@ -213,7 +219,10 @@ def _with_stacks(
     own.__dict__["num_experts"] = number
     if probes:
         own.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
-        own.__dict__["training"] = False
+        own.__dict__["_modules"] = {
+            n: None if m is None else copy.deepcopy(m) for n, m in module._modules.items()
+        }
+        own.eval()
     return own.forward
 
 

@@ -332,10 +332,10 @@ def shard_modules(
     if not any(found):
         near = world.gather(
             [
-                f"{name}.{n}"
+                ".".join(filter(None, (name, n)))
                 for name, layer in layers
                 for n, m in layer.named_modules()
-                if hasattr(m, "num_experts")
+                if hasattr(m, "num_experts") and any(p.dim() == 3 for p in m.parameters(recurse=False))
             ]
         )
         names = [name for each in near for name in each]

@@ -172,7 +172,7 @@ class Profile:
                 head_cost(self.shape, load),
             )
             return LayerTable(
-                (*costs, block_cost(self.shape.dense, load)) if dense else costs,
+                (*costs, block_cost(self.shape.dense, replace(load, ep=1))) if dense else costs,
                 (0, *(3 if k < dense else 1 for k in range(n)), 2),
                 ("embedding", *blocks, "head"),
                 ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),

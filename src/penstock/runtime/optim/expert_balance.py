@@ -19,13 +19,15 @@ class ExpertBalance:
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._modules: list[tuple[str, Any]] = [
-            (f"{name}.{inner}", module)
+        # By the module, since one may have several places.
+        found: dict[int, tuple[str, Any]] = {
+            id(module): (f"{name}.{inner}", module)
             for stage in pipe.stage_modules()
             for name, layer in stage.named_layers()
             for inner, module in layer.named_modules()
             if "load" in module._buffers and callable(getattr(module, "balance", None))
-        ]
+        }
+        self._modules = list(found.values())
         sizes = {name: module.load.numel() for name, module in self._modules}
         told = [sizes] if pipe.world is None else pipe.world.gather(sizes)
         self._slices: dict[str, slice] = {}
@@ -38,7 +40,7 @@ class ExpertBalance:
         """Balance all modules, and count from 0 again; every process of the run calls it."""
         if not self._slices:
             return
-        total = torch.zeros(self._size, dtype=torch.float64)
+        total = torch.zeros(self._size, dtype=torch.float64, device="cpu")
         for name, module in self._modules:
             total[self._slices[name]] += module.load.cpu()
         total = self._pipe.sum_over_ranks(total, replicas=True)

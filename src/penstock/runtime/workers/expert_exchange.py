@@ -131,8 +131,9 @@ class ExpertExchange:
         device = out.device if out.is_cuda else None
         mark = clock(device, 2)
         starts, ends = self._moments.setdefault(device, ([], []))
-        starts.append(mark())
+        begun = mark()
         self._collectives.run(start, out, group, action, self._require_none_failed)
+        starts.append(begun)
         ends.append(mark())
 
 

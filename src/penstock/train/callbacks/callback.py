@@ -51,8 +51,8 @@ class StepEvent:
         rss_peak: largest `rss` of each process since it started.
         cuda_allocated: memory of tensors on each process's GPU, in bytes, by rank; empty on the CPU.
         cuda_peak: largest `cuda_allocated` since the last line of metrics.
-        expert_imbalance, expert_tokens, exchange_seconds: of divided experts in this step; see `ExpertLoad`. None and empty
-            without.
+        expert_imbalance, expert_tokens, exchange_seconds: of divided experts in the step's last ``pipe.step``; see
+            `ExpertLoad`. None and empty without.
         seconds: seconds since the first step of this start.
         logged: True if the step has a line in ``metrics.jsonl`` (every ``train.log_every`` steps). In other steps everything
             from `tokens_per_second` to `exchange_seconds`, except `samples` and `tokens`, is None or empty, since measuring
