@@ -178,11 +178,11 @@ def _require_separable(name: str, module: nn.Module, parts: int) -> None:
             total, each = torch.zeros_like(expected), number // parts
             for part in range(parts):
                 token, place = torch.where(index // each == part)
+                if not len(token):  # which a module never sees in a step
+                    continue
                 own = {n: p.narrow(0, part * each, each) for n, p in stacks.items()}
                 call = _with_stacks(module, own, each, probes=True)
                 local = index[token, place, None] % each
-                if not len(token):
-                    continue
                 try:
                     total.index_add_(0, token, call(rows[token], local, weights[token, place, None]))
                 except Exception as error:
