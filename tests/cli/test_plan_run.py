@@ -132,7 +132,8 @@ def test_a_run_of_a_family_without_closed_form(folder: Path):
     """It is compared in the dtype and with the samples of the run; a run of another size is refused."""
     config = {
         "model_type": "olmoe", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "num_hidden_layers": 4, "num_experts": 4, "vocab_size": 64,
+        "num_key_value_heads": 1, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 64,
     }  # fmt: skip
     (folder / "moe.json").write_text(json.dumps(config))
     (folder / "wider.json").write_text(json.dumps({**config, "num_experts": 6}))

@@ -159,15 +159,19 @@ def test_a_parameter_used_without_owning_it_is_refused_by_name():
 
 
 def test_a_parameter_that_is_gone_is_not_taken_for_another_at_its_address():
-    weight, leaf = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    gone = weakref.ref(weight)
-    isolation = Isolation({id(leaf): (gone, "0.weight")})
-    del weight
-    isolation.require_own_leaves(graph_nodes([leaf.sum().grad_fn]))
+    other, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    Isolation({id(leaf): (other, "weight", "0.weight")}).require_own_leaves(graph_nodes([leaf.sum().grad_fn]))
     with pytest.raises(PenstockError, match=r"uses the parameter 0\.weight"):
-        Isolation({id(leaf): (weakref.ref(leaf), "0.weight")}).require_own_leaves(
-            graph_nodes([leaf.sum().grad_fn])
+        Isolation({id(other.weight): (other, "weight", "0.weight")}).require_own_leaves(
+            graph_nodes([other.weight.sum().grad_fn])
         )
+
+
+def test_stages_keep_no_weak_references_to_parameters():
+    """With one, torch cannot put a parameter on the meta device as the object that it is."""
+    net = nested()
+    with Pipeline(net, F.mse_loss, microbatches=M, schedule="1f1b", ranks=2):
+        assert all(weakref.getweakrefcount(p) == 0 for p in net.parameters())
 
 
 def test_a_changing_buffer_of_a_module_that_two_ranks_use_is_refused_by_name():

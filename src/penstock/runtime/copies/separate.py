@@ -8,8 +8,7 @@ share the memory. Their gradients are summed as for any tied weight; see `pensto
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -90,9 +89,7 @@ class Isolations:
             if layer.module is not None
         ]
         self._names: dict[int, Foreign] = {
-            id(p): (weakref.ref(p), whole_name(layer, name))
-            for layer, module, _ in built
-            for name, p in module.named_parameters()
+            key: known for layer, module, _ in built for key, known in _foreign(layer, module)
         }
         holders: dict[int, set[tuple[int, ...]]] = {}
         uses: list[tuple[int, str, int]] = []
@@ -106,7 +103,8 @@ class Isolations:
         """Return the isolation of every (rank, stage) of this process."""
         names = dict(self._names)
         for module in stages.values():
-            names.update((id(p), (weakref.ref(p), name)) for name, p in module.whole_model_parameters())
+            for name, layer in module.named_layers():
+                names.update(_foreign(name, layer))
         isolations = {}
         for (rank, s), module in stages.items():
             registered = {id(p) for p in module.parameters()}
@@ -119,3 +117,10 @@ class Isolations:
             foreign = {key: known for key, known in names.items() if key not in registered}
             isolations[rank, s] = Isolation(foreign, buffers)
         return isolations
+
+
+def _foreign(layer: str, module: nn.Module) -> Iterator[tuple[int, Foreign]]:
+    """Yield the ids of a layer's parameters, and where they are."""
+    for name, parameter in module.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        yield id(parameter), (module.get_submodule(path), attribute, whole_name(layer, name))

@@ -6,7 +6,6 @@ that later stages return (or from the loss), and nothing passes from one microba
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -376,8 +375,8 @@ class Stage:
         self.held_bytes = 0
 
 
-Foreign = tuple[weakref.ref[Tensor], str]
-"""A parameter of another stage, and its name."""
+Foreign = tuple[nn.Module, str, str]
+"""A parameter of another stage: its module, its name there, and its name in the whole model."""
 
 
 class Isolation:
@@ -439,10 +438,11 @@ class Isolation:
         for node in nodes if self._foreign else ():
             leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf have one
             known = None if leaf is None else self._foreign.get(id(leaf))
-            # Numbers of objects that are gone are given to new ones.
-            if known is not None and known[0]() is leaf:
+            # Numbers of objects that are gone are given to new ones. No weak reference tells, since tensors that have one
+            # cannot be put on the meta device as the objects that they are.
+            if known is not None and getattr(known[0], known[1], None) is leaf:
                 raise PenstockError(
-                    f"a layer uses the parameter {known[1]} of another stage without owning it; register it in the layer, "
+                    f"a layer uses the parameter {known[2]} of another stage without owning it; register it in the layer, "
                     "too (self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
                     "(split=...). For a penalty on weights, use the optimizer's weight_decay, or call penstock.add_loss in "
                     "the layer"
