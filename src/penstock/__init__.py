@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
     from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
     from penstock.measure.calibration import profile_layers as profile_layers
+    from penstock.parallel.context import sequence_positions as sequence_positions
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor import tensor_parallel as tensor_parallel
@@ -147,6 +148,7 @@ _HOME = {
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.forward.own_layers",
     "tensor_parallel": "penstock.parallel.tensor",
+    "sequence_positions": "penstock.parallel.context",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }

@@ -106,9 +106,9 @@ def refused(rank: int, names: tuple[str, ...] | None, sizes: tuple[int, ...], op
 
 def test_a_mesh_that_cannot_be_used_is_refused_by_name(processes: LocalProcesses):
     cases = {
-        (("pipe", "data"), (2, 2)): "must be called pp, dp and tp, got pipe, data (2 x 2); call pipe pp, call data dp",
-        (("pp", "cp"), (2, 2)): "got pp, cp (2 x 2); give the slice of the mesh without cp",
-        (None, (2, 2)): "the dimensions of the mesh (2 x 2) must have names of pp, dp and tp",
+        (("pipe", "data"), (2, 2)): "must be called pp, dp, cp and tp, got pipe, data (2 x 2); call pipe pp, call data dp",
+        (("pp", "ep"), (2, 2)): "got pp, ep (2 x 2); give the slice of the mesh without ep",
+        (None, (2, 2)): "the dimensions of the mesh (2 x 2) must have names of pp, dp, cp and tp",
     }  # fmt: skip
     told = run_cases(processes, 4, refused, [(*case, {}) for case in cases])
     for by_rank, said in zip(told, cases.values(), strict=True):

@@ -15,7 +15,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
     shape = MeshShape(pp=2, dp=2, tp=2)
-    assert [[shape.coordinate(r, axis) for axis in AXES] for r in range(8)] == [
+    assert [[shape.coordinate(r, axis) for axis in shape.axes] for r in range(8)] == [
         [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1],
     ]  # fmt: skip
     assert shape.line(5, "tp") == [4, 5]
@@ -26,12 +26,12 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
 def test_rank_and_coordinates_are_inverses_in_any_order(order):
-    shape = MeshShape(2, 3, 4, order)
-    for rank in range(24):
+    shape = MeshShape(2, 3, 4, order, cp=2)
+    for rank in range(48):
         place = {axis: shape.coordinate(rank, axis) for axis in AXES}
         assert shape.rank(**place) == rank
-        assert shape.line(rank, order[2]) == list(
-            range(rank - place[order[2]], rank - place[order[2]] + shape.size(order[2]))
+        assert shape.line(rank, order[-1]) == list(
+            range(rank - place[order[-1]], rank - place[order[-1]] + shape.size(order[-1]))
         )
 
 
@@ -43,6 +43,7 @@ def test_rank_and_coordinates_are_inverses_in_any_order(order):
         ({"dp": 1.5}, "dp must be"),
         ({"order": ("pp", "dp")}, "once each"),
         ({"order": ("pp", "dp", "cp")}, "once each"),
+        ({"cp": 0}, "cp must be a positive"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(sizes, words):
@@ -72,7 +73,7 @@ def test_a_mesh_that_does_not_multiply_says_what_would_fit():
 def sums_over_axes(rank: int, order: tuple[str, ...]) -> list[tuple[int, float]]:
     mesh = make_mesh(pp=2, tp=2, order=order)
     sums = []
-    for axis in AXES:
+    for axis in mesh.shape.axes:
         value = torch.tensor([float(10**rank)])
         dist.all_reduce(value, group=mesh.group(axis))
         assert mesh.axis(axis).size() == mesh.shape.size(axis)
@@ -85,7 +86,7 @@ def sums_over_axes(rank: int, order: tuple[str, ...]) -> list[tuple[int, float]]
 def test_groups_hold_the_ranks_of_their_line(processes: LocalProcesses, order):
     shape = MeshShape(2, 1, 2, order)
     for rank, sums in enumerate(processes.run(4, sums_over_axes, order)):
-        for axis, (coordinate, total) in zip(AXES, sums, strict=True):
+        for axis, (coordinate, total) in zip(shape.axes, sums, strict=True):
             assert coordinate == shape.coordinate(rank, axis)
             assert total == sum(10**r for r in shape.line(rank, axis))
 

@@ -1,4 +1,4 @@
-"""Ranks on three axes: pipeline (pp), data (dp) and tensor parallelism (tp).
+"""Ranks on four axes: pipeline (pp), data (dp), context (cp) and tensor parallelism (tp).
 
 By default tp is innermost, since its ranks communicate the most and should be neighbours, and pp outermost.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class MeshShape:
 
     Attributes:
         pp, dp, tp: number of ranks on each axis (default 1).
-        order: axes, outermost first; neighbouring ranks differ in the last one (default pp, dp, tp).
-        ep: number of ranks that divide the experts of a layer (default 1). No axis of its own: it divides the dp x tp ranks
-            of a stage, so that ep neighbours have all experts, and dp x tp / ep ranks have the same ones.
+        order: axes, outermost first; neighbouring ranks differ in the last one (default pp, dp, cp, tp; without cp it
+            follows dp).
+        ep: number of ranks that divide the experts of a layer (default 1). No axis of its own: it divides the dp x cp x tp
+            ranks of a stage, so that ep neighbours have all experts, and dp x cp x tp / ep ranks have the same ones.
+        cp: number of ranks that divide the tokens of each sample (default 1); see `penstock.parallel.context`.
 
     Raises:
-        ConfigError: if a size is not positive, the order does not name these axes once each, or ep does not divide dp x tp.
+        ConfigError: if a size is not positive, the order does not name these axes once each, or ep does not divide the
+            ranks of a stage.
     """
 
     pp: int = 1
@@ -41,25 +44,30 @@ class MeshShape:
     tp: int = 1
     order: tuple[str, ...] = AXES
     ep: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
+        if "cp" not in self.order and "dp" in self.order:
+            after = self.order.index("dp") + 1
+            object.__setattr__(self, "order", (*self.order[:after], "cp", *self.order[after:]))
         for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if not is_count(size):
                 raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
         if sorted(self.order) != sorted(AXES):
             raise ConfigError(
-                f"the order of the mesh must name pp, dp and tp once each, outermost first, got {self.order!r}"
+                f"the order of the mesh must name pp, dp, cp and tp once each, outermost first, got {self.order!r}"
             )
 
-        if self.dp * self.tp % self.ep:
+        if (ranks := self.replicas * self.tp) % self.ep:
+            product = "dp x tp" if self.cp == 1 else "dp x cp x tp"
             raise ConfigError(
-                f"ep {self.ep} does not divide dp x tp = {self.dp * self.tp}, the ranks of a stage, over which experts are "
-                f"divided; take a divisor of {self.dp * self.tp}"
+                f"ep {self.ep} does not divide {product} = {ranks}, the ranks of a stage, over which experts are divided; "
+                f"take a divisor of {ranks}"
             )
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {self.size(axis)}" for axis in self.order)
+        axes = " x ".join(f"{axis} {self.size(axis)}" for axis in self.axes)
         return axes if self.ep == 1 else f"{axes} (ep {self.ep})"
 
     @property
@@ -68,15 +76,25 @@ class MeshShape:
         return math.prod(self.sizes)
 
     @property
+    def replicas(self) -> int:
+        """Number of ranks with the same parameters, whose gradients are summed: dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes in their order, without cp if samples are not divided."""
+        return tuple(axis for axis in self.order if axis != "cp" or self.cp > 1)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the axes, in their order."""
-        return tuple(self.size(axis) for axis in self.order)
+        """Sizes of the `axes`, in their order."""
+        return tuple(self.size(axis) for axis in self.axes)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
         if axis not in AXES:
             raise ConfigError(
-                f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are pp, dp and tp"
+                f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are pp, dp, cp and tp"
             )
         size: int = getattr(self, axis)
         return size
@@ -89,9 +107,9 @@ class MeshShape:
         inner = self.order[self.order.index(axis) + 1 :]
         return rank // math.prod(self.size(a) for a in inner) % self.size(axis)
 
-    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0, cp: int = 0) -> int:
         """Return the rank at these coordinates."""
-        coordinates = {"pp": pp, "dp": dp, "tp": tp}
+        coordinates = {"pp": pp, "dp": dp, "tp": tp, "cp": cp}
         rank = 0
         for axis in self.order:
             if not 0 <= coordinates[axis] < self.size(axis):
@@ -106,9 +124,13 @@ class MeshShape:
         coordinates = {a: self.coordinate(rank, a) for a in AXES}
         return [self.rank(**{**coordinates, axis: n}) for n in range(self.size(axis))]
 
+    def replica_ranks(self, rank: int) -> list[int]:
+        """Return the ranks with the same parameters as a rank, ascending."""
+        return sorted(part for sample in self.line(rank, "dp") for part in self.line(sample, "cp"))
+
     def stage_ranks(self, rank: int) -> list[int]:
         """Return the ranks with the same coordinate on pp as a rank, those of one replica together."""
-        return [r for replica in self.line(rank, "dp") for r in self.line(replica, "tp")]
+        return [r for replica in self.replica_ranks(rank) for r in self.line(replica, "tp")]
 
     def expert_ranks(self, rank: int) -> list[int]:
         """Return the ranks that together have all experts of a rank's layers, ascending, in the order of their experts."""
@@ -143,6 +165,11 @@ class Mesh:
         """Return this process's coordinate on an axis."""
         return self.shape.coordinate(self.rank, axis)
 
+    @property
+    def replica(self) -> int:
+        """Index of this process among those with the same parameters; those that divide a sample are neighbours."""
+        return self.coordinate("dp") * self.shape.cp + self.coordinate("cp")
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of processes that differ from this one only on an axis, itself included."""
         self.shape.size(axis)
@@ -163,14 +190,21 @@ class Mesh:
 
 
 def make_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, *, order: Sequence[str] = AXES, ep: int = 1, device: str = "cpu"
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    *,
+    order: Sequence[str] = AXES,
+    ep: int = 1,
+    cp: int = 1,
+    device: str = "cpu",
 ) -> Mesh:
     """Make a mesh of all processes; every process calls it, with ``torch.distributed`` initialised.
 
     Args:
         pp, dp, tp: number of ranks on each axis (default 1).
-        order: axes, outermost first (default pp, dp, tp).
-        ep: number of ranks that divide the experts, see `MeshShape` (default 1).
+        order: axes, outermost first (default pp, dp, cp, tp).
+        ep, cp: number of ranks that divide the experts, and the tokens of a sample, see `MeshShape` (default 1).
         device: device type of the groups (default "cpu").
 
     Raises:
@@ -178,13 +212,13 @@ def make_mesh(
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = MeshShape(pp, dp, tp, tuple(order), ep)
+    shape = MeshShape(pp, dp, tp, tuple(order), ep, cp)
     if not dist.is_initialized():
         raise ConfigError(
             "a mesh is made of processes: start them with torchrun, and initialise torch.distributed"
         )
     require_fit(shape, dist.get_world_size())
-    mesh = init_device_mesh(device, shape.sizes, mesh_dim_names=shape.order)
+    mesh = init_device_mesh(device, shape.sizes, mesh_dim_names=shape.axes)
     return Mesh(shape, dist.get_rank(), mesh, tuple(range(shape.ranks)))
 
 
@@ -192,7 +226,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
     """Check that a mesh has as many ranks as there are processes."""
     if shape.ranks == processes:
         return
-    others = shape.pp * shape.tp
+    others = shape.pp * shape.cp * shape.tp
     advice = f"start {plural(shape.ranks, 'process')}"
     if processes % others == 0:
         advice += f", or take dp = {processes // others}"
@@ -203,7 +237,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
 
 def require_threads(shape: MeshShape, program: str) -> None:
     """Check that the ranks of a mesh can be threads of one process, which is one pipeline with whole matrices."""
-    if shape.dp * shape.tp > 1:
+    if shape.replicas * shape.tp > 1:
         raise ConfigError(
             f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "
             f"them with torchrun --nproc-per-node {shape.ranks} {program}"
@@ -213,6 +247,7 @@ def require_threads(shape: MeshShape, program: str) -> None:
 _OTHER_NAMES = {
     "pp": ("pipe", "pipeline", "stage", "stages", "pipeline_parallel"),
     "dp": ("data", "ddp", "replica", "replicas", "replicate", "dp_replicate", "data_parallel", "batch"),
+    "cp": ("context", "sequence", "context_parallel", "sp"),
     "tp": ("model", "tensor", "mp", "tensor_parallel"),
 }
 
@@ -235,7 +270,7 @@ def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]
 
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Return this process in torch's mesh, whose dimensions may be any of pp, dp and tp; those left out have size 1.
+    """Return this process in torch's mesh, whose dimensions may be any of pp, dp, cp and tp; those left out have size 1.
 
     The mesh may be a slice of a larger one, such as ``mesh["pp"]``, or have some of the processes only: its pipeline is
     then one of its processes alone.
@@ -264,7 +299,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     size = " x ".join(str(n) for n in mesh.mesh.shape)
     if not names:
         raise ConfigError(
-            f"the dimensions of the mesh ({size}) must have names of pp, dp and tp; write init_device_mesh(..., "
+            f"the dimensions of the mesh ({size}) must have names of pp, dp, cp and tp; write init_device_mesh(..., "
             "mesh_dim_names=('pp', 'dp'))"
         )
     if strange := [name for name in names if name not in AXES]:
@@ -273,7 +308,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
         }
         advice = ", ".join(f"call {name} {axis}" for name, axis in meant.items() if axis)
         raise ConfigError(
-            f"the dimensions of the mesh must be called pp, dp and tp, got {', '.join(names)} ({size}); "
+            f"the dimensions of the mesh must be called pp, dp, cp and tp, got {', '.join(names)} ({size}); "
             + (advice or f"give the slice of the mesh without {', '.join(strange)}")
         )
     return tuple(names)

@@ -245,8 +245,8 @@ class Engine:
             self.local_stages.replica_reduction.set_timeout(self.timeout.seconds)
 
     def _require_same_number(self, microbatches: int) -> None:
-        """Compare the number with the processes that share this one's matrices, whose layers wait for each other."""
-        if self._world is not None and self._world.shards_matrices:
+        """Compare the number with the processes whose layers wait for this one's."""
+        if self._world is not None and self._world.layers_wait:
             action = "compare their numbers of microbatches"
             require_same_number(self._world.gather(str(microbatches), "dp and tp", action))
 

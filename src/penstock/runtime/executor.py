@@ -34,7 +34,7 @@ from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
-from penstock.runtime.workers.expert_exchange import ExpertExchange
+from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Program
@@ -55,7 +55,7 @@ class Executor:
         replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
         scale: GradientScale | None = None,
-        exchange: ExpertExchange | None = None,
+        exchange: LayerExchange | None = None,
     ) -> None:
         self.program = program
         self.rank = rank

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.context import SequencePart
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
@@ -19,13 +21,14 @@ from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
+from penstock.runtime.model.divided_samples import DividedLoss, divide_samples, undo_samples
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
-from penstock.runtime.workers.expert_exchange import ExpertExchange
+from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.memory import peak
@@ -99,9 +102,11 @@ class LocalStages:
         isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
-        self.exchange = None if world is None else world.expert_exchange()
+        self.exchange = None if world is None else world.layer_exchange()
         if world is not None and world.shards_matrices:
             shard_modules(modules, world, options, self.exchange)
+        if world is not None and world.sample_part is not None:
+            self._divide_samples(modules, world, world.sample_part, compile)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' compiles a stage's layers as one, so none can be recomputed alone; use compile='block'"
@@ -129,6 +134,33 @@ class LocalStages:
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
         self.replica_reduction: ReplicaReduction | None = None
+
+    def _divide_samples(self, modules: Modules, world: World, part: SequencePart, compile: object) -> None:
+        exchange = self.exchange
+        assert exchange is not None, "made with the mesh"
+
+        def divide() -> None:
+            if compile != "none":
+                raise ConfigError(
+                    f"compile={compile!r} cannot be used with cp = {part.parts}, whose exchange of keys and values is not "
+                    "compiled; leave compile out"
+                )
+            if getattr(self._loss_fn, "shift", False) or hasattr(self._loss_fn, "divisor"):
+                raise ConfigError(
+                    "the loss function shifts its targets, and with cp the next token may be another process's; give "
+                    "shifted targets and a loss that does not shift"
+                )
+            for module in modules.values():
+                divide_samples(module.named_layers(), part, exchange)
+
+        run_each(divide, world.gather)
+
+    def check_divided_loss(self, reduction: str | Callable[[Any], object]) -> None:
+        """Have the first loss compared with that of whole samples, if samples are divided."""
+        if self._world is None or (part := self._world.sample_part) is None or self.exchange is None:
+            return
+        for stage in self.stages.values():
+            stage.wrap_loss(partial(DividedLoss, part=part, exchange=self.exchange, reduction=reduction))
 
     def programs_for(self, program: Program) -> Programs:
         """Return what another number of microbatches needs; its schedule may split backwards where the first does not."""
@@ -173,6 +205,7 @@ class LocalStages:
         """Give the user's modules back the parameters, children and forwards that were replaced."""
         if self.exchange is not None:
             for module in self.modules.values():
+                undo_samples(module.named_layers())
                 undo_division(module.named_layers())
         self.ties.undo()
         self._separate.undo()
@@ -307,7 +340,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def shard_modules(
-    modules: Modules, world: World, options: ParallelOptions, exchange: ExpertExchange | None
+    modules: Modules, world: World, options: ParallelOptions, exchange: LayerExchange | None
 ) -> None:
     """Shard the matrices and divide the experts of this process's stages, or raise on every rank if a stage cannot be."""
     mesh = world.mesh

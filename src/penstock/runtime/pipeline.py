@@ -26,6 +26,7 @@ from penstock.runtime.batch.splitter import (
     require_no_graph,
     require_reduction,
 )
+from penstock.runtime.batch.tokens import join_tokens
 from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, Work, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.health.hang import Timeout, require_timeout
@@ -90,7 +91,7 @@ class Pipeline(PipelineModel):
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
         mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes; each rank
             is then a process. A step takes the global batch, ``dp * microbatches`` microbatches, on every process. A
-            `MeshShape`; or torch's mesh with dimensions called pp, dp and tp, which may be a slice, or have some of the
+            `MeshShape`; or torch's mesh with dimensions called pp, dp, cp and tp, which may be a slice, or have some of the
             processes only.
         recompute: layers that keep only their inputs and run again before their backward: "none", "full" (every layer), an
             integer k (every k-th layer of a stage), or "auto" (as few as ``execution.memory`` allows, measured in the first
@@ -152,7 +153,7 @@ class Pipeline(PipelineModel):
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
-        divides = shape is not None and shape.ep > 1
+        divides = shape is not None and (shape.ep > 1 or shape.cp > 1)
         settings = make_settings(recompute, autocast, execution, self._random, divides)
         # The count that comes with a loss also knows whether it shifts its targets.
         counts = callable(given.reduction) and reduction == "valid"
@@ -195,10 +196,10 @@ class Pipeline(PipelineModel):
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        self.replicas, self.tensor_ranks = (1, 1) if shape is None else (shape.dp, shape.tp)
+        self.replicas, self.tensor_ranks = (1, 1) if shape is None else (shape.replicas, shape.tp)
         self.replica = 0
         if self.world is not None and self.world.mesh is not None:
-            self.replica = self.world.mesh.coordinate("dp")
+            self.replica = self.world.mesh.replica
         self.is_first = self.world is None or self.world.is_first
         gather = (
             None if self.world is None else partial(self.world.gather, over="run", action="share the cores")
@@ -238,6 +239,7 @@ class Pipeline(PipelineModel):
         self._splitter = BatchSplitter(
             replicas=self.replicas,
             replica=self.replica,
+            sample_part=None if self.world is None else self.world.sample_part,
             device=self.device,
             reduction=self.reduction,
             ignore_index=ignore_index_of(loss_fn, self.reduction),
@@ -246,6 +248,7 @@ class Pipeline(PipelineModel):
             holds_last=self.holds_last,
             compares=self.in_processes and not alone,
         )
+        self._local.check_divided_loss(self._splitter.reduction)
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
         if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
@@ -443,7 +446,7 @@ class Pipeline(PipelineModel):
             experts are not divided over processes (``ep``).
         """
         self._require_open()
-        if self._engine.local_stages.exchange is None:
+        if self.world is None or self.mesh is None or self.mesh.ep == 1:
             return None
         with self.calling("pipe.gather_expert_load()"):
             return self._engine.gather_expert_load()
@@ -537,9 +540,15 @@ class Pipeline(PipelineModel):
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
+        part = None if self.world is None else self.world.sample_part
+        if part is not None:
+            join_tokens(works, part, self.replicas // part.parts, self.reduction == "sum")
         return works
 
     def _result(self, works: list[Work]) -> StepResult:
-        microbatches = works[0].options.microbatches * self.replicas
         holders = self.schedule.placement.holders
-        return step_result(works, microbatches, Ends(self.local_ranks, holders[0], holders[-1]))
+        ends = Ends(self.local_ranks, holders[0], holders[-1])
+        microbatches = (
+            works[0].options.microbatches * self.replicas // (1 if self.mesh is None else self.mesh.cp)
+        )
+        return step_result(works, microbatches, ends)

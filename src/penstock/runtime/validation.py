@@ -26,7 +26,7 @@ from penstock.stage.rng.random_state import RandomState
 
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
     """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced."""
-    copied = len(schedule.placement.holders[-1]) > 1 or (mesh is not None and mesh.dp > 1)
+    copied = len(schedule.placement.holders[-1]) > 1 or (mesh is not None and mesh.replicas > 1)
     if not copied or not isinstance(loss_fn, nn.Module):
         return
     if names := [name for name, p in loss_fn.named_parameters() if p.requires_grad]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import BatchError, ConfigError
+from penstock.parallel.context import SequencePart
 from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
+from penstock.runtime.batch.tokens import cut_tokens, tokens_of
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
 from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers
@@ -185,6 +187,7 @@ class BatchSplitter:
         *,
         replicas: int,
         replica: int,
+        sample_part: SequencePart | None,
         device: torch.device | None,
         reduction: Reduction,
         ignore_index: int,
@@ -194,6 +197,7 @@ class BatchSplitter:
         compares: bool,
     ) -> None:
         self.replicas, self.replica = replicas, replica
+        self._part = sample_part
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         self.ignore_index = ignore_index
@@ -207,9 +211,13 @@ class BatchSplitter:
         """Split a step's batch into microbatches, and keep this pipeline's."""
         inputs: list[object] = []
         targets: list[object] = []
-        count = options.microbatches * self.replicas
+        parts = 1 if self._part is None else self._part.parts
+        count = options.microbatches * self.replicas // parts
+        given, whole_target = (x, y), y
+        if self._part is not None:
+            x, y, named = self._own_tokens(x, y, named)
         # Each loss is divided by this number, so that the gradients add up to those of the mean.
-        weights = [LossWeight(divisor=count)] * count
+        weights = [LossWeight(divisor=count * parts)] * count
         rows_in: list[int] = []
         rows_out: list[int] = []
         if self.holds_first:
@@ -227,23 +235,48 @@ class BatchSplitter:
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             if not options.log_probs:
-                weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
+                weights = self._weights(targets, whole_target, rows_out, options.loss_scale)
                 if self._compares_counts and count > 1 and not self._compare_counts(targets, rows_out):
                     self._compares_counts = False
-        first = self.replica * options.microbatches
-        local = slice(first, first + options.microbatches)
+        begin = self.replica // parts * options.microbatches
+        local = slice(begin, begin + options.microbatches)
         return LocalBatch(
             inputs=inputs[local],
             targets=targets[local],
             weights=weights[local],
             rows_in=tuple(rows_in[local]),
             rows_out=tuple(rows_out[local]),
-            first=first,
+            first=self.replica * options.microbatches,
             target_tensors=_tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
             ignore_index=self.ignore_index,
             digest=None if not self.compares or x is None or y is None
-            else batch_digest((x, y), options.number, options.trains),
+            else batch_digest(given, options.number, options.trains),
         )  # fmt: skip
+
+    def _own_tokens(
+        self, x: object, y: object, named: Mapping[str, object]
+    ) -> tuple[object, object, Mapping[str, object]]:
+        assert self._part is not None, "samples are divided"
+        length = tokens_of(x, y)
+        own = {n: cut_tokens(v, self._part, length, f"the keyword input {n}") for n, v in named.items()}
+        x = cut_tokens(x, self._part, length, "the input x")
+        return x, cut_tokens(y, self._part, length, "the target y"), own
+
+    def _weights(
+        self, targets: Sequence[object], whole: object, rows: Sequence[int], scale: float
+    ) -> list[LossWeight]:
+        """Return the weights of the microbatches of all replicas, of which each has this process's tokens."""
+        if self._part is None:
+            return loss_weights(targets, rows, self.reduction, scale)
+        count, parts, length = len(targets), self._part.parts, tokens_of(whole)
+        every: list[object] = []
+        for index in range(parts):
+            part = SequencePart(index, parts)
+            every += split_batch(
+                cut_tokens(whole, part, length, "the target y"), count, "the target y", None
+            )[0]
+        own = slice(self._part.index * count, (self._part.index + 1) * count)
+        return loss_weights(every, list(rows) * parts, self.reduction, scale)[own]
 
     def _compare_counts(self, targets: Sequence[object], rows: Sequence[int]) -> bool:
         """Warn if microbatches that weigh by their rows have other shares of the targets that count, and return False."""

@@ -94,7 +94,7 @@ class Copies:
         if world.shards_matrices or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
             where = f"rank {world.rank}"
             if world.mesh is not None:
-                where = ", ".join(f"{axis} {world.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
+                where = ", ".join(f"{axis} {world.mesh.coordinate(axis)}" for axis in world.mesh.shape.axes)
             self._check = ReplicaCheck(
                 self._copied_tensors,
                 f"({where})",

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from penstock.base.counts import plural
 from penstock.base.errors import CallOrderError, ScheduleError, TransportError
+from penstock.parallel.context import SequencePart
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -31,7 +33,7 @@ from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.expert_exchange import ExpertExchange
+from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class World:
         self._beside: dist.ProcessGroup | None = None
         self._experts: dist.ProcessGroup | None = None
         self._expert_replicas: dist.ProcessGroup | None = None
-        self._exchange: ExpertExchange | None = None
+        self._exchange: LayerExchange | None = None
         self._more_groups: list[dist.ProcessGroup] = []
         # `join` replaces it.
         self.timeout = Timeout(60.0)
@@ -84,7 +86,19 @@ class World:
     @property
     def is_first(self) -> bool:
         """True if this process has coordinate 0 on every axis except the pipeline's."""
-        return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
+        return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "cp", "tp"))
+
+    @property
+    def sample_part(self) -> SequencePart | None:
+        """The part of each sample that this process has; None if it has whole samples."""
+        if self.mesh is None or self.mesh.shape.cp == 1:
+            return None
+        return SequencePart(self.mesh.coordinate("cp"), self.mesh.shape.cp)
+
+    @property
+    def layers_wait(self) -> bool:
+        """True if layers wait for those of other pipelines, with which they share matrices, experts or samples."""
+        return self.shards_matrices or (self.mesh is not None and self.mesh.shape.cp > 1)
 
     @property
     def shards_matrices(self) -> bool:
@@ -120,20 +134,28 @@ class World:
         if self.collectives.everyone is None and _default_group() not in _met_here:
             self.collectives.everyone = self._group([self._members])
         if isinstance(mesh, MeshShape):
-            is_one = mesh.dp == mesh.tp == 1
+            is_one = mesh.replicas == mesh.tp == 1
             mesh = (
                 None
                 if is_one
-                else make_mesh(mesh.pp, mesh.dp, mesh.tp, order=mesh.order, ep=mesh.ep, device=_device_kind())
+                else make_mesh(
+                    mesh.pp,
+                    mesh.dp,
+                    mesh.tp,
+                    order=mesh.order,
+                    ep=mesh.ep,
+                    cp=mesh.cp,
+                    device=_device_kind(),
+                )
             )
         if mesh is not None:
             shape, everyone = mesh.shape, range(mesh.shape.ranks)
             self._pipelines = _distinct(mesh.line(rank, "pp") for rank in everyone)
             self._ranks = mesh.line(mesh.rank, "pp")
             self.rank, self.size = mesh.coordinate("pp"), shape.pp
-            if shape.dp > 1 or shape.tp > 1:
+            if shape.replicas > 1 or shape.tp > 1:
                 self.mesh = mesh
-                self._buckets = self._group(_distinct(mesh.line(rank, "dp") for rank in everyone))
+                self._buckets = self._group(self._lines(shape.replica_ranks))
                 self._beside = self._group(self._lines(shape.stage_ranks))
                 if shape.ep > 1:
                     self._experts = self._named_group(
@@ -205,7 +227,7 @@ class World:
     def _own_groups(self) -> list[dist.ProcessGroup | None]:
         return [
             *self._more_groups, self._messages, self._reductions, self._buckets, self._beside, self._expert_replicas,
-            None if self._exchange is None else self._exchange.group,
+            *(() if self._exchange is None else self._exchange.groups.values()),
         ]  # fmt: skip
 
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
@@ -243,7 +265,7 @@ class World:
 
     def replicas(self) -> GroupReducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
-        if self.mesh is None or (self.mesh.shape.dp == 1 and self.expert_replicas() is None):
+        if self.mesh is None or (self.mesh.shape.replicas == 1 and self.expert_replicas() is None):
             return None
         assert self._buckets is not None, "joined"
         return self._reducer(self._buckets)
@@ -262,20 +284,26 @@ class World:
             enter=lambda: self.collectives.enter(group),
         )
 
-    def expert_exchange(self) -> ExpertExchange | None:
-        """Return this process among those that divide the experts of its layers; None if experts are not divided."""
-        if self._experts is None or self.mesh is None:
+    def layer_exchange(self) -> LayerExchange | None:
+        """Return this process among those whose layers wait for each other, for experts or tokens; None if none do."""
+        if self.mesh is None:
             return None
-        lines = self._lines(self.mesh.shape.expert_ranks)
+        shape = self.mesh.shape
+        lines = {"ep": self._lines(shape.expert_ranks)} if shape.ep > 1 else {}
+        if shape.cp > 1:
+            lines["cp"] = self._lines(lambda rank: shape.line(rank, "cp"))
+        if not lines:
+            return None
 
-        def make_group() -> dist.ProcessGroup:
-            group = self._group(lines)
+        def make_group(axis: str) -> dist.ProcessGroup:
+            group = self._group(lines[axis])
             assert group is not None, "each process is in one"
             self._applied = 0.0  # it has the timeout of a first step
             return group
 
         world: Any = _default_group()
-        self._exchange = ExpertExchange(make_group, self.collectives, world.get_group_store().clone())
+        makes = {axis: partial(make_group, axis) for axis in lines}
+        self._exchange = LayerExchange(makes, self.collectives, world.get_group_store().clone())
         return self._exchange
 
     def expert_mesh(self) -> DeviceMesh:
@@ -362,7 +390,7 @@ class World:
         """Open the pages of all processes on this machine, in other pipelines, too."""
         number, pipeline, name = dist.get_rank(), min(self._ranks), f"rank {self.rank}"
         if self.mesh is not None:
-            axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
+            axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in self.mesh.shape.axes)
             name = f"process {number} ({axes})"
         registry, collectives = self.peer_registry, self.collectives
         entry = registry.entry(name, self.rank, pipeline)
@@ -427,7 +455,7 @@ class World:
 
     def all_reduce_dp(self, values: Tensor) -> None:
         """Sum a tensor over the processes with the same shards of the model, in place; they all call it."""
-        if self.mesh is not None and self.mesh.shape.dp > 1:
+        if self.mesh is not None and self.mesh.shape.replicas > 1:
             self.collectives.all_reduce(values, self._buckets, "add up over the replicas")
 
     def all_reduce_experts(self, values: Tensor, replicas: bool) -> None:

@@ -7,7 +7,7 @@ that later stages return (or from the loss), and nothing passes from one microba
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,12 @@ class Stage:
             inputs_only: whether to keep only the inputs; `recompute` must come before the backward (default False).
         """
         return self._forward(microbatch, inputs, None, split, inputs_only).messages
+
+    def wrap_loss(self, wrap: Callable[[LossFunction], LossFunction]) -> None:
+        """Replace the loss function, if the stage has one that takes logits."""
+        function = self._runner.loss_fn
+        if function is not None and not getattr(function, "postpones_logits", False):
+            self._runner.loss_fn = wrap(function)
 
     def forward_with_loss(
         self,

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from penstock.parallel.mesh import AXES
 from penstock.runtime.health.hang import YEAR
 
 LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
@@ -45,7 +44,7 @@ def _check_callbacks(text: str) -> str:
 
 
 def _check_order(text: str) -> str:
-    if sorted(axes_of(text)) != sorted(AXES):
+    if sorted(axes_of(text)) != ["dp", "pp", "tp"]:
         raise ValueError("pp, dp and tp once each with commas between, outermost first")
     return text
 

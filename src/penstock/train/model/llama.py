@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.parallel.context import current_part
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
@@ -134,8 +135,13 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         batch, sequence, _ = x.shape
         by_head = (batch, sequence, -1, self.head_size)
-        turn = rotary_table(sequence, self.head_size, self.rotary_base, x.device)
+        part = current_part()
+        length = sequence if part is None else part.whole_length(sequence)
+        turn = rotary_table(length, self.head_size, self.rotary_base, x.device)
         mask = None
+        if part is not None:
+            positions = part.positions(sequence, x.device)
+            turn = (turn[0][positions], turn[1][positions])
         if position_ids is not None:
             turn = (turn[0][position_ids], turn[1][position_ids])
             mask = document_mask(position_ids)

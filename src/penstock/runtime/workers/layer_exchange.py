@@ -1,8 +1,8 @@
-"""The processes that divide the experts of their layers, and the exchange of tokens between them within a step."""
+"""The processes whose layers wait for each other within a step: they divide experts (ep), or the tokens of a sample (cp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -20,28 +20,32 @@ from penstock.trace.expert_load import ProcessLoad
 sendable(ProcessLoad)  # marked here, since `trace` must not import torch, and the encoding does
 
 
-class ExpertExchange:
-    """This process among those that together have all experts of its layers.
+class LayerExchange:
+    """This process among those that together have all experts of its layers, and among those with the other tokens.
 
     They are in different replicas, and a layer of one waits for the same layer of the others. So a process whose step fails
     leaves a note in the rendezvous store, which the others read while they wait. An exchange that not all have made leaves
-    a communicator out of step, so the step after a failure begins with a new one.
+    a communicator out of step, so the step after a failure begins with new ones.
 
     Args:
-        make_group: function that makes a communicator; all processes of the run call it.
+        make_groups: for each of "ep" and "cp" that the mesh has, a function that makes its communicator; all processes of
+            the run call it.
         store: a connection to the store of its own.
+
+    Attributes:
+        size: number of processes that divide the experts.
     """
 
     def __init__(
-        self, make_group: Callable[[], dist.ProcessGroup], collectives: Collectives, store: Any
+        self, make_groups: Mapping[str, Callable[[], dist.ProcessGroup]], collectives: Collectives, store: Any
     ) -> None:
-        self.group = make_group()
-        self.size = dist.get_world_size(self.group)
-        self._make_group, self._collectives, self._store = make_group, collectives, store
+        self.groups = {axis: make() for axis, make in make_groups.items()}
+        self.size = dist.get_world_size(self.groups["ep"]) if "ep" in self.groups else 1
+        self._make_groups, self._collectives, self._store = make_groups, collectives, store
         self._step = 0
         self._in_forward: Callable[[], bool] = lambda: False
         self._tokens: dict[str, Tensor] = {}
-        # By device, None for the host, the moments at which exchanges began and ended.
+        # By device, None for the host, the moments at which exchanges of tokens began and ended.
         self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
 
@@ -52,8 +56,9 @@ class ExpertExchange:
             in_forward: function that tells whether the present op is a forward, and no recompute.
         """
         if self._failed:
-            dist.destroy_process_group(self.group)
-            self.group = self._make_group()
+            for axis, make in self._make_groups.items():
+                dist.destroy_process_group(self.groups[axis])
+                self.groups[axis] = make()
             self._failed = False
         self._step, self._in_forward = step, in_forward
         self._tokens.clear()
@@ -79,17 +84,17 @@ class ExpertExchange:
         """Tell the others that this process does not make the exchanges that are left in its step."""
         # Without a store that answers, the others wait for the timeout.
         with suppress(RuntimeError):
-            self._store.compare_set(self._note, "", why)
+            for axis in self.groups:
+                self._store.compare_set(self._note(axis), "", why)
 
-    @property
-    def _note(self) -> str:
-        return f"penstock/experts/{self.group.group_name}/{self._step}"
+    def _note(self, axis: str) -> str:
+        return f"penstock/{axis}/{self.groups[axis].group_name}/{self._step}"
 
     def _require_none_failed(self) -> None:
-        if self._store.check([self._note]):
-            raise PeerError(
-                f"another replica failed, to whose experts tokens were sent: {self._store.get(self._note).decode()}"
-            )
+        for axis in self.groups:
+            if self._store.check([self._note(axis)]):
+                why = self._store.get(self._note(axis)).decode()
+                raise PeerError(f"another replica failed, {_WAITED_FOR[axis]}: {why}")
 
     def count(self, name: str, tokens: Tensor) -> None:
         """Add tokens that came to this process's experts of a module, by expert, in host memory."""
@@ -104,38 +109,66 @@ class ExpertExchange:
         for device, (starts, ends) in self._moments.items():
             both = readings.seconds(device, starts + ends)
             seconds += float(both[len(starts) :].sum() - both[: len(starts)].sum())
-        sharers = tuple(dist.get_process_group_ranks(self.group))
+        sharers = tuple(dist.get_process_group_ranks(self.groups["ep"]))
         tokens = {name: counts.tolist() for name, counts in self._tokens.items()}
         return ProcessLoad(sharers, dist.get_rank(), tokens, seconds)
 
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
         out = values.new_empty(sum(received), *values.shape[1:])
-        start = partial(dist.all_to_all_single, out, values, received, sent, group=self.group, async_op=True)
-        self._run(start, out, self.group, "exchange tokens with their experts")
+        group = self.groups["ep"]
+        start = partial(dist.all_to_all_single, out, values, received, sent, group=group, async_op=True)
+        with self._timed(out):
+            self._run(start, out, group, "exchange tokens with their experts")
         return out
 
     def all_gather(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the rows of all processes of another group, equally many of each."""
         out = rows.new_empty(len(rows) * dist.get_world_size(group), *rows.shape[1:])
         start = partial(_ALL_GATHER, out, rows.contiguous(), group=group, async_op=True)
-        self._run(start, out, group, "join the tokens that experts have computed")
+        with self._timed(out):
+            self._run(start, out, group, "join the tokens that experts have computed")
         return out
 
-    def _run(self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str) -> None:
-        if not self._active:
-            raise PenstockError(
-                "experts are divided over processes, and a layer that has some was called outside of a step of the "
-                "pipeline; call pipe.evaluate on all ranks, or use a saved model in one process"
-            )
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """Return the tensors of all processes that divide the tokens of a sample, along a new dimension 0."""
+        group = self.groups["cp"]
+        out = part.new_empty(dist.get_world_size(group), *part.shape)
+        start = partial(_ALL_GATHER, out.flatten(0, 1), part.contiguous(), group=group, async_op=True)
+        self._run(start, out, group, "gather keys and values")
+        return out
+
+    def sum_parts(self, whole: Tensor) -> Tensor:
+        """Return the sum, over the processes that divide the tokens of a sample, of this one's row in dimension 0."""
+        group = self.groups["cp"]
+        out = whole.new_empty(whole.shape[1:])
+        start = partial(_REDUCE_SCATTER, out, whole.contiguous().flatten(0, 1), group=group, async_op=True)
+        self._run(start, out, group, "add up gradients of keys and values")
+        return out
+
+    @contextmanager
+    def _timed(self, out: Tensor) -> Iterator[None]:
         device = out.device if out.is_cuda else None
         mark = clock(device, 2)
         starts, ends = self._moments.setdefault(device, ([], []))
         begun = mark()
-        self._collectives.run(start, out, group, action, self._require_none_failed)
+        yield
         starts.append(begun)
         ends.append(mark())
 
+    def _run(self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str) -> None:
+        if not self._active:
+            raise PenstockError(
+                "a layer whose experts or tokens are divided over processes was called outside of a step of the pipeline; "
+                "call pipe.evaluate on all ranks, or use a saved model in one process"
+            )
+        self._collectives.run(start, out, group, action, self._require_none_failed)
 
-# The first name exists from torch 2.12 on, where the second one warns.
+
+_WAITED_FOR = {
+    "ep": "to whose experts tokens were sent",
+    "cp": "which has the other tokens of the same samples",
+}
+# The first names exist from torch 2.12 on, where the second ones warn.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,193 @@
+"""Layers that have a part of each sample's tokens (context parallelism), and the check that they may be divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from penstock.base.errors import ConfigError
+from penstock.parallel.context import PartExchange, SequencePart, dividing
+from penstock.stage.named import Context, within
+
+_PROBED = 2
+"""Tokens of each chunk in the check: the least that have a first and a last one."""
+_NEAR = {8: 1e-3, 4: 1e-3, 2: 5e-2, 1: 1.0}
+"""By bytes of an element, the difference that another order of sums explains, of the largest value."""
+
+
+def divide_samples(
+    layers: Iterable[tuple[str, nn.Module]], part: SequencePart, exchange: PartExchange
+) -> None:
+    """Have layers compute with a part of each sample, in place.
+
+    Raises:
+        ConfigError: if a layer has a forward of its own, as compiled ones do.
+    """
+    done: set[int] = set()
+    for name, layer in layers:
+        if id(layer) in done:
+            continue
+        done.add(id(layer))
+        if "forward" in vars(layer):
+            raise ConfigError(
+                f"layer {name} has had its forward replaced, which context parallelism does not divide; leave cp at 1"
+            )
+        layer.forward = DividedLayer(name, layer, part, exchange)
+
+
+def undo_samples(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Give layers of `divide_samples` their own forward back."""
+    for _, layer in layers:
+        if isinstance(vars(layer).get("forward"), DividedLayer):
+            del layer.forward
+
+
+class DividedLayer:
+    """The forward of a layer that has a part of each sample's tokens; called as the layer's own.
+
+    The first call also computes a few tokens of the batch twice: whole on each process, and divided. A layer that gives
+    other values then does something along the sequence that is not divided, such as positions that it counts itself, a
+    convolution, or a state.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, part: SequencePart, exchange: PartExchange) -> None:
+        self._name, self._part, self._exchange = name, part, exchange
+        self._layer = layer
+        self._forward: Callable[..., Any] = layer.forward
+        self._checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the layer's output for this process's tokens."""
+        if not self._checked:
+            self._check(args, kwargs)
+            self._checked = True
+        with dividing(self._part, self._exchange):
+            return self._forward(*args, **kwargs)
+
+    def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
+        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+        if not lengths or lengths[0] < 2 * _PROBED:
+            return
+        few = [_few(x, lengths[0]) for x in leaves]
+        size = 2 * _PROBED
+        whole = [_whole(x, size, self._part, self._exchange) for x in few]
+        modes = [(module, module.training) for module in self._layer.modules()]
+        devices = [x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda][:1]
+        self._layer.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                expected, divided = self._probe(structure, whole, few)
+        finally:
+            for module, training in modes:
+                module.training = training
+        for one, other in zip(expected, divided, strict=True):
+            if not isinstance(one, Tensor) or one.dim() < 2 or one.shape[1] != size * self._part.parts:
+                continue
+            one = self._part.cut(one)
+            if one.shape != other.shape or _differ(one, other):
+                raise ConfigError(
+                    f"layer {self._name} gives other values if the tokens of its samples are divided (cp). It may only use "
+                    "other tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); "
+                    "leave cp at 1"
+                )
+
+    def _probe(self, structure: Any, whole: list[Any], few: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the leaves of the layer's output for whole samples, and for this part of them."""
+        outputs = []
+        for leaves, divides in ((whole, False), (few, True)):
+            args, kwargs = _pytree.tree_unflatten(leaves, structure)
+            with within(Context(dict(kwargs), {}, frozenset(getattr(self._layer, "gives", ())))):
+                if divides:
+                    with dividing(self._part, self._exchange):
+                        out = self._forward(*args, **kwargs)
+                else:
+                    out = self._forward(*args, **kwargs)
+            outputs.append(_pytree.tree_leaves(out))
+        return outputs[0], outputs[1]
+
+
+class DividedLoss:
+    """A loss function of a part of each sample's tokens; called as the function itself.
+
+    The first call whose few tokens have a loss also computes it for all processes' tokens together. A function that gives
+    another value then uses other tokens, as one that shifts its targets does.
+
+    Args:
+        reduction: "mean", "sum", or a function from a target to its weight.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        part: SequencePart,
+        exchange: PartExchange,
+        reduction: str | Callable[[Any], object],
+    ) -> None:
+        self._function, self._part, self._exchange = function, part, exchange
+        self._reduction = reduction
+        self._checked = False
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """Return the loss of this process's tokens."""
+        if not self._checked:
+            self._check(output, target)
+        return self._function(output, target)
+
+    def _check(self, output: Any, target: Any) -> None:
+        leaves, structure = _pytree.tree_flatten((output, target))
+        lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+        if not lengths or lengths[0] < 2 * _PROBED:
+            self._checked = True
+            return
+        few = [_few(x, lengths[0]) for x in leaves]
+        whole = [_whole(x, 2 * _PROBED, self._part, self._exchange) for x in few]
+        with torch.no_grad(), torch.random.fork_rng([]):
+            expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
+        every = self._exchange.gather_parts(torch.stack([own[0], own[1]])[None])[:, 0]
+        total = (every[:, 0] * every[:, 1]).nansum() / (
+            1.0 if self._reduction == "sum" else every[:, 1].sum()
+        )
+        # Without a target that counts there is no loss to compare.
+        if not bool(expected[0].isfinite()) or not bool(expected[1]):
+            return
+        self._checked = True
+        near = 1e-2 if leaves[0].dtype.itemsize < 4 else 1e-4
+        if bool((total - expected[0]).abs() > near * expected[0].abs().clamp(min=1e-3)):
+            raise ConfigError(
+                "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
+                "targets, or use other tokens. Give shifted targets, and a reduction that counts them; or leave cp at 1"
+            )
+
+    def _value(self, values: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+        """Return the loss of some tokens, and its weight, as float64."""
+        returned = self._function(*values)
+        loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
+        weight: Any = self._reduction(values[1]) if callable(self._reduction) else 1.0
+        return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
+
+
+def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> Any:
+    """Return the tokens of all parts, of a tensor with `size` of them; other values as they are."""
+    if not isinstance(few, Tensor) or few.dim() < 2 or few.shape[1] != size:
+        return few
+    return part.join(exchange.gather_parts(few), 1)
+
+
+def _few(leaf: object, length: int) -> object:
+    """Return the first tokens of each chunk of a tensor, detached; other values as they are."""
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+        return leaf
+    chunks = leaf.detach()[:1].chunk(2, 1)
+    return torch.cat([chunk[:, :_PROBED] for chunk in chunks], 1).contiguous()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    bound = _NEAR[one.dtype.itemsize] * one.abs().max()
+    return bool((one - other).abs().max() > bound)

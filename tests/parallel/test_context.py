@@ -1,0 +1,267 @@
+"""Samples divided over processes: losses, gradients and weights are those of one process, to the order of sums."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import ExecutionOptions, MeshShape, Pipeline, PipelineOptimizer, sequence_positions
+from penstock.base.errors import BatchError, ConfigError, PenstockError
+from penstock.huggingface.loss import causal_lm_loss
+from penstock.parallel.context import SequencePart
+from penstock.parallel.dtensor import full_tensor
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
+
+CLASSES, WIDTH, HEADS, ROWS, TOKENS = 17, 16, 4, 8, 32
+MICROBATCHES, STEPS = 2, 5
+Tensors = dict[str, Tensor]
+
+
+class Positions(nn.Module):
+    """Adds a learned vector for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.table(sequence_positions(x.shape[1]))
+        return out
+
+
+class Attention(nn.Module):
+    """Attention with half as many key and value heads as query heads, and a feed-forward."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.norm, self.causal = nn.LayerNorm(WIDTH), causal
+        self.query, self.both = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def by_head(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+
+        y = self.norm(x)
+        key, value = by_head(self.both(y)).chunk(2, 1)
+        mixed = F.scaled_dot_product_attention(
+            by_head(self.query(y)), key, value, is_causal=self.causal, enable_gqa=True
+        )
+        out: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Counting(nn.Module):
+    """Counts the positions of its tokens itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[1])[None, :, None] / TOKENS
+
+
+class Shift(nn.Module):
+    """Mixes each token with the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, 1)
+
+
+class Masked(nn.Module):
+    """Attends by a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = x[:, None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)[:, 0]
+
+
+def model(causal: bool = True, *more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Attention(causal) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(CLASSES, WIDTH), Positions(), *more, *blocks, nn.Linear(WIDTH, CLASSES))
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def batch(ignored: bool = False, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randint(CLASSES, (2, ROWS, tokens), generator=generator)
+    if ignored:  # other numbers in each part, and in each microbatch
+        y[torch.rand(y.shape, generator=generator) < torch.linspace(0, 0.9, tokens)] = -100
+        y[0] = -100
+    return x, y
+
+
+class Case(NamedTuple):
+    sizes: dict[str, int]
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    zero: bool = False
+    causal: bool = True
+    ignored: bool = False
+
+
+class Result(NamedTuple):
+    losses: list[float]
+    each: Tensor
+    gradients: Tensors
+    weights: Tensors
+    probabilities: Tensor
+    evaluated: float
+
+
+def plain(case: Case) -> Result:
+    net, losses, first = model(case.causal), [], Tensors()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    count = MICROBATCHES * case.sizes.get("dp", 1)
+    for _ in range(STEPS):
+        x, y = batch(case.ignored)
+        every = [loss_of(net(a), b) for a, b in zip(x.chunk(count), y.chunk(count), strict=True)]
+        weigh = [(b != -100).sum() / (y != -100).sum() for b in y.chunk(count)]
+        total = sum(a * w for a, w in zip(every, weigh, strict=True))
+        total.backward()
+        first = first or {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    weights = {n: p.detach().clone() for n, p in net.named_parameters()}
+    with torch.no_grad():
+        logits = net(x)
+        probabilities = logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
+    return Result(
+        losses, torch.stack(every).detach(), first, weights, probabilities, loss_of(logits, y).item()
+    )
+
+
+def divided(rank: int, case: Case) -> Result:
+    with Pipeline(
+        model(case.causal), loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes), timeout=120,
+        schedule=case.schedule, recompute=case.recompute, reduction="valid" if case.ignored else "mean",
+    ) as pipe:  # fmt: skip
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=case.zero)
+        losses, first = [], Tensors()
+        for _ in range(STEPS):
+            result = pipe.step(*batch(case.ignored))
+            assert result.loss is not None
+            assert result.losses is not None
+            losses.append(result.loss.item())
+            first = first or {
+                n: full_tensor(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None
+            }
+            optimizer.step()
+        weights = {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+        x, y = batch(case.ignored)
+        probabilities = pipe.log_probs(x, y.clamp(min=0))
+        evaluated = pipe.evaluate(x, y).loss
+        assert evaluated is not None
+    return Result(losses, result.losses, first, weights, probabilities, evaluated.item())
+
+
+TWO = [
+    Case({"cp": 2}),
+    Case({"cp": 2}, schedule="zb-h1", recompute="full", zero=True),
+    Case({"cp": 2}, causal=False),
+    Case({"cp": 2}, ignored=True),
+]
+FOUR = [
+    Case({"pp": 2, "cp": 2}),
+    Case({"pp": 2, "cp": 2}, schedule="zb-v", ignored=True),
+    Case({"cp": 4}, zero=True),
+    Case({"dp": 2, "cp": 2}, recompute="full", ignored=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_losses_gradients_and_weights_are_those_of_one_process(
+    processes: LocalProcesses, size: int, cases: list[Case]
+):
+    results = run_cases(processes, size, divided, [(case,) for case in cases])
+    for case, ranks in zip(cases, results, strict=True):
+        expected = plain(case)
+        seen: dict[str, list[Tensor]] = {}
+        for got in ranks:
+            assert got.losses == pytest.approx(expected.losses, rel=1e-5), case
+            torch.testing.assert_close(got.each, expected.each, rtol=1e-4, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(got.probabilities, expected.probabilities, rtol=1e-3, atol=1e-4)
+            assert got.evaluated == pytest.approx(expected.evaluated, rel=1e-4), case
+            for name, gradient in got.gradients.items():
+                torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6)
+            for name, weight in got.weights.items():
+                seen.setdefault(name, []).append(weight)
+                torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-4)
+        assert seen.keys() == expected.weights.keys()
+        for name, copies in seen.items():
+            assert all(torch.equal(copies[0], other) for other in copies), (case, name)
+
+
+class Wrong(NamedTuple):
+    what: str
+    message: str
+    kind: type[Exception]
+
+
+WRONG = [
+    Wrong("counting", r"layer 2 gives other values if the tokens of its samples are divided", PenstockError),
+    Wrong("shift", r"layer 2 gives other values if the tokens of its samples are divided", PenstockError),
+    Wrong("masked", r"a mask of shape \(\d+, \d+\) is not divided", PenstockError),
+    Wrong(
+        "length", r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32", BatchError
+    ),
+    Wrong("compile", r"compile='block' cannot be used with cp = 2", ConfigError),
+]
+LAYERS: dict[str, type[nn.Module]] = {"counting": Counting, "shift": Shift, "masked": Masked}
+
+
+def wrong(rank: int, case: Wrong) -> str:
+    more = [LAYERS[case.what]()] if case.what in LAYERS else []
+    try:
+        with Pipeline(
+            model(True, *more), causal_lm_loss if case.what == "shifted loss" else loss_of,
+            microbatches=2, mesh=MeshShape(cp=2), timeout=60,
+            execution=ExecutionOptions(compile="block") if case.what == "compile" else ExecutionOptions(),
+        ) as pipe:  # fmt: skip
+            pipe.step(*batch(tokens=30 if case.what == "length" else TOKENS))
+    except case.kind as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: LocalProcesses):
+    for case, ranks in zip(WRONG, run_cases(processes, 2, wrong, [(case,) for case in WRONG]), strict=True):
+        for message in ranks:
+            assert re.search(case.message, message), (case, message)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_sequence_join_to_the_whole(parts: int):
+    whole = torch.arange(2 * 16 * 3).view(2, 16, 3)
+    every = [SequencePart(index, parts) for index in range(parts)]
+    cut = torch.stack([part.cut(whole) for part in every])
+    assert torch.equal(every[0].join(cut, 1), whole)
+    assert torch.equal(every[0].divide(whole, 1), cut)
+    positions = torch.stack([part.positions(16 // parts) for part in every])
+    assert torch.equal(positions, torch.stack([part.cut(torch.arange(16)[None])[0] for part in every]))
+
+
+def test_a_mesh_counts_parts_of_samples_as_replicas_and_keeps_its_order():
+    shape = MeshShape(pp=2, dp=2, tp=2, cp=2)
+    assert (shape.ranks, shape.replicas, str(shape)) == (16, 4, "pp 2 x dp 2 x cp 2 x tp 2")
+    assert shape.order == ("pp", "dp", "cp", "tp")
+    assert MeshShape(order=("tp", "dp", "pp")).order == ("tp", "dp", "cp", "pp")
+    assert shape.line(1, "cp") == [1, 3]
+    assert shape.replica_ranks(1) == [1, 3, 5, 7]
+    with pytest.raises(ConfigError, match="ep 3 does not divide dp x cp x tp = 8"):
+        MeshShape(dp=2, tp=2, cp=2, ep=3)
+
+
+def test_positions_count_up_where_samples_are_whole():
+    assert torch.equal(sequence_positions(5), torch.arange(5))
