@@ -8,14 +8,17 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 
-from penstock import ExecutionOptions, MeshShape, Pipeline, PipelineOptimizer, sequence_positions
+from penstock import ExecutionOptions, MeshShape, Pipeline, PipelineOptimizer, add_loss, sequence_positions
 from penstock.base.errors import BatchError, ConfigError, PenstockError
 from penstock.huggingface.loss import causal_lm_loss
 from penstock.parallel.context import SequencePart
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 from tests.support.groups import run_cases
 
 CLASSES, WIDTH, HEADS, ROWS, TOKENS = 17, 16, 4, 8, 32
@@ -78,6 +81,23 @@ class Masked(nn.Module):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         y = x[:, None]
         return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)[:, 0]
+
+
+class Adding(nn.Module):
+    """Adds a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add_loss(x.square().mean(), "size")
+        return x
+
+
+class Failing(nn.Module):
+    """Fails on rank 1 in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and dist.get_rank() == 1:
+            raise ValueError("out of luck")
+        return x
 
 
 def model(causal: bool = True, *more: nn.Module) -> nn.Sequential:
@@ -202,6 +222,36 @@ def test_losses_gradients_and_weights_are_those_of_one_process(
             assert all(torch.equal(copies[0], other) for other in copies), (case, name)
 
 
+CONFIG = ModelConfig(vocabulary=CLASSES + 1, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
+BUILT_IN = [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
+
+
+def built_in(rank: int, sizes: dict[str, int], schedule: str) -> tuple[list[float], Tensors]:
+    mesh = {"mesh": MeshShape(**sizes)} if sizes else {"ranks": 1}
+    with Pipeline(
+        layers(CONFIG), next_token_loss, microbatches=MICROBATCHES, timeout=120, schedule=schedule, **mesh
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        losses = []
+        for _ in range(STEPS):
+            loss = pipe.step(*batch()).loss
+            assert loss is not None
+            losses.append(loss.item())
+            optimizer.step()
+        return losses, {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+
+
+@pytest.mark.slow
+def test_the_built_in_model_has_the_positions_of_whole_samples(processes: LocalProcesses):
+    losses, weights = built_in(0, {}, "1f1b")
+    cases = [(BUILT_IN[0], "1f1b"), (BUILT_IN[1], "zb-h1")]
+    for case, ranks in zip(cases, run_cases(processes, 4, built_in, cases), strict=True):
+        for got in ranks:
+            assert got[0] == pytest.approx(losses, rel=1e-5), case
+            for name, weight in got[1].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-4)
+
+
 class Wrong(NamedTuple):
     what: str
     message: str
@@ -217,7 +267,9 @@ WRONG = [
     ),
     Wrong("compile", r"compile='block' cannot be used with cp = 2", ConfigError),
 ]
-LAYERS: dict[str, type[nn.Module]] = {"counting": Counting, "shift": Shift, "masked": Masked}
+LAYERS: dict[str, type[nn.Module]] = {
+    "counting": Counting, "shift": Shift, "masked": Masked, "adding": Adding, "failing": Failing,
+}  # fmt: skip
 
 
 def wrong(rank: int, case: Wrong) -> str:

@@ -81,7 +81,7 @@ class SequencePart:
         return torch.cat([self.index * chunk + own, (2 * self.parts - 1 - self.index) * chunk + own])
 
     def whole_length(self, length: int) -> int:
-        """Return the length of a sequence of which this part has `length` tokens."""
+        """Return the length of a sequence, from the `length` tokens of this part."""
         return length * self.parts
 
 
@@ -111,7 +111,7 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
 
 @contextmanager
 def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[None]:
-    """Return a context in which attention on this thread is over the whole samples, of which layers have a part."""
+    """Return a context in which attention on this thread is over whole samples, and layers have a part of each."""
     before = current_part()
     _thread.part = part
     try:

@@ -145,6 +145,11 @@ class LocalStages:
                     f"compile={compile!r} cannot be used with cp = {part.parts}, whose exchange of keys and values is not "
                     "compiled; leave compile out"
                 )
+            if self._options.sequence_parallel:
+                raise ConfigError(
+                    f"sequence parallelism (with tp) cannot be used with cp = {part.parts}, which divides the same tokens; "
+                    "leave one of them out"
+                )
             if getattr(self._loss_fn, "shift", False) or hasattr(self._loss_fn, "divisor"):
                 raise ConfigError(
                     "the loss function shifts its targets, and with cp the next token may be another process's; give "
@@ -352,7 +357,7 @@ def shard_modules(
             lambda: tensor_parallel(layers, mesh.axis("tp"), options.family, options.sequence_parallel),
             world.gather,
         )
-    if exchange is None:
+    if exchange is None or mesh.shape.ep == 1:
         return
     same_tokens = None
     if mesh.shape.tp > 1:

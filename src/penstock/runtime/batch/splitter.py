@@ -265,7 +265,7 @@ class BatchSplitter:
     def _weights(
         self, targets: Sequence[object], whole: object, rows: Sequence[int], scale: float
     ) -> list[LossWeight]:
-        """Return the weights of the microbatches of all replicas, of which each has this process's tokens."""
+        """Return the weights of the microbatches of all replicas, for the tokens of this process."""
         if self._part is None:
             return loss_weights(targets, rows, self.reduction, scale)
         count, parts, length = len(targets), self._part.parts, tokens_of(whole)

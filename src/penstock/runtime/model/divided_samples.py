@@ -11,7 +11,8 @@ from torch.utils import _pytree
 
 from penstock.base.errors import ConfigError
 from penstock.parallel.context import PartExchange, SequencePart, dividing
-from penstock.stage.named import Context, within
+from penstock.parallel.dtensor import is_dtensor, local
+from penstock.stage.named import Context, names_given, within
 
 _PROBED = 2
 """Tokens of each chunk in the check: the least that have a first and a last one."""
@@ -101,13 +102,18 @@ class DividedLayer:
         outputs = []
         for leaves, divides in ((whole, False), (few, True)):
             args, kwargs = _pytree.tree_unflatten(leaves, structure)
-            with within(Context(dict(kwargs), {}, frozenset(getattr(self._layer, "gives", ())))):
+            with within(Context(dict(kwargs), {}, frozenset(names_given(self._layer)))) as context:
                 if divides:
                     with dividing(self._part, self._exchange):
                         out = self._forward(*args, **kwargs)
                 else:
                     out = self._forward(*args, **kwargs)
-            outputs.append(_pytree.tree_leaves(out))
+            if context.losses:
+                raise ConfigError(
+                    f"layer {self._name} adds a loss ({', '.join(context.losses)}), which with cp would be that of one "
+                    "process's tokens; leave it out, or leave cp at 1"
+                )
+            outputs.append([local(x) if isinstance(x, Tensor) else x for x in _pytree.tree_leaves(out)])
         return outputs[0], outputs[1]
 
 
@@ -175,15 +181,24 @@ def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> A
     """Return the tokens of all parts, of a tensor with `size` of them; other values as they are."""
     if not isinstance(few, Tensor) or few.dim() < 2 or few.shape[1] != size:
         return few
-    return part.join(exchange.gather_parts(few), 1)
+    return _like(few, part.join(exchange.gather_parts(local(few)), 1))
+
+
+def _like(model: Tensor, values: Tensor) -> Tensor:
+    """Return values, as a DTensor if `model` is one, as the inputs of a sharded layer are."""
+    if not is_dtensor(model):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(values, model.device_mesh, model.placements, run_check=False)
 
 
 def _few(leaf: object, length: int) -> object:
     """Return the first tokens of each chunk of a tensor, detached; other values as they are."""
     if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
         return leaf
-    chunks = leaf.detach()[:1].chunk(2, 1)
-    return torch.cat([chunk[:, :_PROBED] for chunk in chunks], 1).contiguous()
+    chunks = local(leaf.detach())[:1].chunk(2, 1)
+    return _like(leaf, torch.cat([chunk[:, :_PROBED] for chunk in chunks], 1).contiguous())
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -97,7 +97,7 @@ class World:
 
     @property
     def layers_wait(self) -> bool:
-        """True if layers wait for those of other pipelines, with which they share matrices, experts or samples."""
+        """True if layers wait for those of other pipelines: they share matrices, experts or samples."""
         return self.shards_matrices or (self.mesh is not None and self.mesh.shape.cp > 1)
 
     @property
