@@ -273,10 +273,12 @@ LAYERS: dict[str, type[nn.Module]] = {
 
 
 def wrong(rank: int, case: Wrong) -> str:
-    more = [LAYERS[case.what]()] if case.what in LAYERS else []
+    net = model(True, *([LAYERS[case.what]()] if case.what in LAYERS else []))
+    if case.what == "no positions":
+        del net[1]
     try:
         with Pipeline(
-            model(True, *more), causal_lm_loss if case.what == "shifted loss" else loss_of,
+            net, causal_lm_loss if case.what == "shifted loss" else loss_of,
             microbatches=2, mesh=MeshShape(cp=2), timeout=60,
             execution=ExecutionOptions(compile="block") if case.what == "compile" else ExecutionOptions(),
         ) as pipe:  # fmt: skip

@@ -91,7 +91,15 @@ _thread = threading.local()
 def current_part() -> SequencePart | None:
     """Return the part of each sample that the layer at work on this thread has; None if it has whole samples."""
     part: SequencePart | None = getattr(_thread, "part", None)
+    _thread.asked = True
     return part
+
+
+def part_was_asked_for() -> bool:
+    """Return whether a layer on this thread has asked for its part or for positions since the last call."""
+    asked: bool = getattr(_thread, "asked", False)
+    _thread.asked = False
+    return asked
 
 
 def sequence_positions(length: int, device: torch.device | None = None) -> Tensor:
@@ -112,7 +120,7 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
 @contextmanager
 def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[None]:
     """Return a context in which attention on this thread is over whole samples, and layers have a part of each."""
-    before = current_part()
+    before: SequencePart | None = getattr(_thread, "part", None)
     _thread.part = part
     try:
         with _DividedAttention(part, exchange):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import SequencePart
+from penstock.parallel.context import SequencePart, part_was_asked_for
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
@@ -159,6 +159,19 @@ class LocalStages:
                 divide_samples(module.named_layers(), part, exchange)
 
         run_each(divide, world.gather)
+
+    def require_positions(self) -> None:
+        """Require that a layer of the pipeline asked for the positions of its tokens in the forwards so far.
+
+        Other positions change little in a model that is not trained yet, so that comparing values does not find them.
+        """
+        assert self._world is not None, "samples are divided"
+        if not any(self._world.gather(part_was_asked_for(), action="compare the positions of tokens")):
+            raise ConfigError(
+                "no layer called penstock.sequence_positions, and with cp a layer that counts its tokens itself has other "
+                "positions than in whole samples; call it where the model makes positions. Models of transformers do not, "
+                "so leave cp at 1 for these"
+            )
 
     def check_divided_loss(self, reduction: str | Callable[[Any], object]) -> None:
         """Have the first loss compared with that of whole samples, if samples are divided."""

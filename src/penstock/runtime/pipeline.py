@@ -249,6 +249,7 @@ class Pipeline(PipelineModel):
             compares=self.in_processes and not alone,
         )
         self._local.check_divided_loss(self._splitter.reduction)
+        self._positions_unknown = self.mesh is not None and self.mesh.cp > 1
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
         if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
@@ -542,6 +543,9 @@ class Pipeline(PipelineModel):
             self._engine.choose_recompute(memory)
         part = None if self.world is None else self.world.sample_part
         if part is not None:
+            if self._positions_unknown:
+                self._local.require_positions()
+                self._positions_unknown = False
             join_tokens(works, part, self.replicas // part.parts, self.reduction == "sum")
         return works
 

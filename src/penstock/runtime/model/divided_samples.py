@@ -16,7 +16,7 @@ from penstock.stage.named import Context, names_given, within
 
 _PROBED = 2
 """Tokens of each chunk in the check: the least that have a first and a last one."""
-_NEAR = {8: 1e-3, 4: 1e-3, 2: 5e-2, 1: 1.0}
+_NEAR = {8: 1e-9, 4: 2e-5, 2: 5e-2, 1: 1.0}
 """By bytes of an element, the difference that another order of sums explains, of the largest value."""
 
 
