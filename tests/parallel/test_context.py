@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -262,6 +263,45 @@ def test_the_built_in_model_has_the_positions_of_whole_samples(processes: LocalP
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-4)
 
 
+class Whole(nn.Module):
+    """A model with a forward of its own, which the pipeline makes layers from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net = model()
+        self.table, self.positions, self.head = net[0], net[1], net[-1]
+        self.blocks = nn.ModuleList(net[2:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.positions(self.table(x))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def own_forward(rank: int) -> tuple[float, list[str]]:
+    with (
+        warnings.catch_warnings(record=True) as told,
+        Pipeline(Whole(), loss_of, microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe,
+    ):
+        warnings.simplefilter("always")
+        loss = pipe.step(*batch()).loss
+        assert loss is not None
+        return loss.item(), [str(each.message) for each in told]
+
+
+@pytest.mark.slow
+def test_a_model_with_a_forward_of_its_own_is_divided_and_not_compared_as_a_whole(processes: LocalProcesses):
+    x, y = batch()
+    expected = loss_of(model()(x), y).item()
+    for rank, (loss, told) in enumerate(processes.run(2, own_forward)):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert any("processes divide its matrices, experts or samples" in text for text in told) == (
+            rank == 0
+        )
+
+
 class Wrong(NamedTuple):
     what: str
     message: str
@@ -284,8 +324,12 @@ LAYERS: dict[str, type[nn.Module]] = {
 
 def wrong(rank: int, case: Wrong) -> str:
     net = model(True, *([LAYERS[case.what]()] if case.what in LAYERS else []))
-    if case.what == "no positions":
+    if case.what.startswith("no positions"):
         del net[1]
+    if case.what.endswith("some"):
+        with Pipeline(model(), loss_of, microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe:
+            for _ in range(2):
+                pipe.step(*batch())
     try:
         with Pipeline(
             net, causal_lm_loss if case.what == "shifted loss" else loss_of,

@@ -85,21 +85,28 @@ class SequencePart:
         return length * self.parts
 
 
+class Division:
+    """The division of samples that the layers at work on a thread compute with.
+
+    Attributes:
+        asked: whether a layer has asked for its part or for positions.
+    """
+
+    def __init__(self, part: SequencePart) -> None:
+        self.part = part
+        self.asked = False
+
+
 _thread = threading.local()
 
 
 def current_part() -> SequencePart | None:
     """Return the part of each sample that the layer at work on this thread has; None if it has whole samples."""
-    part: SequencePart | None = getattr(_thread, "part", None)
-    _thread.asked = True
-    return part
-
-
-def part_was_asked_for() -> bool:
-    """Return whether a layer on this thread has asked for its part or for positions since the last call."""
-    asked: bool = getattr(_thread, "asked", False)
-    _thread.asked = False
-    return asked
+    division: Division | None = getattr(_thread, "division", None)
+    if division is None:
+        return None
+    division.asked = True
+    return division.part
 
 
 def sequence_positions(length: int, device: torch.device | None = None) -> Tensor:
@@ -118,15 +125,15 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
 
 
 @contextmanager
-def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[None]:
+def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[Division]:
     """Return a context in which attention on this thread is over whole samples, and layers have a part of each."""
-    before: SequencePart | None = getattr(_thread, "part", None)
-    _thread.part = part
+    before: Division | None = getattr(_thread, "division", None)
+    _thread.division = division = Division(part)
     try:
         with _DividedAttention(part, exchange):
-            yield
+            yield division
     finally:
-        _thread.part = before
+        _thread.division = before
 
 
 class _DividedAttention(TorchFunctionMode):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import SequencePart, part_was_asked_for
+from penstock.parallel.context import SequencePart
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
@@ -21,7 +21,12 @@ from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
-from penstock.runtime.model.divided_samples import DividedLoss, divide_samples, undo_samples
+from penstock.runtime.model.divided_samples import (
+    DividedLoss,
+    asks_for_positions,
+    divide_samples,
+    undo_samples,
+)
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
@@ -150,7 +155,8 @@ class LocalStages:
                     f"sequence parallelism (with tp) cannot be used with cp = {part.parts}, which divides the same tokens; "
                     "leave one of them out"
                 )
-            if getattr(self._loss_fn, "shift", False) or hasattr(self._loss_fn, "divisor"):
+            # Other losses are compared in the first step; this one computes its logits itself.
+            if getattr(self._loss_fn, "shift", False):
                 raise ConfigError(
                     "the loss function shifts its targets, and with cp the next token may be another process's; give "
                     "shifted targets and a loss that does not shift"
@@ -166,7 +172,8 @@ class LocalStages:
         Other positions change little in a model that is not trained yet, so that comparing values does not find them.
         """
         assert self._world is not None, "samples are divided"
-        if not any(self._world.gather(part_was_asked_for(), action="compare the positions of tokens")):
+        asked = any(asks_for_positions(module.named_layers()) for module in self.modules.values())
+        if not any(self._world.gather(asked, action="compare the positions of tokens")):
             raise ConfigError(
                 "no layer called penstock.sequence_positions, and with cp a layer that counts its tokens itself has other "
                 "positions than in whole samples; call it where the model makes positions. Models of transformers do not, "

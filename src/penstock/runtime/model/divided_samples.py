@@ -47,27 +47,38 @@ def undo_samples(layers: Iterable[tuple[str, nn.Module]]) -> None:
             del layer.forward
 
 
+def asks_for_positions(layers: Iterable[tuple[str, nn.Module]]) -> bool:
+    """Return whether a call of layers of `divide_samples` has asked for positions."""
+    forwards = (vars(layer).get("forward") for _, layer in layers)
+    return any(forward.asked for forward in forwards if isinstance(forward, DividedLayer))
+
+
 class DividedLayer:
     """The forward of a layer that has a part of each sample's tokens; called as the layer's own.
 
     The first call also computes a few tokens of the batch twice: whole on each process, and divided. A layer that gives
     other values then does something along the sequence that is not divided, such as positions that it counts itself, a
     convolution, or a state.
+
+    Attributes:
+        asked: whether a call has asked for positions.
     """
 
     def __init__(self, name: str, layer: nn.Module, part: SequencePart, exchange: PartExchange) -> None:
         self._name, self._part, self._exchange = name, part, exchange
         self._layer = layer
         self._forward: Callable[..., Any] = layer.forward
-        self._checked = False
+        self._checked = self.asked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output for this process's tokens."""
         if not self._checked:
             self._check(args, kwargs)
             self._checked = True
-        with dividing(self._part, self._exchange):
-            return self._forward(*args, **kwargs)
+        with dividing(self._part, self._exchange) as division:
+            out = self._forward(*args, **kwargs)
+        self.asked |= division.asked
+        return out
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         leaves, structure = _pytree.tree_flatten((args, kwargs))

@@ -27,7 +27,7 @@ from penstock.stage.values import Message, StageState, flatten, unpack
 _Outcome = tuple[str | None, str | None]
 """Refusal, and reason why nothing was compared; None where it does not apply."""
 
-_SHARDED = "processes divide its matrices or experts"
+_SHARDED = "processes divide its matrices, experts or samples"
 
 
 class FirstStepCheck:
@@ -60,7 +60,7 @@ class FirstStepCheck:
         world = self._world
         if world is None:
             refusal, skipped = self._alone(batch)
-        elif world.shards_matrices:
+        elif world.layers_wait:
             refusal, skipped = None, _SHARDED
         else:
             outcome = self._in_processes(world, batch) if world.is_first else (None, None)
