@@ -87,9 +87,12 @@ def test_preference_pairs_train_as_in_plain_pytorch(capsys: pytest.CaptureFixtur
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the reference prefers nothing to itself
     assert losses[-1] < 0.9 * losses[0]
     assert losses == pytest.approx(expected, rel=1e-5)
+    # AdamW divides a gradient by its own size, so where one is near zero, the order of a sum, which depends on
+    # the processor, decides what part of the learning rate an element moves by. A wrong gradient moves all of them.
+    total = len(batches) * module.EPOCHS * module.LEARNING_RATE
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(
-            ours, theirs, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: name + text
+            ours, theirs, rtol=1e-5, atol=1e-3 * total, msg=lambda text, name=name: name + text
         )
 
     module.main()
