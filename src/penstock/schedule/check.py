@@ -6,7 +6,7 @@ Invalid schedules are rejected with the offending ops.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.schedule.index import index, rank_column
 from penstock.schedule.memory import Budget, peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program, lower
+from penstock.schedule.residency import Sharding, make_residency
 from penstock.schedule.schedule import Schedule
 
 SHOWN = 8
@@ -69,6 +70,8 @@ class Proof:
         ]
         if schedule.placement.has_copies:
             lines.append("every copied stage is reduced once on each of its ranks")
+        if (residency := self.program.residency) is not None:
+            lines.append(residency.summary())
         if not schedule.in_order:
             lines.append(
                 "gradients are not summed in the order of the microbatches, so a run equals plain PyTorch to rounding only"
@@ -76,7 +79,13 @@ class Proof:
         return "\n".join([*lines, *schedule.notes])
 
 
-def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | None = None) -> Proof:
+def check(
+    schedule: Schedule,
+    *,
+    forward_only: bool = False,
+    budget: Budget | None = None,
+    sharding: Sharding | None = None,
+) -> Proof:
     """Prove that a schedule is complete, ordered along its data dependencies, and cannot deadlock.
 
     It cannot deadlock even if every send blocks until its receive is posted, and every reduction until all holders of
@@ -85,6 +94,7 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     Args:
         forward_only: whether the schedule is an evaluation and must have forwards alone (default False).
         budget: limit on the memory of every rank (default: none).
+        sharding: what replicas divide, and when the Program gathers and reduces it (default: none is divided).
 
     Raises:
         ScheduleError: if ops are missing, misplaced or out of order, if ranks wait for each other in a cycle, or if an
@@ -108,6 +118,8 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
     if schedule.placement.has_copies:
         _reductions(program)
+    if sharding is not None and sharding.comes_and_goes:
+        program = replace(program, residency=make_residency(schedule, sharding))
     if budget is not None:
         _memory(program, budget)
     return Proof(program, len(schedule), int(program.level.max()))
@@ -260,7 +272,7 @@ def _memory(program: Program, budget: Budget) -> None:
     """Raise `ScheduleError` if a rank ever holds more than the budget."""
     schedule = program.schedule
     limits = budget.limits(schedule.ranks)
-    held = budget.held(schedule)
+    held = budget.held(schedule, program.residency)
     over = np.flatnonzero(held > limits[program.rank])
     if not len(over):
         return

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.base.errors import ScheduleError
 from penstock.schedule.index import rank_column
 from penstock.schedule.ops import Kind
+from penstock.schedule.residency import Residency
 from penstock.schedule.schedule import Schedule
 
 FreedAt = Literal["B", "W"]
@@ -90,6 +91,9 @@ class Budget:
         inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
             recompute (``R``) of the same microbatch rebuilds the rest.
         freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
+        weights, gradients: bytes of the stage's weights and of their gradients, one number or one per stage (default 0:
+            they are not counted). They are held throughout, or as `penstock.schedule.residency` says if they are sharded.
+        replicas: number of replicas that shard them (default 1).
     """
 
     limit: npt.ArrayLike
@@ -97,6 +101,9 @@ class Budget:
     waiting: npt.ArrayLike = 0
     inputs: npt.ArrayLike = 0
     freed_at: FreedAt = "W"
+    weights: npt.ArrayLike = 0
+    gradients: npt.ArrayLike = 0
+    replicas: int = 1
 
     def limits(self, ranks: int) -> Bytes:
         """Return the limit of every rank, int64, shape (ranks,).
@@ -106,16 +113,22 @@ class Budget:
         """
         return _whole("limit", self.limit, ranks, "rank")
 
-    def held(self, schedule: Schedule) -> Bytes:
-        """Return `held` with the sizes of this budget."""
-        return held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
+    def held(self, schedule: Schedule, residency: Residency | None = None) -> Bytes:
+        """Return `held` with the sizes of this budget, and the bytes of weights and gradients."""
+        activations = held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
+        weights = _whole("weights", self.weights, schedule.stages, "stage")
+        gradients = _whole("gradients", self.gradients, schedule.stages, "stage")
+        if residency is not None:
+            return activations + residency.held(schedule, weights, gradients, self.replicas)
+        fixed = [int((weights + gradients)[list(stages)].sum()) for stages in schedule.placement.stages_of]
+        return activations + np.array(fixed, np.int64)[rank_column(schedule)]
 
-    def peak(self, schedule: Schedule) -> Bytes:
-        """Return `peak` with the sizes of this budget."""
-        return _peak(self.held(schedule), schedule)
+    def peak(self, schedule: Schedule, residency: Residency | None = None) -> Bytes:
+        """Return the peak of each rank of `held`, int64, shape (ranks,)."""
+        return _peak(self.held(schedule, residency), schedule)
 
     def least(self, schedule: Schedule) -> Bytes:
-        """Return the lowest peak that any order of the ops can have on each rank, int64, shape (ranks,).
+        """Return the lowest peak of activations that any order of the ops can have on each rank, int64, shape (ranks,).
 
         The first backward of a microbatch on a rank comes after all its forwards there, so each rank holds all
         of one microbatch at some time. Running one microbatch after the other needs no more.
@@ -126,7 +139,8 @@ class Budget:
         turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
         order = np.lexsort((turn, s.microbatch, rank_column(s)))
         alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
-        return _peak(self.held(alone), alone)
+        only = replace(self, weights=0, gradients=0)
+        return _peak(only.held(alone), alone)
 
 
 def _peak(column: Bytes, schedule: Schedule) -> Bytes:

@@ -12,6 +12,11 @@ lists the instructions of one rank, which the executor compiles:
     FREE   drop the activations that the stage saved for this microbatch
     REDUCE the stage's gradients are complete: reduce them over its copies and replicas
 
+and, if replicas shard weights (`penstock.schedule.residency`, which then also says where REDUCE comes):
+
+    UNSHARD begin to gather the stage's weights from the replicas
+    RESHARD drop all of the stage's weights but this replica's part
+
 The executor compiles neither POST nor FREE. The transport between processes posts receives itself, as many as the edge
 has slots. A stage drops the graph of a microbatch as it runs B or I, and what I left for W in W. They are listed because
 people read the program, and because the tests replay it with sends that block until the receive is posted.
@@ -49,6 +54,7 @@ import numpy.typing as npt
 from penstock.schedule.index import index, links, rank_column
 from penstock.schedule.jit import choose
 from penstock.schedule.ops import Kind
+from penstock.schedule.residency import Residency
 from penstock.schedule.schedule import BoolColumn, IntColumn, Schedule
 
 JITTER_SLOTS = 1
@@ -65,6 +71,8 @@ class Action(Enum):
     HAND = "hand"
     FREE = "free"
     REDUCE = "reduce"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
 
 
 class Instruction(NamedTuple):
@@ -75,7 +83,7 @@ class Instruction(NamedTuple):
         row: schedule row of the op that runs, sends or receives.
         peer: the other rank of POST, RECV and SEND; -1 otherwise.
         number: place of the message in its edge's order for POST, RECV and SEND; number of ops (1, or 2 for a pair) for
-            RUN; the stage for REDUCE; 0 otherwise.
+            RUN; the stage for REDUCE, UNSHARD and RESHARD; 0 otherwise.
         route: route of POST, RECV, TAKE, SEND and HAND: 0 between neighbouring stages, n for the n-th skip.
     """
 
@@ -119,6 +127,7 @@ class Program:
         target: int32 (ops,), the row that consumes the output of each row, or -1.
         level: int32 (ops,), the unit-time step of every row: an order that respects every wait.
         skips: (source stage, target stage) of the values that skip stages, in a fixed order.
+        residency: when weights and gradients come and go, if replicas shard them; otherwise None.
     """
 
     schedule: Schedule
@@ -127,6 +136,7 @@ class Program:
     target: IntColumn
     level: IntColumn
     skips: tuple[tuple[int, int], ...] = ()
+    residency: Residency | None = None
 
     def tag(self, row: int, route: int = 0) -> int:
         """Return a number below `tags` that is unique to the value a row receives through a route."""
@@ -242,6 +252,8 @@ class Program:
 
     def reductions_after(self, rank: int) -> dict[int, list[int]]:
         """Row of a rank → the stages whose REDUCE is placed after it, in order."""
+        if self.residency is not None:
+            return self.residency.reduces(rank)
         rows = self.schedule.rows(rank)
         after: dict[int, list[int]] = {}
         for stage, step in sorted(self.reduction_steps.items(), key=lambda item: (item[1], item[0])):
@@ -260,11 +272,14 @@ class Program:
             for number in range(edge.slots):
                 yield Instruction(Action.POST, edge.consumers[number], peer, number, edge.routes[number])
         reduced = self.reductions_after(rank)
+        gathered = self.residency.unshards(rank) if self.residency is not None else {}
+        dropped = self.residency.reshards(rank) if self.residency is not None else {}
         rows = schedule.rows(rank)
         row = rows.start
         while row < rows.stop:
             width = 2 if schedule.paired[row] else 1
             group = range(row, row + width)
+            yield from (Instruction(Action.UNSHARD, row, number=stage) for stage in gathered.get(row, ()))
             for k in group:
                 for producer, route in self.producers(k):
                     peer = int(self.rank[producer])
@@ -288,6 +303,8 @@ class Program:
                         yield Instruction(Action.SEND, k, peer, self.message_number[consumer, route], route)
                 if schedule.kind[k] in (Kind.B, Kind.W):
                     yield Instruction(Action.FREE, k)
+                for stage in dropped.get(k, ()):
+                    yield Instruction(Action.RESHARD, k, number=stage)
                 for stage in reduced.get(k, ()):
                     yield Instruction(Action.REDUCE, k, number=stage)
             row += width
@@ -315,6 +332,10 @@ class Program:
                 return f"run ({op};{self.schedule.op(row + 1)})OVERLAP_F_B"
             case Action.REDUCE:
                 return f"reduce stage {number} after {op}"
+            case Action.UNSHARD:
+                return f"unshard stage {number} before {op}"
+            case Action.RESHARD:
+                return f"reshard stage {number} after {op}"
         return f"{action.value} {op}"
 
 

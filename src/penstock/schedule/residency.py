@@ -1,0 +1,294 @@
+"""When a rank holds the weights and gradients of its stages in full, if they are sharded over replicas.
+
+Each of d replicas of a rank keeps 1/d of every weight and every summed gradient (ZeRO stages 2 and 3, 1910.02054, sections
+5.2 and 5.3). Three operations make the rest come and go, by the names that ``torch.distributed.pipelining`` gives them:
+
+    UNSHARD      gather a stage's weights from all replicas
+    RESHARD      drop all of them but the replica's own part
+    REDUCE_GRAD  sum a stage's gradients over the replicas, and drop all of the sums but the replica's own part
+
+They follow from the ops of a schedule and from three choices. `window` is the number of stages that a rank may hold at once.
+A stage stays from one op that reads its weights to the next one that does, unless others need its place; then the one goes
+that is needed last, which is the choice with the fewest gathers (Belady, 1966). Forwards, backwards and recomputations read
+weights. The weight half of a backward (W) does not: the gradient of a matrix is a product of the layer's input and of its
+output's gradient. So a stage's weights go after its last I, before its W's.
+
+`reduce_every` is the number of microbatches whose gradients are added up before they are summed over the replicas. A stage
+holds its gradients in full from its first backward after a reduction to the next one.
+
+A rank that has one stage needs its weights from its first forward to its last backward, so a window saves nothing there:
+what sharding saves is what a rank with several stages does not need at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.counts import is_count, plural
+from penstock.base.errors import ScheduleError
+from penstock.schedule.ops import Kind
+from penstock.schedule.schedule import Schedule
+
+Shard = Literal["none", "optimizer", "gradients", "weights"]
+"""What replicas divide, each with what comes before it: optimizer state, summed gradients, weights."""
+
+_READS_WEIGHTS = (Kind.F, Kind.B, Kind.I, Kind.R)
+_ENDS = (Kind.B, Kind.W)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What replicas divide, and how long a rank holds it in full.
+
+    Args:
+        shard: "none" (default), "optimizer" (ZeRO-1), "gradients" (ZeRO-2) or "weights" (ZeRO-3).
+        window: stages whose weights a rank may hold at once, with shard="weights"; None (default) for all of the rank.
+        reduce_every: microbatches whose gradients are added up before they are summed over the replicas, with
+            shard="gradients" or "weights"; None (default) for all of the step.
+
+    Raises:
+        ScheduleError: if a value is not allowed, or is given where it has no meaning.
+    """
+
+    shard: Shard = "none"
+    window: int | None = None
+    reduce_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard not in get_args(Shard):
+            allowed = ", ".join(get_args(Shard))
+            raise ScheduleError(f"shard must be one of {allowed}, got {self.shard!r}")
+        for name, value, needs in (
+            ("window", self.window, ("weights",)),
+            ("reduce_every", self.reduce_every, ("gradients", "weights")),
+        ):
+            if value is None:
+                continue
+            if not is_count(value):
+                raise ScheduleError(f"{name} must be a number of at least 1, or None, got {value!r}")
+            if self.shard not in needs:
+                raise ScheduleError(
+                    f"{name} = {value} needs shard = {' or '.join(map(repr, needs))}, and shard is {self.shard!r}"
+                )
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether weights or gradients are held in full for a part of a step only."""
+        return self.shard in ("gradients", "weights")
+
+
+class Run(NamedTuple):
+    """A stay of a stage's weights on a rank.
+
+    Attributes:
+        gathered: row before which the gather is begun.
+        first, last: rows of the first and the last op that read the weights.
+    """
+
+    stage: int
+    gathered: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
+class Residency:
+    """The operations that `Sharding` adds to a schedule.
+
+    Attributes:
+        sharding: the choices they follow from.
+        runs: stays of weights, by rank, in the order in which they begin; none unless weights are sharded.
+        reductions: (row, stage) pairs, by rank: REDUCE_GRAD of the stage comes after the row.
+    """
+
+    sharding: Sharding
+    runs: tuple[tuple[Run, ...], ...]
+    reductions: tuple[tuple[tuple[int, int], ...], ...]
+
+    def summary(self) -> str:
+        """Return how often ranks gather and reduce in a step, as a sentence."""
+        reductions = [len(each) for each in self.reductions]
+        text = f"gradients sharded: at most {plural(max(reductions), 'reduction')} a rank and step"
+        if self.sharding.shard != "weights":
+            return text
+        return f"weights and {text}, and {plural(max(map(len, self.runs)), 'gather')} of a stage"
+
+    def unshards(self, rank: int) -> dict[int, list[int]]:
+        """Row of a rank → stages whose gathers begin before it."""
+        return _by_row((run.gathered, run.stage) for run in self.runs[rank])
+
+    def reshards(self, rank: int) -> dict[int, list[int]]:
+        """Row of a rank → stages whose weights go after it."""
+        return _by_row((run.last, run.stage) for run in self.runs[rank])
+
+    def reduces(self, rank: int) -> dict[int, list[int]]:
+        """Row of a rank → stages whose gradients are reduced after it."""
+        return _by_row(self.reductions[rank])
+
+    def held(
+        self, schedule: Schedule, weights: npt.ArrayLike, gradients: npt.ArrayLike, replicas: int
+    ) -> npt.NDArray[np.int64]:
+        """Return the bytes of weights and gradients that the rank of every row holds as it runs, int64, shape (ops,).
+
+        A rank holds its part of all its weights, and all weights of stages that are gathered. It holds its part of the
+        gradients that were reduced in the step, and all gradients of stages that have begun a backward since they were
+        reduced last. While a reduction runs, its buffer comes on top, at most one bucket.
+
+        Args:
+            weights, gradients: bytes of each stage, one number or one per stage.
+            replicas: number of replicas that each hold a part.
+        """
+        weight = np.broadcast_to(np.asarray(weights, np.int64), (schedule.stages,))
+        gradient = np.broadcast_to(np.asarray(gradients, np.int64), (schedule.stages,))
+        change = np.zeros(len(schedule) + 1, np.int64)
+        total = np.zeros(len(schedule), np.int64)
+        for rank, stages in enumerate(schedule.placement.stages_of):
+            rows = schedule.rows(rank)
+            always = int(weight[list(stages)].sum())
+            if self.sharding.shard == "weights":
+                always = int((-(-weight[list(stages)] // replicas)).sum())
+                for run in self.runs[rank]:
+                    change[run.gathered] += weight[run.stage]
+                    change[run.last + 1] -= weight[run.stage]
+            for stage, first, last, begins in self._open(schedule, rank):
+                change[first] += gradient[stage]
+                change[last + 1] -= gradient[stage]
+                if begins:
+                    change[last + 1] += -(-gradient[stage] // replicas)
+            total[rows] = always + np.cumsum(change[rows])
+            change[rows.stop] = 0  # the next rank begins with nothing
+        return total
+
+    def _open(self, schedule: Schedule, rank: int) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield (stage, first row, last row, whether it is the stage's first) of gradients that are held in full."""
+        rows = schedule.rows(rank)
+        reduced = self.reduces(rank)
+        opened: dict[int, int] = {}
+        before: set[int] = set()
+        for row in range(rows.start, rows.stop):
+            stage = int(schedule.stage[row])
+            if schedule.kind[row] != Kind.F and schedule.kind[row] != Kind.R:
+                opened.setdefault(stage, row)
+            for done in reduced.get(row, ()):
+                yield done, opened.pop(done), row, done not in before
+                before.add(done)
+
+    def text(self, schedule: Schedule, rank: int) -> Iterator[str]:
+        """Yield one rank's ops with these operations among them, as PyTorch writes them."""
+        unshards, reshards, reduces = self.unshards(rank), self.reshards(rank), self.reduces(rank)
+        row = schedule.rows(rank).start
+        for op in schedule.ops(rank):
+            rows = range(row, row + (2 if schedule.paired[row] else 1))
+            yield from (f"{stage}UNSHARD" for r in rows for stage in unshards.get(r, ()))
+            yield str(op)
+            yield from (f"{stage}RESHARD" for r in rows for stage in reshards.get(r, ()))
+            yield from (f"{stage}REDUCE_GRAD" for r in rows for stage in reduces.get(r, ()))
+            row = rows.stop
+
+
+def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
+    """Return the operations that a choice of `Sharding` adds to a valid schedule.
+
+    Raises:
+        ScheduleError: if stages have copies on several ranks, whose gradients are joined before those of replicas, or if
+            the window is too small for a fused pair of two stages.
+    """
+    if schedule.placement.has_copies:
+        raise ScheduleError(
+            f"{schedule.name} has copies of stages, whose gradients are complete together only; use shard='optimizer' or "
+            "'none', or a schedule that has each stage once"
+        )
+    ranks = range(schedule.ranks)
+    trains = bool((schedule.kind != Kind.F).any())
+    return Residency(
+        sharding,
+        tuple(
+            tuple(_runs(schedule, rank, sharding.window)) if sharding.shard == "weights" else ()
+            for rank in ranks
+        ),
+        tuple(
+            tuple(_reductions(schedule, rank, sharding.reduce_every or schedule.microbatches))
+            if trains
+            else ()
+            for rank in ranks
+        ),
+    )
+
+
+def _by_row(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, stage in pairs:
+        rows.setdefault(row, []).append(stage)
+    return rows
+
+
+def _groups(schedule: Schedule, rank: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield (first row, last row, stages that are read) of the rank's ops that read weights; a pair is one of them."""
+    rows = schedule.rows(rank)
+    row = rows.start
+    while row < rows.stop:
+        last = row + 1 if schedule.paired[row] else row
+        reads = [r for r in range(row, last + 1) if schedule.kind[r] in _READS_WEIGHTS]
+        if reads:
+            yield row, last, tuple(dict.fromkeys(int(schedule.stage[r]) for r in reads))
+        row = last + 1
+
+
+def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
+    groups = list(_groups(schedule, rank))
+    limit = window or len(schedule.placement.stages_of[rank])
+    if (most := max((len(stages) for *_, stages in groups), default=0)) > limit:
+        raise ScheduleError(
+            f"{schedule.name}: an op of rank {rank} reads the weights of {most} stages, and the window is {limit}; use at "
+            f"least {most}"
+        )
+    uses: dict[int, list[int]] = {}
+    for place, (*_, stages) in enumerate(groups):
+        for stage in stages:
+            uses.setdefault(stage, []).append(place)
+    after = dict.fromkeys(uses, 0)  # place in `uses` of the stage's next op
+    stays: dict[int, list[int]] = {}  # stage → first and last op so far of a stay that may go on
+    ended: list[tuple[int, int, int]] = []
+    for place, (*_, stages) in enumerate(groups):
+        for stage in stages:
+            after[stage] += 1
+            if stage in stays:
+                stays[stage][1] = place
+                continue
+            if len(stays) == limit:
+                others = [other for other in stays if other not in stages]
+                # The stage that is needed last; one that is needed no more comes first.
+                goes = max(
+                    others, key=lambda s: uses[s][after[s]] if after[s] < len(uses[s]) else len(groups)
+                )
+                ended.append((stays[goes][0], stays[goes][1], goes))
+                del stays[goes]
+            stays[stage] = [place, place]
+    ended += [(first, last, stage) for stage, (first, last) in stays.items()]
+    held = np.zeros(len(groups) + 1, np.int64)
+    for first, last, _ in ended:
+        held[first : last + 1] += 1
+    for first, last, stage in sorted(ended):
+        ahead = first
+        # One op ahead, so that the gather runs beside that op, if the window has a place for it.
+        if first > 0 and held[first - 1] < limit:
+            held[first - 1] += 1
+            ahead -= 1
+        yield Run(stage, groups[ahead][0], groups[first][0], groups[last][1])
+
+
+def _reductions(schedule: Schedule, rank: int, every: int) -> Iterator[tuple[int, int]]:
+    done: dict[int, int] = {}
+    rows = schedule.rows(rank)
+    for row in range(rows.start, rows.stop):
+        if schedule.kind[row] not in _ENDS:
+            continue
+        stage = int(schedule.stage[row])
+        done[stage] = done.get(stage, 0) + 1
+        if done[stage] % every == 0 or done[stage] == schedule.microbatches:
+            yield row, stage
