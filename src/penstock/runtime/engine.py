@@ -165,7 +165,7 @@ class Engine:
             works: list[Work] = []
             try:
                 with self._timeout_of_step(trains):
-                    self._copies.before_step(trains, self.wait_for_parameters)
+                    self._copies.before_step(trains, partial(self.wait_for_parameters, whole=False))
                     # 2. The program for this number of microbatches, the batch, and each rank's share of the work.
                     try:
                         self._require_same_number(options.microbatches)
@@ -305,10 +305,19 @@ class Engine:
         reduction = self.local_stages.replica_reduction
         return reduction.shards if reduction is not None else None
 
-    def wait_for_parameters(self) -> None:
-        """Wait for parameters that are being collected."""
+    def wait_for_parameters(self, whole: bool) -> None:
+        """Wait for parameters that are being collected.
+
+        Args:
+            whole: have all of them in memory, also with sharded weights; every replica calls it then.
+        """
         if self.shards is not None:
-            self.shards.wait_all()
+            (self.shards.gather_all if whole else self.shards.wait_all)()
+
+    def take_written_parameters(self) -> None:
+        """Take over values that were written into parameters."""
+        if self.shards is not None:
+            self.shards.written()
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
@@ -360,7 +369,7 @@ class Engine:
         self.closed = True
         try:
             if self._status == "idle":
-                self.wait_for_parameters()
+                self.wait_for_parameters(whole=False)
         finally:
             # A rank in another call is told so, and this one does not wait for it.
             with (

@@ -33,6 +33,7 @@ from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_pro
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import ReplicaReduction
+from penstock.runtime.weights.resident import ResidentReduction, collectives_of
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.runtime.workers.streams import device_of
@@ -78,6 +79,8 @@ class Executor:
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
         gradients = [each for each in (shared, replica_reduction) if each is not None]
+        resident = replica_reduction if isinstance(replica_reduction, ResidentReduction) else None
+        self._collectives = collectives_of(program, rank) if resident is not None else []
         compiler = OpCompiler(
             program,
             rank,
@@ -86,6 +89,7 @@ class Executor:
             state=self._state,
             records=self.records,
             gradients=gradients,
+            weights=resident,
             trains=self.trains,
         )
         self.ops = compiler.compile()
@@ -152,9 +156,12 @@ class Executor:
         if self.replica_reduction is None or _was_told(error):
             return
         if not reduces:
+            if self._collectives:  # the other replicas wait for its part of their weights
+                with suppress(Exception), self._reducing(step, False):
+                    raise error
             self.replica_reduction.tell(text)
             return
-        with suppress(Exception), self.replica_reduction.step(step, True, self._microbatches):
+        with suppress(Exception), self._reducing(step, True):
             raise error
 
     def _begin(self, step: int, work: Work) -> None:
@@ -217,9 +224,9 @@ class Executor:
             stage.drop()
 
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
-        if self.replica_reduction is None or not self.trains:
+        if self.replica_reduction is None or not (self.trains or self._collectives):
             return nullcontext()
-        return self.replica_reduction.step(step, reduces, self._microbatches)
+        return self.replica_reduction.step(step, reduces, self._microbatches, self._collectives)
 
     def _exchanging(self) -> AbstractContextManager[None]:
         return nullcontext() if self._exchange is None else self._exchange.exchanging()

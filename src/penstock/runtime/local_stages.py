@@ -31,6 +31,7 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import ReplicaReduction
+from penstock.runtime.weights.resident import ResidentReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.layer_exchange import LayerExchange
@@ -40,6 +41,7 @@ from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.compute.stage import Stage
@@ -244,12 +246,20 @@ class LocalStages:
         """Make the buckets of this process's gradients, or make them again; every replica calls it."""
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
+        shared = {group.number: group.parameters for group in self.shared_groups[world.rank]}
+        exchange = partial(world.gather, over="dp and tp", action="end the step on all replicas")
+        modules, options = self._of_rank(world.rank), self._options
+        if zero and options.sharding.comes_and_goes and (reducer := world.replicas()) is not None:
+            self.replica_reduction = ResidentReduction(
+                reducer, exchange, modules, shared, options.bucket_bytes, options.sharding, whole=whole
+            )
+            return
         self.replica_reduction = ReplicaReduction(
             world.replicas(),
-            partial(world.gather, over="dp and tp", action="end the step on all replicas"),
-            self._of_rank(world.rank),
-            {group.number: group.parameters for group in self.shared_groups[world.rank]},
-            self._options.bucket_bytes,
+            exchange,
+            modules,
+            shared,
+            options.bucket_bytes,
             zero,
             whole=whole,
             expert_reducer=world.expert_replicas(),
@@ -288,6 +298,10 @@ class LocalStages:
         scale: GradientScale | None,
     ) -> Executor:
         """Return a rank's executor."""
+        if isinstance(self.replica_reduction, ResidentReduction):
+            program = replace(
+                program, residency=make_residency(program.schedule, self.replica_reduction.sharding)
+            )
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
         if trains and self.shared_groups[rank] and channel is not None:

@@ -36,6 +36,19 @@ class Gradients(Protocol):
         """Mark this rank's gradients of a stage as complete."""
 
 
+class Weights(Protocol):
+    """Weights that are gathered before ops read them, and dropped after."""
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's weights."""
+
+    def wait(self, stage: int) -> None:
+        """Wait for a stage's weights."""
+
+    def reshard(self, stage: int) -> None:
+        """Drop a stage's weights."""
+
+
 @dataclass
 class StepState:
     """State of a rank in a step, on which its ops work.
@@ -121,12 +134,13 @@ class OpCompiler:
         state: StepState,
         records: OpRecords,
         gradients: Sequence[Gradients],
+        weights: Weights | None = None,
         trains: bool,
     ) -> None:
         self._program, self._rank = program, rank
         self._stages, self._channel = stages, channel
         self._state, self._records = state, records
-        self._gradients, self._trains = gradients, trains
+        self._gradients, self._weights, self._trains = gradients, weights, trains
         self._first_row = program.schedule.rows(rank).start
         self._last_stage = program.schedule.stages - 1
         self._backwards = BackwardKinds.of(program, rank)
@@ -136,17 +150,20 @@ class OpCompiler:
         ops: list[CompiledOp] = []
         receives: dict[int, list[_Receive]] = {}
         sends: dict[int, list[_Send]] = {}
-        reduced: list[int] = []
+        before: list[Callable[[], None]] = []
+        after: list[Callable[[], None]] = []
         run: Instruction | None = None
 
         def close() -> None:
             nonlocal run
             if run is not None:
-                ops.append((run.row, self._compile_run(run, receives, sends, reduced)))
+                calls = [*before, *self._compile_run(run, receives, sends), *after]
+                ops.append((run.row, calls[0] if len(calls) == 1 else partial(_call_all, calls)))
                 run = None
                 receives.clear()
                 sends.clear()
-                reduced.clear()
+                before.clear()
+                after.clear()
 
         for line in self._program.instructions(self._rank):
             match line.action:
@@ -159,7 +176,12 @@ class OpCompiler:
                 case Action.SEND | Action.HAND:
                     sends.setdefault(line.row, []).append(self._compile_send(line))
                 case Action.REDUCE:
-                    reduced.append(line.number)
+                    after += [partial(each.complete, line.number) for each in self._gradients]
+                case Action.UNSHARD if self._weights is not None:
+                    close()
+                    before.append(partial(self._weights.unshard, line.number))
+                case Action.RESHARD if self._weights is not None:
+                    after.append(partial(self._weights.reshard, line.number))
         close()
         return ops
 
@@ -168,12 +190,14 @@ class OpCompiler:
         run: Instruction,
         receives: Mapping[int, list[_Receive]],
         sends: Mapping[int, list[_Send]],
-        reduced: Sequence[int],
-    ) -> Callable[[], None]:
+    ) -> list[Callable[[], None]]:
         rows = range(run.row, run.row + run.number)
         calls = [self._compile_op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
-        calls += [partial(each.complete, stage) for stage in reduced for each in self._gradients]
-        return calls[0] if len(calls) == 1 else partial(_call_all, calls)
+        if self._weights is None:
+            return calls
+        # A forward waits layer by layer, in the stage's module.
+        read = [op.stage for op in map(self._program.schedule.op, rows) if op.kind not in (Kind.F, Kind.W)]
+        return [*(partial(self._weights.wait, stage) for stage in read), *calls]
 
     def _compile_receive(self, line: Instruction) -> _Receive:
         tag, peer = self._program.tag(line.row, line.route), line.peer

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.base.counts import is_count
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.runtime.copies.buffers import Rule, require_rule
 from penstock.runtime.health.hang import FIRST_TIMEOUT, require_timeout
+from penstock.schedule.residency import Shard, Sharding
 
 COMPILED = ("none", "block", "stage")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
     """Options of replicas and tensor parallelism.
 
@@ -28,6 +29,12 @@ class ParallelOptions:
         family: model family whose matrices tensor parallelism shards (default "penstock", the built-in model); see
             `penstock.parallel.tensor.tensor_parallel`.
         sequence_parallel: also shard activations between the blocks along the sequence (default False).
+        shard: what replicas divide: "none" (default), the "optimizer" state (ZeRO-1), also the "gradients" (ZeRO-2), or also
+            the "weights" (ZeRO-3), which are then gathered before the ops that read them. It begins with the
+            `PipelineOptimizer`. See `penstock.schedule.residency.Sharding`, also for the next two.
+        window: with shard="weights", stages whose weights a rank may hold at once; None (default) for all of the rank.
+        reduce_every: with shard="gradients" or "weights", microbatches whose gradients are added up before they are summed
+            over the replicas; None (default) for all of the step.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -38,6 +45,9 @@ class ParallelOptions:
     check_replicas: int = 100
     family: str = "penstock"
     sequence_parallel: bool = False
+    shard: Shard = "none"
+    window: int | None = None
+    reduce_every: int | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.bucket_bytes):
@@ -47,6 +57,15 @@ class ParallelOptions:
             raise ConfigError(
                 f"check_replicas must be a number of steps, or 0 for never, got {self.check_replicas!r}"
             )
+        try:
+            _ = self.sharding
+        except ScheduleError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def sharding(self) -> Sharding:
+        """What replicas divide, and how long a rank holds it."""
+        return Sharding(self.shard, self.window, self.reduce_every)
 
 
 @dataclass(frozen=True, kw_only=True)

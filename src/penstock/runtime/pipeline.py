@@ -166,6 +166,8 @@ class Pipeline(PipelineModel):
         self.ranks, self.steps = self.schedule.ranks, 0
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
+        # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.
+        check(self.schedule, sharding=parallel.sharding)
         program = check(self.schedule).program
         self.layers = given.layers
         self.in_processes = processes is not None
@@ -265,10 +267,9 @@ class Pipeline(PipelineModel):
                 autocast=autocast,
             )
         self._memory = execution.memory
-        wait = self._engine.wait_for_parameters
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         # Last, since it takes the values of what this process does not hold.
-        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
+        super().__init__(parameters, self._engine, given.module, self.world, others)
         if self._emptied:
             self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
@@ -511,7 +512,7 @@ class Pipeline(PipelineModel):
             # A scaler looks for NaN and infinity itself, and skips the update.
             check_finite=self.execution.check_finite and scaler is None,
             number=self.steps,
-            reduces=self.reduce_gradients,
+            reduces=self.reduce_gradients or self.parallel.sharding.comes_and_goes,
             loss_scale=scaler.scale if scaler is not None and trains else 1.0,
         )
 

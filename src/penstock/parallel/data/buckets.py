@@ -66,7 +66,7 @@ class GradientBuckets:
         self._reducers = reducers or {}
         self.sharded = sharded
         self._bytes = (bucket_bytes, first_bucket_bytes)
-        self._frozen = _Frozen(list(parameters))
+        self._frozen = FrozenParameters(list(parameters))
         self._entry: dict[int, BucketEntry] = {}
         self._make_entries()
         for one in dict.fromkeys([reducer, *self._reducers.values()]):
@@ -327,7 +327,7 @@ class GradientBuckets:
         self.attach()
 
 
-class _Frozen:
+class FrozenParameters:
     """The ``requires_grad`` of parameters when the buckets were made, compared with now."""
 
     def __init__(self, known: Sequence[tuple[str, Tensor]]) -> None:

@@ -13,8 +13,9 @@ options, step counts and absent gradients are the same as without shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from penstock.base.errors import PenstockError
 from penstock.parallel.data.bucket import Bucket, BucketEntry, ReductionStream
 from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.data.layout import BucketPlan
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
@@ -69,8 +71,101 @@ def _cost(parameter: Tensor) -> int:
     return parameter.numel() * (min(parameter.shape) if parameter.dim() > 1 else 1)
 
 
-class Shards:
-    """Parameters of a replica in flat buffers; every replica makes one at the same time.
+class SharedBucket(Protocol):
+    """Parameters that are divided among the replicas together.
+
+    Attributes:
+        plan: their places in a buffer.
+        reducer: communicator of the replicas.
+    """
+
+    @property
+    def plan(self) -> BucketPlan: ...
+
+    @property
+    def reducer(self) -> GroupReducer: ...
+
+
+class Shards(ABC):
+    """Parameters of a replica, with the shards of them that it updates.
+
+    Attributes:
+        sharded: every parameter with its shard.
+    """
+
+    def __init__(self, sharded: Sequence[ShardedParameter], buckets: Sequence[SharedBucket]) -> None:
+        self.sharded = sharded
+        self._shared_buckets = buckets
+        self._by_id = {id(each.entry.parameter): each for each in sharded}
+
+    def find(self, parameter: Tensor) -> ShardedParameter | None:
+        """Return a parameter's entry in `sharded`; None if it has none."""
+        return self._by_id.get(id(parameter))
+
+    def owned(self) -> list[nn.Parameter]:
+        return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
+
+    @abstractmethod
+    def require_used(self) -> None:
+        """Check that the next backward would not overwrite unused reduced gradients."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the backward of a step: the shards have their gradients then, if any replica has one."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Start to gather the other replicas' parts of the parameters, after an update of the shards."""
+
+    @abstractmethod
+    def wait_all(self) -> None:
+        """Wait for all values that are being gathered."""
+
+    def gather_all(self) -> None:
+        """Have all values in memory until the next step or update; every replica calls it."""
+        self.wait_all()
+
+    @abstractmethod
+    def written(self) -> None:
+        """Take over values that were written into parameters, all of them in memory."""
+
+    def in_memory(self, parameter: Tensor) -> bool:
+        """Return whether all values of a parameter are in memory."""
+        return True
+
+    def join(
+        self, entries: Callable[[ShardedParameter], Mapping[str, Any] | None], keep: bool = True
+    ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Join the optimizer state of all shards, a bucket at a time; every replica calls it.
+
+        Args:
+            keep: whether to yield the joined state (default True); False only sends this replica's state to the others.
+
+        Yields:
+            (parameter, state entries), with tensors on the CPU, and of the local shape if the parameter is a DTensor;
+            nothing for a parameter without state on any replica.
+        """
+        for bucket in self._shared_buckets:
+            members = [self.sharded[m] for m in bucket.plan.members]
+            local_states = {}
+            for sharded in members:
+                state = entries(sharded) if sharded.shard is not None else None
+                if state is not None:
+                    cpu_state = {k: _on_cpu(v) for k, v in state.items()}
+                    local_states[sharded.entry.index] = (sharded.slice, cpu_state)
+            rows = bucket.reducer.gather(local_states)
+            for sharded in members if keep else ():
+                shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
+                if shards:
+                    yield sharded.entry.parameter, join_shards(shards)
+
+
+class OptimizerShards(Shards):
+    """Shards of parameters whose values every replica has; every replica makes them at the same time.
 
     Args:
         whole: those of the parameters that one replica updates as a whole.
@@ -107,8 +202,7 @@ class Shards:
             self._flats.append(flat)
             for entry, start in zip(members, bucket.plan.starts, strict=True):
                 by_index[entry.index] = self._place(entry, flat, start, bucket)
-        self.sharded = [by_index[n] for n in range(len(self.buckets.entries))]
-        self._by_id = {id(sharded.entry.parameter): sharded for sharded in self.sharded}
+        super().__init__([by_index[n] for n in range(len(by_index))], self.buckets.buckets)
 
     def _place(self, entry: BucketEntry, flat: Tensor, start: int, bucket: Bucket) -> ShardedParameter:
         """Move a parameter into its bucket's buffer at offset `start`, and make its shard."""
@@ -131,13 +225,6 @@ class Shards:
             shard = nn.Parameter(_piece(entry, elements, memory))
             shard.grad_dtype = gradient_dtype(entry.parameter)
         return ShardedParameter(entry, elements, shard)
-
-    def find(self, parameter: Tensor) -> ShardedParameter | None:
-        """Return a parameter's entry in `sharded`; None if it has none."""
-        return self._by_id.get(id(parameter))
-
-    def owned(self) -> list[nn.Parameter]:
-        return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
 
     def require_used(self) -> None:
         """Check that the next backward would not overwrite unused reduced gradients."""
@@ -179,7 +266,6 @@ class Shards:
                 )
 
     def wait_all(self) -> None:
-        """Wait until every parameter has its new value."""
         for number in list(self._coming):
             self._wait(number)
 
@@ -194,38 +280,15 @@ class Shards:
 
         return wait
 
+    def written(self) -> None:
+        pass  # shards share the parameters' memory
+
     def _wait(self, number: int) -> None:
         handle = self._coming.pop(number, None)
         if handle is not None:
             with self._streams[number].use():
                 handle.wait()
             self._streams[number].join()
-
-    def join(
-        self, entries: Callable[[ShardedParameter], Mapping[str, Any] | None], keep: bool = True
-    ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Join the optimizer state of all shards, a bucket at a time; every replica calls it.
-
-        Args:
-            keep: whether to yield the joined state (default True); False only sends this replica's state to the others.
-
-        Yields:
-            (parameter, state entries), with tensors on the CPU, and of the local shape if the parameter is a DTensor;
-            nothing for a parameter without state on any replica.
-        """
-        for bucket in self.buckets.buckets:
-            members = [self.sharded[m] for m in bucket.plan.members]
-            local_states = {}
-            for sharded in members:
-                state = entries(sharded) if sharded.shard is not None else None
-                if state is not None:
-                    cpu_state = {k: _on_cpu(v) for k, v in state.items()}
-                    local_states[sharded.entry.index] = (sharded.slice, cpu_state)
-            rows = bucket.reducer.gather(local_states)
-            for sharded in members if keep else ():
-                shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
-                if shards:
-                    yield sharded.entry.parameter, join_shards(shards)
 
 
 def _piece(entry: BucketEntry, elements: ShardSlice, memory: Tensor) -> Tensor:

@@ -105,8 +105,12 @@ class Copies:
         """Yield this process's tensors; shards are copies only of the same shard."""
         ties = self._local_stages.ties
         tied = {name for names in ties.groups for name in names}
+        reduction = self._local_stages.replica_reduction
+        shards = reduction.shards if reduction is not None else None
         for s, stage in sorted(self._local_stages.stages_by_number.items()):
             for _, name, kind, tensor in _tensors_of(stage.module):
+                if shards is not None and not shards.in_memory(tensor):
+                    continue  # each replica has another part of it
                 first = ties.first.get(name, name)
                 group = f"weight {first}" if name in tied else f"stage {s}"
                 yield CopiedTensor(group + self._shard_of(tensor), first, kind, tensor)

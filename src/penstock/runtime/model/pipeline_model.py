@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,19 @@ Place = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter or buffer in it, and the tensor."""
 
 
+class StageWeights(Protocol):
+    """Modules of a process's stages, whose weights may be elsewhere."""
+
+    def stage_modules(self) -> list[StageModule]:
+        """Return the modules of all stages, copies included."""
+
+    def wait_for_parameters(self, whole: bool) -> None:
+        """Wait for weights that are being collected; see `penstock.runtime.engine.Engine`."""
+
+    def take_written_parameters(self) -> None:
+        """Take over values that were written into parameters."""
+
+
 class PipelineModel:
     """Parameters, state and modes of the stages of one process.
 
@@ -31,19 +44,26 @@ class PipelineModel:
     def __init__(
         self,
         parameters: LocalParameters,
-        modules: Callable[[], list[StageModule]],
-        wait: Callable[[], None],
+        weights: StageWeights,
         given: nn.Module | None = None,
         world: World | None = None,
         others: Sequence[nn.Module] = (),
     ) -> None:
-        self._parameters, self._modules, self._wait = parameters, modules, wait
+        self._parameters, self._weights = parameters, weights
         self._given, self._world = given, world
-        self._emptied = [] if world is None else put_on_meta(parameters.layers, [*modules(), *others], given)
+        self._emptied = (
+            []
+            if world is None
+            else put_on_meta(parameters.layers, [*weights.stage_modules(), *others], given)
+        )
 
     def wait(self) -> None:
         """Wait until the weights are final: with ``zero="overlap"`` they may still be arriving."""
-        self._wait()
+        self._weights.wait_for_parameters(whole=False)
+
+    def _gather(self) -> None:
+        """Wait until the weights are final and in memory; with shard="weights", all ranks call it together."""
+        self._weights.wait_for_parameters(whole=True)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (name in the whole model, parameter) pairs in model order; in processes, of this rank's stages."""
@@ -65,12 +85,12 @@ class PipelineModel:
 
         The tensors are those that train, not copies. A tied weight has the first of its names alone.
         """
-        self.wait()
+        self._gather()
         return self._parameters.state_dict()
 
     def sharded_state(self) -> dict[str, Any]:
         """Return `state_dict` with sharded tensors as they are, for what makes them whole one at a time."""
-        self.wait()
+        self._gather()
         return self._parameters.sharded_state()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
@@ -92,9 +112,9 @@ class PipelineModel:
             CallOrderError: if another rank makes another call, as where this one is within ``if pipe.rank == 0:``.
             PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
         """
-        self.wait()
         keeps = self._keeps(rank0_only)
         with self.calling("pipe.full_state_dict()"):
+            self._gather()
             state = gather_state(self._parameters.own_state(), self._world, keeps)
             if self._world is not None:
                 not_in_it = self._parameters.non_persistent_buffers()
@@ -119,9 +139,9 @@ class PipelineModel:
             CallOrderError: if another rank makes another call.
             PenstockError: if another rank failed.
         """
-        self.wait()
         keeps = self._keeps(rank0_only)
         with self.calling("pipe.named_weights()"):
+            self._gather()
             values = each_value(self._parameters.own_state(), self._world)
             try:
                 for name, value in values:
@@ -155,7 +175,7 @@ class PipelineModel:
                 "unsplit() returns the module that was given, but the model was a list of layers; its weights are in "
                 "pipe.full_state_dict()"
             )
-        self.wait()
+        self._gather()
         self.close()
         self._parameters.give_buffers_to(self._given)
         return self._given
@@ -173,8 +193,9 @@ class PipelineModel:
         Raises:
             ConfigError: if an entry is missing, misshapen or of no layer; then nothing is loaded.
         """
-        self.wait()
+        self._gather()
         self._parameters.load_state_dict(state)
+        self._weights.take_written_parameters()
 
     def zero_grad(self) -> None:
         """Set the gradients of this process's parameters to None."""
@@ -183,7 +204,7 @@ class PipelineModel:
 
     def stage_modules(self) -> list[StageModule]:
         """Return the modules of all stages that run in this process, copies included."""
-        return self._modules()
+        return self._weights.stage_modules()
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages and of the model that was given, as ``nn.Module.train`` does."""

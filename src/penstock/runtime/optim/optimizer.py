@@ -147,6 +147,7 @@ class PipelineOptimizer:
             for name, p in group
             if needs_whole(kind)
         }
+        zero = zero or pipe.parallel.shard != "none"
         if zero and (stacks := [name for name, p in whole.items() if has_local_uses(p)]):
             raise ConfigError(
                 f"{stacks[0]} is a stack of divided experts, whose optimizer needs whole matrices, which zero divides no "

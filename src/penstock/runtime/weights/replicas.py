@@ -20,7 +20,8 @@ from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.shards import Shards
+from penstock.parallel.data.resident_shards import Collective
+from penstock.parallel.data.shards import OptimizerShards, Shards
 from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal, require_same_number
 from penstock.stage.module import StageModule
@@ -107,10 +108,10 @@ class ReplicaReduction:
         else:
             options["reducers"] = dict.fromkeys(experts, self._expert_reducer)
         if zero:
-            self.shards = Shards(named, reducer, whole=whole, **options)
-            self.buckets = self.shards.buckets
+            self.shards = shards = OptimizerShards(named, reducer, whole=whole, **options)
+            self.buckets = shards.buckets
             for module in self._modules.values():
-                module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
+                module.before = [shards.waiter(layer.parameters()) for layer in module.layers]
         else:
             self.buckets = GradientBuckets(named, reducer, **options)
         self.buckets.attach()
@@ -130,16 +131,19 @@ class ReplicaReduction:
         if self.buckets is not None:
             self.buckets.detach()
         if self.shards is not None and wait:
-            self.shards.wait_all()
+            self.shards.gather_all()
         for module in self._modules.values():
             module.before = []
 
     @contextlib.contextmanager
-    def step(self, number: int, reduces: bool, microbatches: int) -> Iterator[None]:
+    def step(
+        self, number: int, reduces: bool, microbatches: int, collectives: Sequence[Collective] = ()
+    ) -> Iterator[None]:
         """Return a context for one step, in which `complete` and `finish` are called.
 
         Args:
             reduces: False leaves the gradients to be reduced together with a later step's.
+            collectives: gathers and reductions of the step, if the Program says where they come.
         """
         if self.buckets is None:
             yield

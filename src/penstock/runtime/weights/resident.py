@@ -1,0 +1,112 @@
+"""Reduction over replicas that hold gradients, and weights, in full only while ops need them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from penstock.base.errors import ConfigError, PenstockError, TransportError
+from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.data.resident_shards import Collective, ResidentShards
+from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
+from penstock.schedule.program import Action, Program
+from penstock.schedule.residency import Sharding
+from penstock.stage.module import StageModule
+from penstock.stage.split_backward.intercepted import has_local_uses
+
+
+def collectives_of(program: Program, rank: int) -> list[Collective]:
+    """Return the gathers and reductions of one rank's step, in their order."""
+    names = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
+    return [
+        (names[line.action], line.number)  # type: ignore[misc]  # the two names of a Collective
+        for line in program.instructions(rank)
+        if line.action in names
+    ]
+
+
+class ResidentReduction(ReplicaReduction):
+    """`ReplicaReduction` whose gradients are sharded, and whose weights may be; see `penstock.schedule.residency`.
+
+    Its reductions are those of the Program, so all replicas begin them in the same order.
+    """
+
+    def __init__(
+        self,
+        reducer: GroupReducer,
+        exchange: Exchange,
+        modules: Mapping[int, StageModule],
+        shared: Mapping[int, Sequence[nn.Parameter]],
+        bucket_bytes: int,
+        sharding: Sharding,
+        *,
+        whole: Collection[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(None, exchange, modules, shared, bucket_bytes)
+        self.sharding = sharding
+        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
+        for name, parameter in named.values():
+            reason = None
+            if has_local_uses(parameter):
+                reason = "is a stack of divided experts (ep)"
+            elif parameter in set(whole):
+                reason = "has an optimizer that needs whole matrices"
+            if reason is not None:
+                raise ConfigError(
+                    f"{name} {reason}, which shard={sharding.shard!r} does not divide; use shard='optimizer'"
+                )
+        alone = {
+            id(p): (p, min(self._stages_of[id(p)]))
+            for _, p in named.values()
+            if len(self._stages_of[id(p)]) == 1
+        }
+        self.resident = ResidentShards(
+            named.values(),
+            reducer,
+            stage_of={p: stage for p, stage in alone.values() if p not in self._groups},
+            weights=sharding.shard == "weights",
+            groups=self._groups,
+            bucket_bytes=bucket_bytes,
+        )
+        self.shards = self.resident
+        for module in modules.values():
+            module.before = [self.resident.waiter(layer.parameters()) for layer in module.layers]
+
+    def set_timeout(self, seconds: float) -> None:
+        self.resident.set_timeout(seconds)
+
+    @contextlib.contextmanager
+    def step(
+        self, number: int, reduces: bool, microbatches: int, collectives: Sequence[Collective] = ()
+    ) -> Iterator[None]:
+        trains = any(kind == "reduce" for kind, _ in collectives)
+        self.resident.begin(number, collectives)
+        try:
+            yield
+        except Exception as error:
+            reported = PenstockError(str(error)) if isinstance(error, TransportError) else error
+            self.resident.abandon(reported if trains else None)
+            raise
+        except BaseException:  # an interrupt does not wait for the other replicas
+            self.resident.reset()
+            raise
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's weights."""
+        self.resident.unshard(stage)
+
+    def complete(self, stage: int) -> None:
+        self.resident.reduce(stage)
+
+    def wait(self, stage: int) -> None:
+        """Wait for a stage's weights."""
+        self.resident.wait(stage)
+
+    def reshard(self, stage: int) -> None:
+        """Drop a stage's weights."""
+        self.resident.reshard(stage)
+
+    def finish(self) -> None:
+        self.resident.finish()

@@ -1,0 +1,136 @@
+"""Sharded gradients and weights in a pipeline: the same steps as with whole ones, and no more memory than was proved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+from tests.support.groups import run_cases
+from tests.support.states import assert_equal
+
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
+GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
+M, STEPS = 8, 3
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, 32, (M, 9), generator=generator)
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def half_frozen() -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    parts = [(layer.name, layer.build()) for layer in layers(CONFIG)]
+    for _, part in parts[2:5]:
+        part.requires_grad_(False)
+    return parts
+
+
+def in_bf16() -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    return [(layer.name, layer.build().bfloat16()) for layer in layers(CONFIG)]
+
+
+WEIGHTS = {"shard": "weights", "window": 1}
+CASES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+    "interleaved": (None, "interleaved-1f1b", WEIGHTS, {}),
+    "interleaved, window 2, reduced every 2": (
+        None,
+        "interleaved-1f1b",
+        {"shard": "weights", "window": 2, "reduce_every": 2},
+        {},
+    ),
+    "breadth-first": (None, "breadth-first", WEIGHTS, {}),
+    "zb-v": (None, "zb-v", WEIGHTS, {}),
+    "zb-v, gradients": (None, "zb-v", {"shard": "gradients", "reduce_every": 1}, {}),
+    "gpipe, all of a rank": (None, "gpipe", {"shard": "weights"}, {}),
+    "accumulated": (None, "interleaved-1f1b", WEIGHTS, {"accumulate": 2}),
+    "recomputed": (None, "interleaved-1f1b", WEIGHTS, {"recompute": "full"}),
+    "frozen": (half_frozen, "interleaved-1f1b", WEIGHTS, {}),
+    "main weights": (in_bf16, "interleaved-1f1b", WEIGHTS, {"main_weights": True}),
+}
+
+
+def pipe_on(mesh: MeshShape, parts: Any, schedule: str, sharding: Any, **options: Any) -> Pipeline:
+    virtual = (
+        {"virtual_stages": 4 if mesh.pp == 1 else 2}
+        if schedule in ("interleaved-1f1b", "breadth-first")
+        else {}
+    )
+    return Pipeline(
+        parts or layers(CONFIG),
+        next_token_loss,
+        microbatches=M // mesh.dp,
+        schedule=schedule,
+        mesh=mesh,
+        timeout=120,
+        parallel=ParallelOptions(bucket_bytes=4000, **sharding),
+        **virtual,
+        **options,
+    )
+
+
+def trained(rank: int, mesh: MeshShape, case: str, divided: bool) -> tuple:
+    parts, schedule, sharding, options = CASES[case]
+    settings = dict(options)
+    built = {"recompute": settings.pop("recompute")} if "recompute" in settings else {}
+    with pipe_on(mesh, parts and parts(), schedule, sharding if divided else {}, **built) as pipe:
+        optimizer = PipelineOptimizer(
+            pipe,
+            torch.optim.AdamW,
+            groups=GROUPS,
+            lr=0.01,
+            weight_decay=0.1,
+            clip=0.5,
+            zero=not divided,
+            **settings,
+        )
+        losses = []
+
+        def update(n: int) -> None:
+            for k in range(optimizer.accumulate):
+                losses.append(pipe.step(*tokens(n + 10 * k)).losses)
+                optimizer.step()
+
+        for n in range(STEPS):
+            update(n)
+        evaluated = pipe.evaluate(*tokens(100)).loss
+        weights = copy.deepcopy(pipe.state_dict())
+        update(200)  # the values were gathered for the state
+        state = copy.deepcopy(optimizer.state_dict())
+        return torch.cat(losses), evaluated, weights, state, copy.deepcopy(pipe.state_dict())
+
+
+@pytest.fixture(scope="module")
+def told(processes: LocalProcesses) -> dict[tuple, list]:
+    cases = [(MeshShape(2, 2), case, divided) for case in CASES for divided in (True, False)]
+    return {c[1:]: t for c, t in zip(cases, run_cases(processes, 4, trained, cases), strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_whole_weights(told, case: str):
+    loose = 1e-2 if case == "main weights" else 2e-5
+    for rank, (ours, theirs) in enumerate(zip(told[case, True], told[case, False], strict=True)):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=loose, atol=loose)
+        torch.testing.assert_close(ours[1], theirs[1], rtol=loose, atol=loose)
+        for mine, other in ((ours[2], theirs[2]), (ours[4], theirs[4])):
+            assert mine.keys() == other.keys()
+            for name in mine:
+                torch.testing.assert_close(mine[name], other[name], rtol=loose, atol=2 * loose)
+        replica = MeshShape(2, 2).rank(pp=MeshShape(2, 2).coordinate(rank, "pp"))
+        assert_equal(dict(ours[4]), dict(told[case, True][replica][4]))
+        assert_equal(ours[3], told[case, True][replica][3])
