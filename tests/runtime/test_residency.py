@@ -134,3 +134,72 @@ def test_steps_are_those_of_whole_weights(told, case: str):
         replica = MeshShape(2, 2).rank(pp=MeshShape(2, 2).coordinate(rank, "pp"))
         assert_equal(dict(ours[4]), dict(told[case, True][replica][4]))
         assert_equal(ours[3], told[case, True][replica][3])
+
+
+class Moody(nn.Module):
+    """A layer that fails on one replica when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("this layer was told to fail")
+        return x + self.linear(x)
+
+
+def moody_layers() -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    return [(f"layer {n}", Moody()) for n in range(8)]
+
+
+def failing(rank: int, divided: bool) -> tuple:
+    x, y = torch.randn(M, 16, generator=torch.Generator().manual_seed(1)), torch.zeros(M, 16)
+    mesh = MeshShape(2, 2)
+    with Pipeline(
+        moody_layers(),
+        nn.functional.mse_loss,
+        microbatches=M // 2,
+        schedule="interleaved-1f1b",
+        virtual_stages=2,
+        mesh=mesh,
+        timeout=60,
+        parallel=ParallelOptions(bucket_bytes=1000, **(WEIGHTS if divided else {})),
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01)
+        told = []
+        pipe.step(x, y)
+        optimizer.step()
+        before = copy.deepcopy(pipe.state_dict())
+        layer = next(
+            m
+            for module in pipe.stage_modules()
+            for _, layer in module.named_layers()
+            for m in layer.modules()
+            if isinstance(m, Moody)
+        )
+        for call in (pipe.step, pipe.evaluate):
+            layer.fails = rank == mesh.rank(pp=1, dp=0)
+            with pytest.raises(PenstockError) as caught:
+                call(x, y)
+            told.append(str(caught.value))
+            layer.fails = False
+            optimizer.zero_grad()
+            # Nothing was lost: the weights are those of before, and the next step runs.
+            assert_equal(dict(pipe.state_dict()), dict(before))
+        told.append(float(pipe.step(x, y).loss))
+        optimizer.step()
+        pipe.load_state_dict(before)
+        told.append(float(pipe.step(x, y).loss))
+        return told
+
+
+def test_a_layer_that_fails_on_one_replica_ends_the_step_on_all_and_loses_nothing(processes: LocalProcesses):
+    for divided in (True, False):
+        told = processes.run(4, failing, divided)
+        for failed, evaluated, loss, again in told:
+            assert "told to fail" in failed
+            assert "told to fail" in evaluated
+            assert loss == told[0][2] == again

@@ -103,19 +103,24 @@ class Executor:
         # Before the ops add to the gradients, which would look like a change by the program.
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
-        gathers = False
+        gathers, report = False, None
         try:
             with self._reducing(step, work.options.reduces), torch.set_grad_enabled(self.trains):
-                # Left before the reduction, which waits for replicas that may wait for this one's tokens.
-                with self._exchanging():
-                    if self.fixed is not None:
-                        self.fixed.check(self.trains)
-                    if self.shared is not None:
-                        self.shared.begin()
-                    self._run_ops()
-                self.progress[ROW] = END
-                self._finish_gradients()
-                refusal, flags = self._agree()
+                try:
+                    # Left before the reduction, which waits for replicas that may wait for this one's tokens.
+                    with self._exchanging():
+                        if self.fixed is not None:
+                            self.fixed.check(self.trains)
+                        if self.shared is not None:
+                            self.shared.begin()
+                        self._run_ops()
+                    self.progress[ROW] = END
+                    self._finish_gradients()
+                    refusal, flags = self._agree()
+                except BaseException as error:
+                    # Before the reduction ends: what it still has to gather may wait for ranks that wait for this one.
+                    report = self._report(step, error)
+                    raise
             if self.replica_reduction is not None:
                 gathers = True
                 work.losses, refusal, flags = self.replica_reduction.gather(
@@ -125,7 +130,8 @@ class Executor:
         except BaseException as error:
             # Of a step that reduces gradients, the reduction tells the other replicas.
             told = gathers or (self.trains and work.options.reduces)
-            self._fail(step, error, None if told else self.replica_reduction)
+            report = report or self._report(step, error)
+            self._fail(error, report, None if told else self.replica_reduction)
         if self.channel is not None:
             self.channel.finish()
         self.progress[STEP] = 0
@@ -193,7 +199,8 @@ class Executor:
         if self.replica_reduction is not None and self.trains:
             self.replica_reduction.finish()
 
-    def _fail(self, step: int, error: BaseException, replicas: ReplicaReduction | None = None) -> NoReturn:
+    def _report(self, step: int, error: BaseException) -> BaseException:
+        """Tell the other ranks of the pipeline what failed, and return the error to raise."""
         # The progress stays: other ranks may still ask which rank this one was waiting for.
         report = explain_error(
             error, self.rank, self.program, self.channel, self.progress, self._state.inputs
@@ -205,7 +212,12 @@ class Executor:
             self.shared.abandon()
         if self.channel is not None:
             self.channel.fail(failure_of(error, report, self.rank, step, self.program, self.progress))
-            self._drain(error)
+        return report
+
+    def _fail(
+        self, error: BaseException, report: BaseException, replicas: ReplicaReduction | None
+    ) -> NoReturn:
+        self._drain(error)
         if replicas is not None and isinstance(error, Exception) and not _was_told(error):
             replicas.tell(f"{type(report).__name__}: {report}")
         if report is error:

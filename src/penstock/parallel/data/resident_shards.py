@@ -238,10 +238,11 @@ class ResidentShards(Shards):
             self._of_stage.setdefault(bucket.stage, []).append(bucket)
         self._left: deque[Collective] = deque()
         self._step = 0
+        self._active = False
 
     def begin(self, step: int, collectives: Iterable[Collective]) -> None:
         """Begin a step, whose calls of `unshard` and `reduce` are given in their order."""
-        self._step, self._left = step, deque(collectives)
+        self._step, self._left, self._active = step, deque(collectives), True
         # The same on every replica, whatever was read since the last step.
         for bucket in self.buckets:
             bucket.reshard()
@@ -324,6 +325,8 @@ class ResidentShards(Shards):
 
     def abandon(self, error: BaseException | None) -> None:
         """End a step that failed on this replica: do what the others wait for, then tell them unless `error` is None."""
+        if not self._active:
+            return
         # If the communicator itself failed, or fails now, the others will notice by themselves.
         with suppress(TransportError):
             if not isinstance(error, TransportError):
@@ -351,6 +354,7 @@ class ResidentShards(Shards):
 
     def reset(self) -> None:
         """Reset the state of this step on this replica only."""
+        self._active = False
         self._left.clear()
         for bucket in self.buckets:
             bucket.abandon()
