@@ -48,6 +48,9 @@ class Weights(Protocol):
     def reshard(self, stage: int) -> None:
         """Drop a stage's weights."""
 
+    def settle(self) -> None:
+        """Wait for the reductions so far, and drop what they have summed."""
+
 
 @dataclass
 class StepState:
@@ -152,6 +155,7 @@ class OpCompiler:
         sends: dict[int, list[_Send]] = {}
         before: list[Callable[[], None]] = []
         after: list[Callable[[], None]] = []
+        later: list[Callable[[], None]] = []  # after the next op
         run: Instruction | None = None
 
         def close() -> None:
@@ -163,7 +167,8 @@ class OpCompiler:
                 receives.clear()
                 sends.clear()
                 before.clear()
-                after.clear()
+                after[:] = later
+                later.clear()
 
         for line in self._program.instructions(self._rank):
             match line.action:
@@ -177,6 +182,8 @@ class OpCompiler:
                     sends.setdefault(line.row, []).append(self._compile_send(line))
                 case Action.REDUCE:
                     after += [partial(each.complete, line.number) for each in self._gradients]
+                    # It runs beside the next op, and then its memory is given back.
+                    later[:] = [] if self._weights is None else [self._weights.settle]
                 case Action.UNSHARD if self._weights is not None:
                     close()
                     before.append(partial(self._weights.unshard, line.number))

@@ -137,7 +137,7 @@ class Residency:
 
         A rank holds its part of all its weights, and all weights of stages that are gathered. It holds its part of the
         gradients that were reduced in the step, and all gradients of stages that have begun a backward since they were
-        reduced last. While a reduction runs, its buffer comes on top, at most one bucket.
+        reduced last. A reduction runs beside the rank's next op, and its gradients go after that op.
 
         Args:
             weights, gradients: bytes of each stage, one number or one per stage.
@@ -175,7 +175,9 @@ class Residency:
             if schedule.kind[row] != Kind.F and schedule.kind[row] != Kind.R:
                 opened.setdefault(stage, row)
             for done in reduced.get(row, ()):
-                yield done, opened.pop(done), row, done not in before
+                beside = min(row + 1, rows.stop - 1)
+                beside += int(schedule.paired[beside])
+                yield done, opened.pop(done), beside, done not in before
                 before.add(done)
 
     def text(self, schedule: Schedule, rank: int) -> Iterator[str]:

@@ -272,6 +272,11 @@ class ResidentShards(Shards):
             if bucket.trains:
                 bucket.reduce()
 
+    def settle(self) -> None:
+        """Wait for the reductions so far, and drop what they have summed but this replica's part."""
+        for bucket in self.buckets:
+            bucket.settle()
+
     def wait(self, stage: int) -> None:
         """Wait for a stage's values."""
         for bucket in self._of_stage.get(stage, ()):

@@ -108,5 +108,9 @@ class ResidentReduction(ReplicaReduction):
         """Drop a stage's weights."""
         self.resident.reshard(stage)
 
+    def settle(self) -> None:
+        """Wait for the reductions so far, and drop what they have summed."""
+        self.resident.settle()
+
     def finish(self) -> None:
         self.resident.finish()
