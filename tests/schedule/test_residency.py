@@ -1,0 +1,160 @@
+"""When sharded weights and gradients come and go: exact lists, and what must hold for every schedule and window."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError, ScheduleError
+from penstock.runtime.options import ParallelOptions
+from penstock.schedule.check import check
+from penstock.schedule.families.lookup import build_schedule
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.program import Action
+from penstock.schedule.residency import Residency, Sharding, make_residency
+from penstock.schedule.schedule import Schedule
+
+SEVERAL = ("interleaved-1f1b", "breadth-first", "zb-v", "v-half")
+READS = (Kind.F, Kind.B, Kind.I, Kind.R)
+
+
+def built(name: str, ranks: int, microbatches: int) -> Schedule:
+    virtual = 3 if name in ("interleaved-1f1b", "breadth-first") else None
+    return build_schedule(name, ranks, microbatches, virtual)
+
+
+def sharded(schedule: Schedule, **choices: object) -> Residency:
+    return make_residency(schedule, Sharding(**choices))  # type: ignore[arg-type]
+
+
+def test_weights_leave_after_the_last_input_half_and_before_its_weight_halves():
+    schedule = build_schedule("zb-v", 1, 2)
+    line = list(sharded(schedule, shard="weights", window=1).text(schedule, 0))
+    assert " ".join(line) == (
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1I0 1RESHARD 1W0 0UNSHARD 0F1 0I0 0RESHARD 0W0 1UNSHARD 1F1 1I1 1RESHARD 1W1 "
+        "1REDUCE_GRAD 0UNSHARD 0I1 0RESHARD 0W1 0REDUCE_GRAD"
+    )
+
+
+def test_breadth_first_gathers_every_stage_twice_with_a_window_of_one():
+    schedule = build_schedule("breadth-first", 2, 4, 4)
+    residency = sharded(schedule, shard="weights", window=1)
+    assert [len(runs) for runs in residency.runs] == [
+        7,
+        7,
+    ]  # the last stage stays between its forwards and backwards
+    assert [len(runs) for runs in sharded(schedule, shard="weights").runs] == [4, 4]
+
+
+@given(
+    name=st.sampled_from(SEVERAL),
+    ranks=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    window=st.integers(1, 3),
+    every=st.integers(1, 4),
+)
+def test_every_op_finds_its_weights_and_no_window_is_exceeded(
+    name: str, ranks: int, groups: int, window: int, every: int
+):
+    schedule = built(name, ranks, groups * max(ranks, 2))
+    residency = sharded(schedule, shard="weights", window=window, reduce_every=every)
+    ones = np.ones(schedule.stages, np.int64)
+    for rank in range(schedule.ranks):
+        rows = schedule.rows(rank)
+        held = np.zeros((rows.stop, schedule.stages), np.int64)
+        for run in residency.runs[rank]:
+            assert run.gathered <= run.first <= run.last
+            held[run.gathered : run.last + 1, run.stage] += 1
+        assert held.max() == 1  # no stage is gathered while it is there
+        assert held.sum(axis=1).max() <= window
+        for row in range(rows.start, rows.stop):
+            if schedule.kind[row] in READS:
+                assert held[row, schedule.stage[row]] == 1
+        reduced = residency.reduces(rank)
+        ends = [r for r in range(rows.start, rows.stop) if schedule.kind[r] in (Kind.B, Kind.W)]
+        for stage in schedule.placement.stages_of[rank]:
+            own = [r for r in ends if schedule.stage[r] == stage]
+            at = [r for r in own if stage in reduced.get(r, ())]
+            assert at[-1] == own[-1]  # no gradient is left
+            assert len(at) == -(-schedule.microbatches // every)
+    bytes_held = residency.held(schedule, 1000 * ones, 0 * ones, 4)
+    for rank, stages in enumerate(schedule.placement.stages_of):
+        most = bytes_held[schedule.rows(rank)].max()
+        assert 250 * len(stages) < most <= 250 * len(stages) + 1000 * window
+
+
+@given(name=st.sampled_from(SEVERAL), ranks=st.integers(1, 3), groups=st.integers(1, 2))
+def test_a_larger_window_gathers_no_more(name: str, ranks: int, groups: int):
+    schedule = built(name, ranks, groups * max(ranks, 2))
+    counts = [len(sharded(schedule, shard="weights", window=w).runs[0]) for w in (1, 2, 3)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == len(schedule.placement.stages_of[0])
+
+
+def test_the_program_lists_the_operations_in_their_places():
+    schedule = build_schedule("breadth-first", 2, 2, 2)
+    program = check(schedule, sharding=Sharding("weights", window=1, reduce_every=1)).program
+    for rank in range(2):
+        lines = list(program.instructions(rank))
+        there: set[int] = set()
+        for line in lines:
+            match line.action:
+                case Action.UNSHARD:
+                    there.add(line.number)
+                case Action.RESHARD:
+                    there.remove(line.number)
+                case Action.RUN if schedule.kind[line.row] in READS:
+                    assert int(schedule.stage[line.row]) in there
+        assert not there
+        assert sum(line.action is Action.REDUCE for line in lines) == 4
+        assert any(program.describe(line).startswith("unshard stage") for line in lines)
+
+
+def test_a_budget_counts_sharded_weights_and_names_the_op_that_exceeds_it():
+    schedule = build_schedule("breadth-first", 2, 4, 4)
+    sizes = {"saved": 0, "weights": 1000, "gradients": 1000, "replicas": 4}
+    assert Budget(limit=0, **sizes).peak(schedule).tolist() == [8000, 8000]
+    kept = Sharding("weights", window=1)
+    least = Budget(limit=0, **sizes).peak(schedule, make_residency(schedule, kept))
+    # Parts of four weights and of four gradients, and one stage's of each, or two while one is being reduced.
+    assert (least <= 4 * 250 + 3 * 250 + 1000 + 2000).all()
+    check(schedule, budget=Budget(limit=int(least.max()), **sizes), sharding=kept)
+    with pytest.raises(ScheduleError, match=r"does not fit in memory: rank \d holds \d+ after \d+B\d"):
+        check(schedule, budget=Budget(limit=int(least.min()) - 1, **sizes), sharding=kept)
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        (
+            {"shard": "everything"},
+            "shard must be one of none, optimizer, gradients, weights, got 'everything'",
+        ),
+        ({"shard": "weights", "window": 0}, "window must be a number of at least 1"),
+        ({"shard": "gradients", "window": 2}, "window = 2 needs shard = 'weights', and shard is 'gradients'"),
+        (
+            {"shard": "optimizer", "reduce_every": 2},
+            "reduce_every = 2 needs shard = 'gradients' or 'weights'",
+        ),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(choices: dict, said: str):
+    with pytest.raises(ScheduleError, match=said):
+        Sharding(**choices)
+    with pytest.raises(ConfigError, match=said):
+        ParallelOptions(**choices)
+
+
+def test_copies_of_stages_and_windows_smaller_than_a_pair_are_refused():
+    with pytest.raises(ScheduleError, match="has copies of stages"):
+        check(build_schedule("dualpipe", 4, 8), sharding=Sharding("gradients"))
+    pairs = build_schedule("dualpipe-v", 2, 4)
+    assert pairs.paired.any()
+    with pytest.raises(
+        ScheduleError, match="reads the weights of 2 stages, and the window is 1; use at least 2"
+    ):
+        check(pairs, sharding=Sharding("weights", window=1))
+    check(pairs, sharding=Sharding("weights", window=2))
