@@ -286,6 +286,7 @@ def tokens(root: Path) -> Path:
     [
         ("llama", "1f1b", {"pp": 2, "tp": 2}),
         ("gpt2", "zb-v", {"pp": 2, "tp": 2}),
+        ("llama", "1f1b", {"pp": 2, "cp": 2}),
         ("gpt2", "1f1b", {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}),
     ],
 )

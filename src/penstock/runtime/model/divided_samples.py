@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.parallel.context import PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.stage.named import Context, names_given, within
@@ -102,11 +102,25 @@ class DividedLayer:
                 continue
             one = self._part.cut(one)
             if one.shape != other.shape or _differ(one, other):
-                raise ConfigError(
-                    f"layer {self._name} gives other values if the tokens of its samples are divided (cp). It may only use "
-                    "other tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); "
-                    "leave cp at 1"
-                )
+                raise self._refusal("gives other values")
+
+    def _refusal(self, what: str) -> ConfigError:
+        kind = next(
+            k.__name__ for k in type(self._layer).__mro__ if not k.__module__.startswith("penstock.stage")
+        )
+        return ConfigError(
+            f"layer {self._name} ({kind}) {what} if the tokens of its samples are divided (cp). It may only use other "
+            "tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); leave cp at 1"
+        )
+
+    def _of_part(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            with dividing(self._part, self._exchange):
+                return self._forward(*args, **kwargs)
+        except PenstockError:
+            raise
+        except Exception as error:  # of attention by matrix products, which has other shapes than it expects
+            raise self._refusal(f"fails with {describe_error(error)}") from error
 
     def _probe(self, structure: Any, whole: list[Any], few: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the leaves of the layer's output for whole samples, and for this part of them."""
@@ -114,11 +128,7 @@ class DividedLayer:
         for leaves, divides in ((whole, False), (few, True)):
             args, kwargs = _pytree.tree_unflatten(leaves, structure)
             with within(Context(dict(kwargs), {}, frozenset(names_given(self._layer)))) as context:
-                if divides:
-                    with dividing(self._part, self._exchange):
-                        out = self._forward(*args, **kwargs)
-                else:
-                    out = self._forward(*args, **kwargs)
+                out = self._of_part(args, kwargs) if divides else self._forward(*args, **kwargs)
             if context.losses:
                 raise ConfigError(
                     f"layer {self._name} adds a loss ({', '.join(context.losses)}), which with cp would be that of one "
