@@ -151,8 +151,11 @@ def refused(rank: int, what: str) -> str:
     family, kind = (
         ("llama", AutoModelForSequenceClassification) if what == "rows" else (what, AutoModelForCausalLM)
     )
+    family = family.removesuffix(" in bf16")
     net = model("llama" if what in ("flex", "length") else family, kind, **changes)
     ids = torch.ones((ROWS, 14 if what == "length" else TOKENS), dtype=torch.int64)
+    if what.endswith("bf16"):
+        net.bfloat16()
     layers = penstock.from_transformers(net)
     if what == "flex":
         net.config._attn_implementation = "flex_attention"
@@ -167,6 +170,8 @@ def refused(rank: int, what: str) -> str:
 REFUSED = {
     "mamba": r"layer backbone.layers.0 \(\w*MambaBlock\) gives other values if the tokens of its samples are divided",
     "jamba": r"layer model.layers.0 \(\w*JambaMambaDecoderLayer\) gives other values",
+    # Its rounding is larger than what a state changes.
+    "jamba in bf16": r"layer model.layers.0 \(\w*JambaMambaDecoderLayer\) gives other values",
     "falcon_h1": r"layer model.layers.0 \(\w*FalconH1DecoderLayer\) gives other values",
     "qwen3_next": r"layer model.layers.0 \(\w*Qwen3NextDecoderLayer\) gives other values",
     "lfm2": r"layer model.layers.0 \(\w*Lfm2DecoderLayer\) gives other values",

@@ -305,22 +305,21 @@ class OwnForward:
         """
         # The arguments must not keep alive the tensors that end their life in the cache.
         copies = {name: value.clone() for name, value in given.items()}
-        shape = hidden.shape
+        probe = _probe(hidden)
         if division is not None:
             copies = {
                 name: division.whole(value) if value.dim() > 1 else value for name, value in copies.items()
             }
-            shape = torch.Size((shape[0], division.part.whole_length(shape[1]), *shape[2:]))
+            length = division.part.whole_length(hidden.shape[1])
+            probe = probe[:, :1].expand(-1, length, *probe.shape[2:])  # takes no memory of a whole sample
         run = _Run(self.count, self._form, stop=self.count - 1)
-        reached = self._run(
-            run, None, (), False, inputs_embeds=_nan(shape, hidden.dtype, hidden.device), **copies
-        )
-        if reached.shape != shape:
-            raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(shape)}")
+        reached = self._run(run, None, (), False, inputs_embeds=probe, **copies)
+        if reached.shape != probe.shape:
+            raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(probe.shape)}")
         self._require_known(run, reached)
         if division is None:
             return run.calls
-        cut = ArgumentCutter(division, shape[1])
+        cut = ArgumentCutter(division, probe.shape[1])
         return [Call(cut(call.args), cut(call.kwargs), call.keyword) for call in run.calls]
 
     def _require_known(self, run: _Run, hidden: Tensor) -> None:

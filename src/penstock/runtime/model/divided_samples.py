@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ def asks_for_positions(layers: Iterable[tuple[str, nn.Module]]) -> bool:
 class DividedLayer:
     """The forward of a layer that has a part of each sample's tokens; called as the layer's own.
 
-    The first call also computes a few tokens of the batch twice: whole on each process, and divided. A layer that gives
-    other values then does something along the sequence that is not divided, such as positions that it counts itself, a
-    convolution, or a state.
+    The first call also computes a few tokens of the batch twice, in float32: whole on each process, and divided. A layer
+    that gives other values then does something along the sequence that is not divided, such as positions that it counts
+    itself, a convolution, or a state.
 
     Attributes:
         asked: whether a call has asked for positions.
@@ -85,14 +86,14 @@ class DividedLayer:
         lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
         if not lengths or lengths[0] < 2 * _PROBED:
             return
-        few = [_few(x, lengths[0]) for x in leaves]
+        few = [_widened(_few(x, lengths[0])) for x in leaves]
         size = 2 * _PROBED
         whole = [_whole(x, size, self._part, self._exchange) for x in few]
         modes = [(module, module.training) for module in self._layer.modules()]
         devices = [x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda][:1]
         self._layer.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad(), torch.random.fork_rng(devices), _in_float32(self._layer):
                 expected, divided = self._probe(structure, whole, few)
         finally:
             for module, training in modes:
@@ -171,7 +172,7 @@ class DividedLoss:
         if not lengths or lengths[0] < 2 * _PROBED:
             self._checked = True
             return
-        few = [_few(x, lengths[0]) for x in leaves]
+        few = [_widened(_few(x, lengths[0])) for x in leaves]
         whole = [_whole(x, 2 * _PROBED, self._part, self._exchange) for x in few]
         with torch.no_grad(), torch.random.fork_rng([]):
             expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
@@ -183,7 +184,7 @@ class DividedLoss:
         if not bool(expected[0].isfinite()) or not bool(expected[1]):
             return
         self._checked = True
-        near = 1e-2 if leaves[0].dtype.itemsize < 4 else 1e-4
+        near = 1e-2 if few[0].dtype.itemsize < 4 else 1e-4
         if bool((total - expected[0]).abs() > near * expected[0].abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
@@ -196,6 +197,32 @@ class DividedLoss:
         loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
         weight: Any = self._reduction(values[1]) if callable(self._reduction) else 1.0
         return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
+
+
+@contextmanager
+def _in_float32(layer: nn.Module) -> Iterator[None]:
+    """Return a context in which a layer computes in float32: the rounding of bf16 would hide what a state changes."""
+    tables = [table for module in layer.modules() for table in (module._parameters, module._buffers)]
+    own: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, value) for table in tables for name, value in table.items() if value is not None
+    ]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for table, name, value in own:
+            table[name] = _widened(value.detach())
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for table, name, value in own:
+            table[name] = value
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of half precision in float32, and other values as they are."""
+    halves = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if halves and (type(value) is Tensor or is_dtensor(value)) else value
 
 
 def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> Any:
