@@ -628,6 +628,10 @@ class OwnImageEmbedding(OwnEmbedding):
             raise BatchError(
                 f"{type(self.own.model).__name__} takes no {strange[0]}; its images are {', '.join(self.own.images)}"
             )
+        if given and current_part() is not None:
+            raise ConfigError(
+                f"{given[0]} is given, and images are not divided over the tokens of a sample (cp); leave cp at 1"
+            )
         if given:
             _require_image_in_every_row(input_ids, image_token(self.own.model.config))
         named = _by_name(attention_mask, position_ids, token_type_ids)
