@@ -2,7 +2,8 @@
 
 The same few steps are trained three ways: unsplit with plain gradient accumulation, through a pipeline of threads, and
 through a pipeline of gloo processes. The report has the largest differences of losses, weights and gradients; 0 means
-equal bit for bit. With ``ep``, there are ``ep`` such pipelines side by side, which divide the experts of their layers.
+equal bit for bit. With ``ep``, there are ``ep`` such pipelines side by side, which divide the experts of their layers;
+with ``cp``, each of them is ``cp`` pipelines that divide the tokens of their samples.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class _Case:
     microbatches: int
     steps: int
     ep: int
+    cp: int
+
+    @property
+    def processes(self) -> int:
+        return self.ranks * self.ep * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,8 @@ class Difference:
     allowed: tuple[float, float, float]
     # Replicas that divide the experts, each with these ranks and microbatches.
     ep: int
+    # Pipelines that divide the samples of each.
+    cp: int
 
     @property
     def good(self) -> bool:
@@ -126,6 +134,7 @@ def verify(
     transports: Sequence[str] = ("threads", "processes"),
     steps: int = 3,
     ep: int = 1,
+    cp: int = 1,
 ) -> Iterator[Difference]:
     """Train a model with each schedule, number of ranks and number of microbatches, and compare.
 
@@ -136,17 +145,19 @@ def verify(
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
         ep: number of replicas that divide the experts, in processes only (default 1). Each has so many microbatches.
+        cp: number of processes that divide the tokens of each sample (default 1).
     """
-    if ep > 1 and "threads" in transports:
-        raise ConfigError(
-            f"ep = {ep} divides experts over processes, which threads are not; take the transport processes"
-        )
+    for name, size, what in (("ep", ep, "experts"), ("cp", cp, "samples")):
+        if size > 1 and "threads" in transports:
+            raise ConfigError(
+                f"{name} = {size} divides {what} over processes, which threads are not; take the transport processes"
+            )
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if not is_csv(name) else ():
             require_family(name).require_counts(p, m, virtual)
     if "processes" in transports:
-        require_processes(max(ranks) * ep)
-    return _rows(target, schedules, ranks, microbatches, transports, steps=steps, ep=ep)
+        require_processes(max(ranks) * ep * cp)
+    return _rows(target, schedules, ranks, microbatches, transports, steps=steps, ep=ep, cp=cp)
 
 
 def _rows(
@@ -158,15 +169,16 @@ def _rows(
     *,
     steps: int,
     ep: int,
+    cp: int,
 ) -> Iterator[Difference]:
     # The number of threads changes the order of sums, and so the last bits.
     torch.set_num_threads(1)
     plain = {m: _plain(load_target(target), m * ep, steps) for m in microbatches}
     in_float64 = cache(lambda m: _plain(load_target(target), m * ep, steps, torch.float64))
-    with LocalProcesses(max(ranks) * ep) as pool:
+    with LocalProcesses(max(ranks) * ep * cp) as pool:
         for (name, virtual), p, m in product(schedules, ranks, microbatches):
             allowed = (0.0, 0.0, 0.0)
-            if ep > 1 or not _in_order(name, p, m, virtual):
+            if ep * cp > 1 or not _in_order(name, p, m, virtual):
                 loss, weights, gradients = _differences(in_float64(m), plain[m])
                 # A few losses may round to the same numbers from float64, by chance.
                 last_bit = max(abs(float(x)) for x in plain[m].losses) * torch.finfo(torch.float32).eps
@@ -180,9 +192,12 @@ def _rows(
                     microbatches=m,
                     steps=steps,
                     ep=ep,
+                    cp=cp,
                 )
                 in_processes = transport == "processes"
-                outcomes = pool.run(p * ep, _pipelined, case) if in_processes else [_pipelined(0, case)]
+                outcomes = (
+                    pool.run(case.processes, _pipelined, case) if in_processes else [_pipelined(0, case)]
+                )
                 loss, weights, gradients = _differences(plain[m], _joined(name, plain[m], outcomes))
                 yield Difference(
                     schedule=name,
@@ -194,6 +209,7 @@ def _rows(
                     gradients=gradients,
                     allowed=allowed,
                     ep=ep,
+                    cp=cp,
                 )
 
 
@@ -256,7 +272,7 @@ def _pipelined(rank: int, case: _Case) -> _Outcome:
         microbatches=case.microbatches,
         schedule=case.schedule,
         ranks=case.ranks,
-        mesh=MeshShape(case.ranks, case.ep, ep=case.ep) if case.ep > 1 else None,
+        mesh=MeshShape(case.ranks, case.ep, ep=case.ep, cp=case.cp) if case.processes > case.ranks else None,
         virtual_stages=case.virtual_stages,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)

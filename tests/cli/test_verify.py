@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_replicas_that_divide_experts_have_plain_numbers_to_the_order_of_sums():
     rows = [json.loads(line) for line in result.output.splitlines()]
     assert [(row["transport"], row["ranks"], row["ep"]) for row in rows] == [("processes", 2, 2)] * 2
     assert all(row["good"] and min(row["allowed"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_pipelines_that_divide_samples_have_plain_numbers_to_the_order_of_sums():
+    result = run("-p", "2", "-m", "2", "--schedule", "zb-h1", "--cp", "2", "--json")
+    assert result.exit_code == 0, result.output
+    (row,) = [json.loads(line) for line in result.output.splitlines()]
+    assert (row["transport"], row["ranks"], row["cp"], row["good"]) == ("processes", 2, 2, True)
+    assert 0 < row["gradients"] < 1e-5
 
 
 def mixtral() -> VerifyTarget:
@@ -175,10 +185,11 @@ def test_a_difference_ends_with_exit_code_1():
         (["--model", "no.such:thing"], "MODULE:FUNCTION"),
         (["--model", "json:JSONDecoder"], "returned a JSONDecoder"),
         (["--schedule", "1f1c"], "did you mean '1f1b'"),
-        (["--ep", "2"], "take the transport processes"),
+        (["--ep", "2"], "ep = 2 divides experts over processes, .* take the transport processes"),
+        (["--cp", "2"], "cp = 2 divides samples over processes, .* take the transport processes"),
     ],
 )
 def test_what_cannot_be_used_is_refused(args, message):
     result = run("-p", "2", "-m", "2", "--transport", "threads", *args)
     assert isinstance(result.exception, ConfigError)
-    assert message in str(result.exception)
+    assert re.search(message, str(result.exception))

@@ -154,6 +154,47 @@ def test_groups_have_optimizers_of_their_own_and_resume(tmp_path: Path, processe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipeline", "changes"),
+    [
+        ({"cp": 2, "report": True}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}),
+        ({"cp": 2, "ranks": 1}, {"label_smoothing_factor": 0.1}),
+    ],
+    ids=["ranks 2 x cp 2, clipped, accumulated", "dp 2 x cp 2, smoothed"],
+)
+def test_processes_that_divide_samples_train_as_trainer_does(
+    tmp_path: Path, processes: LocalProcesses, pipeline: dict[str, Any], changes: dict[str, Any]
+):
+    rows_of = {
+        f"per_device_{name}_batch_size": 8 * 2 // pipeline.get("ranks", 2) for name in ("train", "eval")
+    }
+    theirs, logged = plainly(tmp_path / "plain", "whole", {**changes, **rows_of}, 64)
+    more = {"rows": 64, "evaluates": True}
+    told = processes.run(4, job, tmp_path / "piped", "whole", changes, PIPELINE | pipeline, more)
+    assert_close(told[0][0], logged)
+    assert distance(saved_weights(tmp_path / "piped"), saved_weights(tmp_path / "plain")) < 2e-6
+    expected = theirs.evaluate()
+    for _, evaluated, _ in told:
+        assert evaluated["eval_accuracy"] == expected["eval_accuracy"]
+        assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "message"),
+    [
+        (1, {"cp": 2}, r"pipeline\['cp'\] is 2, and samples are divided over processes"),
+        (2, {"cp": 2}, r"pipeline\['ranks'\] is 2 x cp 2, and there are 2 processes"),
+        (2, {"cp": 0}, r"pipeline\['cp'\] must be a positive number of processes, got 0"),
+    ],
+)
+def test_a_division_of_samples_that_does_not_fit_is_refused(
+    tmp_path: Path, processes: LocalProcesses, ranks: int, pipeline: dict[str, Any], message: str
+):
+    with pytest.raises(penstock.PenstockError, match=message):
+        processes.run(ranks, job, tmp_path, "whole", {}, PIPELINE | pipeline, {})
+
+
+@pytest.mark.slow
 def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: LocalProcesses):
     """Two pipelines of two ranks take two batches in a step; also metrics of an uneven last batch."""
     double = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}

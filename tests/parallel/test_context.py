@@ -309,8 +309,16 @@ class Wrong(NamedTuple):
 
 
 WRONG = [
-    Wrong("counting", r"layer 2 gives other values if the tokens of its samples are divided", PenstockError),
-    Wrong("shift", r"layer 2 gives other values if the tokens of its samples are divided", PenstockError),
+    Wrong(
+        "counting",
+        r"layer 2 \(Counting\) gives other values if the tokens of its samples are divided",
+        PenstockError,
+    ),
+    Wrong(
+        "shift",
+        r"layer 2 \(Shift\) gives other values if the tokens of its samples are divided",
+        PenstockError,
+    ),
     Wrong("masked", r"a mask of shape \(\d+, \d+\) is not divided", PenstockError),
     Wrong(
         "length", r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32", BatchError

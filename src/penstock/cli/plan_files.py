@@ -87,6 +87,7 @@ def run_tables(
     if costs is not None and layout.split != "even":
         config["schedule"]["split"] = list(costs.counts)
     parallel = config.setdefault("parallel", {})
+    parallel.pop("cp", None)  # layouts of a plan have whole samples
     parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
     if layout.ep > 1 or "ep" in parallel:
         parallel["ep"] = layout.ep

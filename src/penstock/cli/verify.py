@@ -61,7 +61,7 @@ TARGETS = "penstock.train.model.verify_target"
     type=click.Choice(["threads", "processes", "both"]),
     default="both",
     show_default=True,
-    help="Run ranks as threads, as gloo processes, or both; with --ep, both means processes.",
+    help="Run ranks as threads, as gloo processes, or both; with --ep or --cp, both means processes.",
 )
 @click.option(
     "--ep",
@@ -69,6 +69,13 @@ TARGETS = "penstock.train.model.verify_target"
     default=1,
     show_default=True,
     help="Replicas that divide the experts, each with the ranks and microbatches given here.",
+)
+@click.option(
+    "--cp",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes that divide the tokens of each sample.",
 )
 @click.option(
     "--model",
@@ -87,6 +94,7 @@ def command(
     virtual_stages: int,
     transport: str,
     ep: int,
+    cp: int,
     model: str | None,
     steps: int,
     as_json: bool,
@@ -94,9 +102,9 @@ def command(
     """Prove that pipelined training equals plain PyTorch.
 
     Trains a few optimizer steps without a pipeline, with ranks as threads and with ranks as gloo processes, and prints the
-    largest differences of losses, weights and gradients. Exit code 1 if a difference is larger than allowed. With --ep, and
-    for schedules with two copies of a stage, sums have another order: allowed is 4 times the difference of plain PyTorch
-    from itself in float64. Otherwise nothing is.
+    largest differences of losses, weights and gradients. Exit code 1 if a difference is larger than allowed. With --ep or
+    --cp, and for schedules with two copies of a stage, sums have another order: allowed is 4 times the difference of plain
+    PyTorch from itself in float64. Otherwise nothing is.
     """
     from penstock.schedule.families import FAMILIES, require_family
     from penstock.schedule.text import is_csv
@@ -107,7 +115,7 @@ def command(
         (name, virtual_stages if not is_csv(name) and require_family(name).chooses_virtual_stages else 1)
         for name in names
     ]
-    both = ["processes"] if ep > 1 else ["threads", "processes"]
+    both = ["processes"] if ep * cp > 1 else ["threads", "processes"]
     transports = both if transport == "both" else [transport]
     model = model or f"{TARGETS}:{'small_mixture' if ep > 1 else 'small_llama'}"
     runs = [
@@ -119,15 +127,16 @@ def command(
             transports=transports,
             steps=steps,
             ep=ep,
+            cp=cp,
         )
         for p in ranks
     ]
-    bad = _show(chain.from_iterable(runs), ep, as_json)
+    bad = _show(chain.from_iterable(runs), ep, cp, as_json)
     if bad:
         raise click.exceptions.Exit(1)
 
 
-def _show(rows: Iterator[Difference], ep: int, as_json: bool) -> int:
+def _show(rows: Iterator[Difference], ep: int, cp: int, as_json: bool) -> int:
     """Print every row as it comes, and return how many differ by more than is allowed."""
     from rich.live import Live
     from rich.table import Table
@@ -139,6 +148,7 @@ def _show(rows: Iterator[Difference], ep: int, as_json: bool) -> int:
             click.echo(json.dumps(asdict(row) | {"good": row.good}))
         return bad
     of_each = f", on each of {ep} replicas that divide the experts" if ep > 1 else ""
+    of_each += f", on each of {cp} processes that divide the samples" if cp > 1 else ""
     table = Table(title=f"largest difference from plain PyTorch (p ranks, m microbatches{of_each})")
     for column in ("schedule", "transport", "p", "m"):
         table.add_column(column, no_wrap=True)

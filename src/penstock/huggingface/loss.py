@@ -14,11 +14,24 @@ from torch import Tensor, nn
 
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE
 from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
+from penstock.stage.compute.shifted_loss import shifts
 
 _MANY_CLASSES = 32_000
 """Vocabulary of Llama 2, from which on the logits weigh more than what chunks of them cost."""
 
 
+def _mean_of_shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _valid_of_shifted(targets: Tensor) -> int:
+    return int((targets != IGNORED).sum())
+
+
+@shifts(_mean_of_shifted)
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy in nats over the labels that are not ignored; 0 if all are.
 
@@ -29,13 +42,10 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: tensor of shape (batch, sequence, vocabulary) and any floating-point dtype; computed in float32.
         labels: int64 tensor of shape (batch, sequence); -100 is ignored.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    total = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    return _mean_of_shifted(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED))
 
 
+@shifts(_valid_of_shifted)
 def valid_tokens(labels: Tensor) -> int:
     """Return the number of labels that `causal_lm_loss` uses: those after the first position that are not -100."""
     return int((labels[:, 1:] != IGNORED).sum())
@@ -68,6 +78,9 @@ class ModelLoss:
     Args:
         model: the model.
         head: its head, one of `HEADS`.
+
+    Attributes:
+        shifts: whether a causal model's labels are those of the tokens themselves, which it shifts (default True).
     """
 
     ignore_index = IGNORED
@@ -75,6 +88,7 @@ class ModelLoss:
     def __init__(self, model: Any, head: str) -> None:
         self._loss, self._config = model.loss_function, model.config
         self.head = CAUSAL if head == IMAGES else head
+        self.shifts = self.head == CAUSAL
 
     def __call__(self, logits: Tensor, labels: Tensor, divisor: Tensor | int | None = None) -> Tensor:
         """Return the mean over the targets; with a divisor, their sum divided by it."""
@@ -83,6 +97,7 @@ class ModelLoss:
             loss = self._loss(
                 logits=logits,
                 labels=labels,
+                **({} if self.shifts else {"shift_labels": labels}),
                 vocab_size=self._config.get_text_config().vocab_size,
                 num_items_in_batch=divisor,
             )
@@ -107,4 +122,4 @@ class ModelLoss:
         """Return the number of targets: labels that are not -100, or rows where labels are numbers with a fraction."""
         if labels.is_floating_point():
             return torch.tensor(len(labels), device=labels.device)
-        return ((labels[:, 1:] if self.head == CAUSAL else labels) != IGNORED).sum()
+        return ((labels[:, 1:] if self.shifts else labels) != IGNORED).sum()

@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.base.errors import BatchError, PenstockError, SplitError, describe_error
+from penstock.base.errors import BatchError, ConfigError, PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
+from penstock.huggingface.divided_attention import ArgumentCutter, attention_of_parts, require_known_attention
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
+from penstock.parallel.context import Division, current_division, current_part
 from penstock.stage.layers import INTERNAL, Live, follow, live_copy
 from penstock.stage.named import give
 
@@ -236,6 +238,10 @@ class OwnForward:
             layer: module with the modules of `before` by their paths.
             named: also images by the names of `images`.
         """
+        if current_division() is not None:
+            require_known_attention(self.model.config.get_text_config())
+        if "position_ids" in self.named and named.get("position_ids") is None and (part := current_part()):
+            named = {**named, "position_ids": part.positions(input_ids.shape[1], input_ids.device)[None]}
         run = _Run(self.count, self._form, stop=0)
         hidden: Tensor = self._run(
             run, layer, self.before, layer.training, input_ids=input_ids, **self._given(named)
@@ -247,14 +253,16 @@ class OwnForward:
         """Return the arguments of a block; made once a microbatch, not once a block."""
         given = {name: value for name, value in named.items() if value is not None}
         owner = next(iter(given.values()), None)
+        division = current_division()
         key = (
             hidden.shape,
             hidden.dtype,
             hidden.device,
+            division and division.part,
             *((name, Same(value)) for name, value in given.items()),
         )
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            calls: list[Call] = self._cache.get(owner, key, lambda: self._calls(hidden, given))
+            calls: list[Call] = self._cache.get(owner, key, lambda: self._calls(hidden, given, division))
         return calls[number]
 
     def logits(
@@ -270,6 +278,11 @@ class OwnForward:
             layer: module with the modules of `after` by their paths.
             input_ids: token ids if the model pools; what is embedded is NaN all the same.
         """
+        if self.pools and current_part() is not None:
+            raise ConfigError(
+                f"{type(self.model).__name__} has logits of each row, which a process with some of its tokens (cp) "
+                "cannot compute; leave cp at 1"
+            )
         run = _Run(self.count, self._form, stop=None, last=hidden)
         start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
         output = self._run(run, layer, self.after, layer.training, **start, **self._given(named))
@@ -284,16 +297,30 @@ class OwnForward:
     def _given(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         return {name: value for name, value in named.items() if value is not None}
 
-    def _calls(self, hidden: Tensor, given: Mapping[str, Tensor]) -> list[Call]:
-        """Run the forward on a probe up to the last stub."""
+    def _calls(self, hidden: Tensor, given: Mapping[str, Tensor], division: Division | None) -> list[Call]:
+        """Run the forward on a probe up to the last stub.
+
+        With divided samples it runs on whole ones, since masks and positions follow from all tokens, and the arguments are
+        cut to this process's.
+        """
         # The arguments must not keep alive the tensors that end their life in the cache.
         copies = {name: value.clone() for name, value in given.items()}
+        probe = _probe(hidden)
+        if division is not None:
+            copies = {
+                name: division.whole(value) if value.dim() > 1 else value for name, value in copies.items()
+            }
+            length = division.part.whole_length(hidden.shape[1])
+            probe = probe[:, :1].expand(-1, length, *probe.shape[2:])  # takes no memory of a whole sample
         run = _Run(self.count, self._form, stop=self.count - 1)
-        reached = self._run(run, None, (), False, inputs_embeds=_probe(hidden), **copies)
-        if reached.shape != hidden.shape:
-            raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(hidden.shape)}")
+        reached = self._run(run, None, (), False, inputs_embeds=probe, **copies)
+        if reached.shape != probe.shape:
+            raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(probe.shape)}")
         self._require_known(run, reached)
-        return run.calls
+        if division is None:
+            return run.calls
+        cut = ArgumentCutter(division, probe.shape[1])
+        return [Call(cut(call.args), cut(call.kwargs), call.keyword) for call in run.calls]
 
     def _require_known(self, run: _Run, hidden: Tensor) -> None:
         """Check that arguments follow from shapes, masks and positions alone."""
@@ -601,6 +628,10 @@ class OwnImageEmbedding(OwnEmbedding):
             raise BatchError(
                 f"{type(self.own.model).__name__} takes no {strange[0]}; its images are {', '.join(self.own.images)}"
             )
+        if given and current_part() is not None:
+            raise ConfigError(
+                f"{given[0]} is given, and images are not divided over the tokens of a sample (cp); leave cp at 1"
+            )
         if given:
             _require_image_in_every_row(input_ids, image_token(self.own.model.config))
         named = _by_name(attention_mask, position_ids, token_type_ids)
@@ -650,10 +681,11 @@ class OwnBlock(nn.Module):
 
     def _hidden(self, hidden_states: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
         call = self.own.call(self.number, hidden_states, named)
-        if call.keyword:
-            output = super().forward(*call.args, **{call.keyword: hidden_states}, **call.kwargs)
-        else:
-            output = super().forward(hidden_states, *call.args, **call.kwargs)
+        with attention_of_parts(self):
+            if call.keyword:
+                output = super().forward(*call.args, **{call.keyword: hidden_states}, **call.kwargs)
+            else:
+                output = super().forward(hidden_states, *call.args, **call.kwargs)
         return self.own.hidden_of(output)
 
 

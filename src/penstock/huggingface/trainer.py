@@ -24,7 +24,9 @@ from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_o
 from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.run_report import RunReport
+from penstock.parallel.context import SequencePart
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.batch.tokens import next_targets
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
@@ -51,11 +53,13 @@ class _StepLoss:
     Args:
         smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
 
+        shifts: whether a causal model's labels are those of the tokens themselves, which the loss shifts.
+
     Attributes:
         divisor: number of targets of the whole step.
     """
 
-    def __init__(self, model: Any, smoother: Any) -> None:
+    def __init__(self, model: Any, smoother: Any, shifts: bool) -> None:
         head = head_of(model)
         if head == IMAGES and smoother is not None:
             raise ConfigError(
@@ -63,10 +67,13 @@ class _StepLoss:
                 "class, so that each token would be trained to predict itself"
             )
         self.own, self.smoother = ModelLoss(model, head), smoother
+        self.own.shifts &= shifts
         self.divisor: Tensor | int = 1
         self._chunked: LinearCrossEntropy | None = None
         if self.own.head == CAUSAL:
             self._chunked = chunked_loss(model, 0.0 if smoother is None else smoother.epsilon)
+            if not shifts and self._chunked is not None:
+                self._chunked = self._chunked.without_shift
         self.postpones_logits = self._chunked is not None
 
     def __call__(self, logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -82,7 +89,7 @@ class _StepLoss:
         if self.smoother is None:
             return self.own(logits, labels, self.divisor)
         smoothed: Tensor = self.smoother(
-            {"logits": logits}, labels, shift_labels=self.own.head == CAUSAL, num_items_in_batch=self.divisor
+            {"logits": logits}, labels, shift_labels=self.own.shifts, num_items_in_batch=self.divisor
         )
         return smoothed
 
@@ -107,7 +114,8 @@ class PipelineTrainerMixin:
             trace of every 50th update beside the first and the last. ``optimizer=[{"match": r"layers.*proj.weight",
             "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an optimizer of their own, as `PipelineOptimizer`
             takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
-            replicas, see `MeshShape`.
+            replicas, see `MeshShape`; ``cp=2`` divides the tokens of each sample over two processes, for which the data
+            collator must pad to a multiple of ``2 * cp`` tokens.
         model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
@@ -127,12 +135,12 @@ class PipelineTrainerMixin:
         for name, instead in _OURS.items():
             if name in options:
                 raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep"]
+        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep", "cp"]
         for name in options:
             if name not in allowed:
                 raise ConfigError(
                     f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
-                    "trace_every, optimizer and ep"
+                    "trace_every, optimizer, ep and cp"
                 )
         if "microbatches" not in options:
             raise ConfigError(
@@ -151,15 +159,16 @@ class PipelineTrainerMixin:
         world = current_world()
         self._rank, processes = (0, 1) if world is None else (world.rank, world.size)
         self._replicas = 1
-        ep = options.pop("ep", 1)
+        ep, self._cp = options.pop("ep", 1), options.pop("cp", 1)
         if processes > 1:
             ranks = options.setdefault("ranks", processes)
-            self._replicas = _replicas(ranks, processes)
-            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas, ep=ep)
-        elif ep != 1:
+            self._replicas = _replicas(ranks, self._cp, processes)
+            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas, ep=ep, cp=self._cp)
+        elif ep != 1 or self._cp != 1:
+            name, size, what = ("ep", ep, "experts") if ep != 1 else ("cp", self._cp, "samples")
             raise ConfigError(
-                f"pipeline['ep'] is {ep!r}, and experts are divided over replicas, which are processes: start "
-                "torchrun with a multiple of ranks x ep processes"
+                f"pipeline[{name!r}] is {size!r}, and {what} are divided over processes: start torchrun with a multiple of "
+                f"ranks x {name} processes"
             )
         self._in_processes = processes > 1
         if args is not None:
@@ -188,7 +197,7 @@ class PipelineTrainerMixin:
         if _is_of_libraries(vars(base).get("_original_forward", vars(base).get("forward")), type(base)):
             vars(base).pop("forward", None)
         _require_plain_gradients(base)
-        self._whole_model, self._loss = base, _StepLoss(base, trainer.label_smoother)
+        self._whole_model, self._loss = base, _StepLoss(base, trainer.label_smoother, self._cp == 1)
         self._require_same_loss()
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
@@ -309,7 +318,7 @@ class PipelineTrainerMixin:
             batch, num_items_in_batch, trainer.current_gradient_accumulation_steps
         )
         self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
-        if self._replicas > 1:
+        if self.pipe.replicas > 1:
             self.pipe.reduce_gradients = trainer.accelerator.sync_gradients
         loss = self.pipe.step(batch.ids, batch.target, **batch.named).loss
         assert loss is not None, "the batch has labels"
@@ -421,6 +430,9 @@ class PipelineTrainerMixin:
         )
         of_replica = dict(part for part in parts if part is not None)
         trainer: Any = self
+        if pipe.mesh is not None and (cp := pipe.mesh.cp) > 1:
+            every = torch.stack([of_replica[n] for n in range(pipe.replicas)]).unflatten(0, (-1, cp))
+            of_replica = dict(enumerate(SequencePart(0, cp).join(parts, 1) for parts in every))
         return torch.cat([of_replica[n] for n in range(self._replicas)]).to(trainer.args.device)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -594,17 +606,22 @@ class _Batch:
             self.target = labels, torch.arange(len(labels), device=labels.device) < self.rows
         elif more:
             labels[self.rows :] = IGNORED
+        if loss.head == CAUSAL and not loss.shifts:
+            self.target = next_targets(labels, IGNORED)
         self.named = values
 
 
-def _replicas(ranks: object, processes: int) -> int:
-    """Return how many pipelines of so many ranks the processes are."""
-    if not is_count(ranks) or processes % ranks:
+def _replicas(ranks: object, cp: object, processes: int) -> int:
+    """Return how many replicas with samples of their own the processes are."""
+    if not is_count(cp):
+        raise ConfigError(f"pipeline['cp'] must be a positive number of processes, got {cp!r}")
+    if not is_count(ranks) or processes % (ranks * cp):
+        times = f" x cp {cp}" if cp > 1 else ""
         raise ConfigError(
-            f"pipeline['ranks'] is {ranks!r}, and there are {processes} processes; start a multiple of the ranks, one for "
-            "each rank of each replica"
+            f"pipeline['ranks'] is {ranks!r}{times}, and there are {processes} processes; start a multiple of the "
+            "ranks, one for each rank of each replica"
         )
-    return processes // ranks
+    return processes // (ranks * cp)
 
 
 def _require_plain_gradients(model: Any) -> None:

@@ -89,20 +89,40 @@ class Division:
     """The division of samples that the layers at work on a thread compute with.
 
     Attributes:
+        part: this process's part of each sample.
         asked: whether a layer has asked for its part or for positions.
     """
 
-    def __init__(self, part: SequencePart) -> None:
+    def __init__(self, part: SequencePart, exchange: PartExchange) -> None:
         self.part = part
         self.asked = False
+        self._exchange = exchange
+
+    def whole(self, own: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
+        # Torch does not annotate `apply`.
+        joined: Tensor = _Gathered.apply(own.movedim(dim, -2), self.part, self._exchange)  # type: ignore[no-untyped-call]
+        return joined.movedim(-2, dim)
+
+    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the whole sequence, which is dimension -2."""
+        if not key.shape[-2] == value.shape[-2]:
+            raise PenstockError(f"{key.shape[-2]} keys have {value.shape[-2]} values; leave cp at 1")
+        key, value = self.whole(torch.cat([key, value], -1), -2).split([key.shape[-1], value.shape[-1]], -1)
+        return key, value
 
 
 _thread = threading.local()
 
 
+def current_division() -> Division | None:
+    """Return the division of the layer at work on this thread; None if it has whole samples."""
+    return getattr(_thread, "division", None)
+
+
 def current_part() -> SequencePart | None:
     """Return the part of each sample that the layer at work on this thread has; None if it has whole samples."""
-    division: Division | None = getattr(_thread, "division", None)
+    division = current_division()
     if division is None:
         return None
     division.asked = True
@@ -127,10 +147,10 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
 @contextmanager
 def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[Division]:
     """Return a context in which attention on this thread is over whole samples, and layers have a part of each."""
-    before: Division | None = getattr(_thread, "division", None)
-    _thread.division = division = Division(part)
+    before = current_division()
+    _thread.division = division = Division(part, exchange)
     try:
-        with _DividedAttention(part, exchange):
+        with _DividedAttention(division):
             yield division
     finally:
         _thread.division = before
@@ -139,15 +159,15 @@ def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[Division]:
 class _DividedAttention(TorchFunctionMode):
     """Mode of one thread in which ``scaled_dot_product_attention`` takes the other processes' keys and values, too."""
 
-    def __init__(self, part: SequencePart, exchange: PartExchange) -> None:
+    def __init__(self, division: Division) -> None:
         super().__init__()
-        self._part, self._exchange = part, exchange
+        self._division = division
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _attention(self._part, self._exchange, *args, **(kwargs or {}))
+            return _attention(self._division, *args, **(kwargs or {}))
         if func in _OTHER_ATTENTION:
             raise PenstockError(
                 f"{func.__name__} is not divided over the tokens of a sample; call scaled_dot_product_attention, or leave "
@@ -159,9 +179,8 @@ class _DividedAttention(TorchFunctionMode):
 _OTHER_ATTENTION = {F.multi_head_attention_forward}
 
 
-def _attention(  # noqa: PLR0917 (after the first two, the arguments of torch's function)
-    part: SequencePart,
-    exchange: PartExchange,
+def _attention(  # noqa: PLR0917 (after the first one, the arguments of torch's function)
+    division: Division,
     /,
     query: Tensor,
     key: Tensor,
@@ -172,23 +191,23 @@ def _attention(  # noqa: PLR0917 (after the first two, the arguments of torch's 
     **options: Any,
 ) -> Tensor:
     """Return the attention of this part's queries to all keys; shapes as ``scaled_dot_product_attention`` takes them."""
-    if attn_mask is not None:
+    part = division.part
+    length = part.whole_length(query.shape[-2])
+    if attn_mask is not None and attn_mask.shape[-1] != length:
         raise PenstockError(
-            f"attention with a mask of shape {tuple(attn_mask.shape)} is not divided over the tokens of a sample; use "
-            "is_causal=True without padding or packed documents, or leave cp at 1"
+            f"attention with a mask of shape {tuple(attn_mask.shape)} is not divided over the tokens of a sample; give it "
+            f"the {length} keys of the whole sample in its last dimension, use is_causal=True, or leave cp at 1"
         )
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise PenstockError(
-            f"attention of {query.shape[-2]} queries to {key.shape[-2]} keys is not divided over the tokens of a sample, "
-            "where each token has one of each; leave cp at 1"
-        )
-    both = torch.cat([key, value], -1)
-    # Torch does not annotate `apply`.
-    both = _Gathered.apply(both, part, exchange)  # type: ignore[no-untyped-call]
-    key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+    if key.shape[-2] != length or value.shape[-2] != length:  # a caller may have gathered them
+        if query.shape[-2] != key.shape[-2]:
+            raise PenstockError(
+                f"attention of {query.shape[-2]} queries to {key.shape[-2]} keys is not divided over the tokens of a "
+                "sample, where each token has one of each; leave cp at 1"
+            )
+        key, value = division.keys_and_values(key, value)
     options["dropout_p"] = dropout_p
-    if not is_causal:
-        return F.scaled_dot_product_attention(query, key, value, **options)
+    if attn_mask is not None or not is_causal:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
     chunk = query.shape[-2] // 2
     out = []
     for queries, number in zip(

@@ -157,12 +157,6 @@ class LocalStages:
                     f"sequence parallelism (with tp) cannot be used with cp = {part.parts}, which divides the same tokens; "
                     "leave one of them out"
                 )
-            # Other losses are compared in the first step; this one computes its logits itself.
-            if getattr(self._loss_fn, "shift", False):
-                raise ConfigError(
-                    "the loss function shifts its targets, and with cp the next token may be another process's; give "
-                    "shifted targets and a loss that does not shift"
-                )
             for module in modules.values():
                 divide_samples(module.named_layers(), part, exchange)
 
@@ -178,8 +172,7 @@ class LocalStages:
         if not any(self._world.gather(asked, action="compare the positions of tokens")):
             raise ConfigError(
                 "no layer called penstock.sequence_positions, and with cp a layer that counts its tokens itself has other "
-                "positions than in whole samples; call it where the model makes positions. Models of transformers do not, "
-                "so leave cp at 1 for these"
+                "positions than in whole samples; call it where the model makes positions, or leave cp at 1"
             )
 
     def check_divided_loss(self, reduction: str | Callable[[Any], object]) -> None:

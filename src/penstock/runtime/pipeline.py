@@ -55,6 +55,7 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.compute.shifted_loss import without_shift
 from penstock.stage.layers import require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
@@ -153,11 +154,15 @@ class Pipeline(PipelineModel):
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
-        divides = shape is not None and (shape.ep > 1 or shape.cp > 1)
+        cp = 1 if shape is None else shape.cp
+        divides = shape is not None and (shape.ep > 1 or cp > 1)
         settings = make_settings(recompute, autocast, execution, self._random, divides)
         # The count that comes with a loss also knows whether it shifts its targets.
         counts = callable(given.reduction) and reduction == "valid"
         self.reduction = require_reduction(given.reduction if reduction is None or counts else reduction)
+        of_shifted = without_shift(loss_fn, self.reduction) if cp > 1 else None
+        if of_shifted is not None:
+            loss_fn, self.reduction = of_shifted
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
@@ -242,6 +247,7 @@ class Pipeline(PipelineModel):
             replicas=self.replicas,
             replica=self.replica,
             sample_part=None if self.world is None else self.world.sample_part,
+            shifts=of_shifted is not None,
             device=self.device,
             reduction=self.reduction,
             ignore_index=ignore_index_of(loss_fn, self.reduction),
@@ -251,7 +257,7 @@ class Pipeline(PipelineModel):
             compares=self.in_processes and not alone,
         )
         self._local.check_divided_loss(self._splitter.reduction)
-        self._positions_unknown = self.mesh is not None and self.mesh.cp > 1
+        self._positions_unknown = cp > 1
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
         if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:

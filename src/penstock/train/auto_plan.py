@@ -81,6 +81,10 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
 def _require_measurable(config: Config, processes: int) -> None:
     """Raise `ConfigError` for a run whose layers do not run here as they are measured."""
     elsewhere = "plan it by `penstock plan`, on a cluster file that `penstock doctor --measure` writes"
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            f"--plan auto plans whole samples, so parallel.cp must be 1, got {config.parallel.cp}; set schedule and split"
+        )
     if config.parallel.tp > 1:
         raise ConfigError(
             f"--plan auto measures whole layers, so parallel.tp must be 1, got {config.parallel.tp}; {elsewhere}"

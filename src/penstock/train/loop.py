@@ -341,7 +341,8 @@ def build_pipeline(
         recompute=runtime.recompute,
         autocast=autocast_of(runtime.precision),
         seed=config.train.seed,
-        reduction=model.valid_tokens if masked else reduction,
+        # With cp, the parts of a sample have other numbers of labels where these are shifted.
+        reduction=model.valid_tokens if masked or parallel.cp > 1 else reduction,
         device=device,
         timeout=runtime.timeout,
         mesh=shape_of(parallel),

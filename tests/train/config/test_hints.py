@@ -26,6 +26,8 @@ from penstock.train.config.file import load
         ("--lr-warmup-iters", ["optim.warmup=SHARE_OF_STEPS"]),
         ("--warmup_ratio", ["optim.warmup"]),
         ("--min-lr", ["optim.final_lr=SHARE_OF_LR"]),
+        ("--context-parallel-size", ["parallel.cp"]),
+        ("--cp_size", ["parallel.cp"]),
         ("--use-distributed-optimizer", ["parallel.zero=true"]),
         ("--optim.betas", ["optim.beta1"]),
         ("train.step", ["train.steps"]),

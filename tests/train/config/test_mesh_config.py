@@ -38,6 +38,12 @@ STEPS = 6
         ({"dp": 2, "tp": 2}, 8, MeshShape(2, 2, 2)),
         ({"dp": 4}, 4, MeshShape(1, 4, 1)),
         ({"pp": 2, "dp": 3, "order": "dp, pp, tp"}, 6, MeshShape(2, 3, 1, ("dp", "pp", "tp"))),
+        ({"cp": 2}, 4, MeshShape(2, cp=2)),
+        (
+            {"dp": 2, "cp": 2, "ep": 4, "order": "cp,pp,dp,tp"},
+            4,
+            MeshShape(1, 2, 1, ("cp", "pp", "dp", "tp"), 4, 2),
+        ),
     ],
 )
 def test_the_mesh_is_what_is_given_and_the_pipeline_what_is_left(given, processes, shape: MeshShape):
@@ -55,7 +61,8 @@ def test_the_mesh_is_what_is_given_and_the_pipeline_what_is_left(given, processe
         ({"pp": 2, "dp": 2}, 8, "start 4 processes, or take dp = 4"),
         ({"dp": 2, "tp": 2}, 6, "6 processes cannot be divided into pipelines .* start 4 or a multiple of it"),
         ({"tp": 2}, None, "a mesh of pp 2 x dp 1 x tp 2 needs 4 processes, .* torchrun --nproc-per-node 4 -m penstock"),
-        ({"dp": 2}, None, "a mesh of pp 2 x dp 2 x tp 1 needs 4 processes, .* or set parallel.dp=1 and parallel.tp=1"),
+        ({"dp": 2}, None, "a mesh of pp 2 x dp 2 x tp 1 needs 4 processes, .* parallel.cp=1 and parallel.tp=1"),
+        ({"cp": 4}, 6, "6 processes cannot be divided .* parallel.cp = 4 and parallel.tp = 1; start 4 or a multiple"),
         ({"pp": 3}, 2, "parallel.pp is 3, but the launch has 2 processes; leave it unset or start 3"),
     ],
 )  # fmt: skip
@@ -77,6 +84,32 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(given, processes, sai
             "take a multiple of 12, or parallel.dp = 4",
         ),
         ({"parallel": {"order": "pp,dp"}}, "parallel.order must be pp, dp and tp once each"),
+        (
+            {"parallel": {"order": "pp,dp,tp,cp,cp"}},
+            "parallel.order must be pp, dp and tp once each, and cp or",
+        ),
+        ({"parallel": {"cp": 0}}, "parallel.cp must be greater than or equal to 1"),
+        ({"parallel": {"cp": "2"}}, "parallel.cp must be a whole number, got '2'"),
+        (
+            {"parallel": {"cp": 3}, "data": {"sequence": 128}},
+            "data.sequence 128 does not divide into 2 x parallel.cp = 6 chunks; take a multiple of 6",
+        ),
+        (
+            {"parallel": {"cp": 2, "tp": 2, "sequence_parallel": True}},
+            "parallel.sequence_parallel cannot be used with parallel.cp = 2: it divides the same tokens",
+        ),
+        (
+            {"parallel": {"cp": 2}, "runtime": {"compile": "block"}},
+            "runtime.compile cannot be used with parallel.cp = 2",
+        ),
+        (
+            {"parallel": {"cp": 2}, "train": {"reduction": "sum"}},
+            "train.reduction cannot be used with parallel.cp = 2",
+        ),
+        (
+            {"parallel": {"cp": 2}, "model": {"experts": 4, "hidden": 64, "auxiliary_loss": 0.1}},
+            "model.auxiliary_loss cannot be used with parallel.cp = 2",
+        ),
         ({"parallel": {"tp": 0}}, "parallel.tp must be greater than or equal to 1"),
         ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, got 1"),
         (
@@ -253,6 +286,7 @@ def tokens(root: Path) -> Path:
     [
         ("llama", "1f1b", {"pp": 2, "tp": 2}),
         ("gpt2", "zb-v", {"pp": 2, "tp": 2}),
+        ("llama", "1f1b", {"pp": 2, "cp": 2}),
         ("gpt2", "1f1b", {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}),
     ],
 )

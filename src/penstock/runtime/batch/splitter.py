@@ -17,7 +17,7 @@ from penstock.base.errors import BatchError, ConfigError
 from penstock.parallel.context import SequencePart
 from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
-from penstock.runtime.batch.tokens import cut_tokens, tokens_of
+from penstock.runtime.batch.tokens import cut_tokens, next_targets, tokens_of
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
 from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers
@@ -188,6 +188,7 @@ class BatchSplitter:
         replicas: int,
         replica: int,
         sample_part: SequencePart | None,
+        shifts: bool,
         device: torch.device | None,
         reduction: Reduction,
         ignore_index: int,
@@ -197,7 +198,7 @@ class BatchSplitter:
         compares: bool,
     ) -> None:
         self.replicas, self.replica = replicas, replica
-        self._part = sample_part
+        self._part, self._shifts = sample_part, shifts
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         self.ignore_index = ignore_index
@@ -213,7 +214,10 @@ class BatchSplitter:
         targets: list[object] = []
         parts = 1 if self._part is None else self._part.parts
         count = options.microbatches * self.replicas // parts
-        given, whole_target = (x, y), y
+        given = (x, y)
+        if self._shifts and not options.log_probs:
+            y = next_targets(y, self.ignore_index)
+        whole_target = y
         if self._part is not None:
             x, y, named = self._own_tokens(x, y, named)
         # Each loss is divided by this number, so that the gradients add up to those of the mean.

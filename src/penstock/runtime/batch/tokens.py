@@ -40,6 +40,19 @@ def cut_tokens(value: object, part: SequencePart, length: int, what: str) -> Any
     return _pytree.tree_map(partial(_cut, part=part, length=length, what=what), value)
 
 
+def next_targets(value: object, ignore_index: int) -> Any:
+    """Return targets with that of the next token at each position, and one that does not count at the last."""
+    if isinstance(value, Microbatches):
+        return Microbatches([next_targets(each, ignore_index) for each in value.parts])
+    return _pytree.tree_map(partial(_next, ignore_index=ignore_index), value)
+
+
+def _next(leaf: object, ignore_index: int) -> object:
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+        return leaf
+    return torch.cat([leaf[:, 1:], leaf.new_full(leaf[:, :1].shape, ignore_index)], 1)
+
+
 def _cut(leaf: object, part: SequencePart, length: int, what: str) -> object:
     if not isinstance(leaf, Tensor) or leaf.dim() < 2:
         return leaf

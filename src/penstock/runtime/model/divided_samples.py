@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.parallel.context import PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.stage.named import Context, names_given, within
@@ -56,9 +57,9 @@ def asks_for_positions(layers: Iterable[tuple[str, nn.Module]]) -> bool:
 class DividedLayer:
     """The forward of a layer that has a part of each sample's tokens; called as the layer's own.
 
-    The first call also computes a few tokens of the batch twice: whole on each process, and divided. A layer that gives
-    other values then does something along the sequence that is not divided, such as positions that it counts itself, a
-    convolution, or a state.
+    The first call also computes a few tokens of the batch twice, in float32: whole on each process, and divided. A layer
+    that gives other values then does something along the sequence that is not divided, such as positions that it counts
+    itself, a convolution, or a state.
 
     Attributes:
         asked: whether a call has asked for positions.
@@ -85,14 +86,14 @@ class DividedLayer:
         lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
         if not lengths or lengths[0] < 2 * _PROBED:
             return
-        few = [_few(x, lengths[0]) for x in leaves]
+        few = [_widened(_few(x, lengths[0])) for x in leaves]
         size = 2 * _PROBED
         whole = [_whole(x, size, self._part, self._exchange) for x in few]
         modes = [(module, module.training) for module in self._layer.modules()]
         devices = [x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda][:1]
         self._layer.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad(), torch.random.fork_rng(devices), _in_float32(self._layer):
                 expected, divided = self._probe(structure, whole, few)
         finally:
             for module, training in modes:
@@ -102,11 +103,25 @@ class DividedLayer:
                 continue
             one = self._part.cut(one)
             if one.shape != other.shape or _differ(one, other):
-                raise ConfigError(
-                    f"layer {self._name} gives other values if the tokens of its samples are divided (cp). It may only use "
-                    "other tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); "
-                    "leave cp at 1"
-                )
+                raise self._refusal("gives other values")
+
+    def _refusal(self, what: str) -> ConfigError:
+        kind = next(
+            k.__name__ for k in type(self._layer).__mro__ if not k.__module__.startswith("penstock.stage")
+        )
+        return ConfigError(
+            f"layer {self._name} ({kind}) {what} if the tokens of its samples are divided (cp). It may only use other "
+            "tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); leave cp at 1"
+        )
+
+    def _of_part(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            with dividing(self._part, self._exchange):
+                return self._forward(*args, **kwargs)
+        except PenstockError:
+            raise
+        except Exception as error:  # of attention by matrix products, which has other shapes than it expects
+            raise self._refusal(f"fails with {describe_error(error)}") from error
 
     def _probe(self, structure: Any, whole: list[Any], few: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the leaves of the layer's output for whole samples, and for this part of them."""
@@ -114,11 +129,7 @@ class DividedLayer:
         for leaves, divides in ((whole, False), (few, True)):
             args, kwargs = _pytree.tree_unflatten(leaves, structure)
             with within(Context(dict(kwargs), {}, frozenset(names_given(self._layer)))) as context:
-                if divides:
-                    with dividing(self._part, self._exchange):
-                        out = self._forward(*args, **kwargs)
-                else:
-                    out = self._forward(*args, **kwargs)
+                out = self._of_part(args, kwargs) if divides else self._forward(*args, **kwargs)
             if context.losses:
                 raise ConfigError(
                     f"layer {self._name} adds a loss ({', '.join(context.losses)}), which with cp would be that of one "
@@ -161,7 +172,7 @@ class DividedLoss:
         if not lengths or lengths[0] < 2 * _PROBED:
             self._checked = True
             return
-        few = [_few(x, lengths[0]) for x in leaves]
+        few = [_widened(_few(x, lengths[0])) for x in leaves]
         whole = [_whole(x, 2 * _PROBED, self._part, self._exchange) for x in few]
         with torch.no_grad(), torch.random.fork_rng([]):
             expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
@@ -173,7 +184,7 @@ class DividedLoss:
         if not bool(expected[0].isfinite()) or not bool(expected[1]):
             return
         self._checked = True
-        near = 1e-2 if leaves[0].dtype.itemsize < 4 else 1e-4
+        near = 1e-2 if few[0].dtype.itemsize < 4 else 1e-4
         if bool((total - expected[0]).abs() > near * expected[0].abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
@@ -186,6 +197,32 @@ class DividedLoss:
         loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
         weight: Any = self._reduction(values[1]) if callable(self._reduction) else 1.0
         return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
+
+
+@contextmanager
+def _in_float32(layer: nn.Module) -> Iterator[None]:
+    """Return a context in which a layer computes in float32: the rounding of bf16 would hide what a state changes."""
+    tables = [table for module in layer.modules() for table in (module._parameters, module._buffers)]
+    own: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, value) for table in tables for name, value in table.items() if value is not None
+    ]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for table, name, value in own:
+            table[name] = _widened(value.detach())
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for table, name, value in own:
+            table[name] = value
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of half precision in float32, and other values as they are."""
+    halves = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if halves and (type(value) is Tensor or is_dtensor(value)) else value
 
 
 def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> Any:
@@ -215,5 +252,9 @@ def _few(leaf: object, length: int) -> object:
 def _differ(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return not torch.equal(one, other)
+    odd = ~one.isfinite()  # attention of padding to nothing
+    if not torch.equal(odd, ~other.isfinite()):
+        return True
+    one, other = one.masked_fill(odd, 0), other.masked_fill(odd, 0)
     bound = _NEAR[one.dtype.itemsize] * one.abs().max()
     return bool((one - other).abs().max() > bound)

@@ -15,6 +15,7 @@ mean logit. `log_probs` goes through the same chunks without gradients.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -137,6 +138,15 @@ class LinearCrossEntropy:
             # torch does not annotate it.
             loss: Tensor = _Chunks.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
         return loss
+
+    @property
+    def without_shift(self) -> LinearCrossEntropy | None:
+        """The same loss of targets that were shifted before; None if it does not shift them."""
+        if not self.shift:
+            return None
+        other = copy.copy(self)
+        other.shift = False
+        return other
 
     def valid_targets(self, target: Tensor) -> int:
         """Return the number of targets that count; a `Pipeline` weighs each microbatch by it unless it is told otherwise."""

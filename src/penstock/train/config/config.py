@@ -242,8 +242,31 @@ def _check_together(config: Config) -> None:
             f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
             f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
         )
+    if parallel.cp > 1:
+        _check_divided_samples(config)
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(
             f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "
             f"parallel.sequence_parallel needs; take a multiple of {parallel.tp}"
         )
+
+
+def _check_divided_samples(config: Config) -> None:
+    """Raise if samples whose tokens are divided (cp) exclude another key."""
+    cp, sequence = config.parallel.cp, config.data.sequence
+    if sequence % (2 * cp):
+        raise ConfigError(
+            f"data.sequence {sequence} does not divide into 2 x parallel.cp = {2 * cp} chunks; take a multiple of {2 * cp}"
+        )
+    parallel, runtime, train, model = config.parallel, config.runtime, config.train, config.model
+    refused = {
+        "parallel.sequence_parallel": (parallel.sequence_parallel, "it divides the same tokens; take false"),
+        "runtime.compile": (runtime.compile != "none", "the exchange of keys and values is not compiled; take 'none'"),
+        "train.reduction": (train.reduction == "sum", "means over each process's tokens would be added; take 'mean'"),
+        "model.auxiliary_loss": (model.auxiliary_loss, "it would be that of one process's tokens; take 0"),
+    }  # fmt: skip
+    for key, (given, why) in refused.items():
+        if given:
+            raise ConfigError(
+                f"{key} cannot be used with parallel.cp = {cp}: {why}, or leave parallel.cp at 1"
+            )

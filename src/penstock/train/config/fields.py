@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from penstock.parallel.mesh import AXES
 from penstock.runtime.health.hang import YEAR
 
 LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
@@ -44,8 +45,8 @@ def _check_callbacks(text: str) -> str:
 
 
 def _check_order(text: str) -> str:
-    if sorted(axes_of(text)) != ["dp", "pp", "tp"]:
-        raise ValueError("pp, dp and tp once each with commas between, outermost first")
+    if sorted({*axes_of(text), "cp"}) != sorted({*AXES}) or len(axes_of(text)) > len({*axes_of(text)}):
+        raise ValueError("pp, dp and tp once each, and cp or not, with commas between, outermost first")
     return text
 
 

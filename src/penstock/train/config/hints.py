@@ -38,6 +38,8 @@ _NAMES = {
     "optim.warmup": "lr_warmup_fraction warmup_ratio",
     "optim.warmup=SHARE_OF_STEPS": "lr_warmup lr_warmup_iters num_warmup_steps warm_up warmup_iters warmup_steps",
     "optim.weight_decay": "wd",
+    "parallel.cp": "context_parallel context_parallel_degree context_parallel_size cp_degree cp_size "
+    "sequence_parallel_degree sequence_parallel_size sp_size",
     "parallel.dp": "data_parallel data_parallel_size dp_size replicas",
     "parallel.ep": "ep_size expert_model_parallel_size expert_parallel expert_parallel_size",
     "parallel.pp": "num_stages pipeline_parallel_size pp_size stages",

@@ -25,20 +25,24 @@ THREADS = 2
 def shape_of(parallel: ParallelConfig) -> MeshShape:
     """Return the mesh of a resolved config."""
     assert parallel.pp is not None, "resolved"
-    return MeshShape(parallel.pp, parallel.dp, parallel.tp, axes_of(parallel.order), parallel.ep)
+    return _shape(parallel, parallel.pp)
+
+
+def _shape(parallel: ParallelConfig, pp: int) -> MeshShape:
+    return MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order), ep=parallel.ep, cp=parallel.cp)
 
 
 def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     """Return the mesh of a config for the number of processes that were started.
 
     Args:
-        parallel: a checked ``[parallel]``; an unset ``pp`` becomes the processes that ``dp`` and ``tp`` leave, or `THREADS`.
+        parallel: a checked ``[parallel]``; an unset ``pp`` becomes the processes that the other axes leave, or `THREADS`.
     """
-    pp, replicas = parallel.pp, parallel.dp * parallel.tp
+    pp, replicas = parallel.pp, parallel.dp * parallel.cp * parallel.tp
     if processes is not None and pp is None and processes % replicas:
         raise ConfigError(
-            f"{plural(processes, 'process')} cannot be divided into pipelines with parallel.dp = {parallel.dp} and "
-            f"parallel.tp = {parallel.tp}; start {replicas} or a multiple of it"
+            f"{plural(processes, 'process')} cannot be divided into pipelines with parallel.dp = {parallel.dp}, "
+            f"parallel.cp = {parallel.cp} and parallel.tp = {parallel.tp}; start {replicas} or a multiple of it"
         )
     if processes is not None and replicas == 1 and pp not in (None, processes):
         raise ConfigError(
@@ -46,17 +50,17 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
         )
     if pp is None:
         pp = THREADS if processes is None else processes // replicas
-    shape = MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order), parallel.ep)
+    shape = _shape(parallel, pp)
     if processes is not None:
         require_fit(shape, processes)
     else:
-        require_threads(shape, "-m penstock train ..., or set parallel.dp=1 and parallel.tp=1")
+        require_threads(shape, "-m penstock train ..., or set parallel.dp=1, parallel.cp=1 and parallel.tp=1")
     return shape
 
 
 def processes_of(parallel: ParallelConfig) -> int:
     """Return the number of processes a run needs, one for each rank, where no launcher has started any."""
-    return (parallel.pp or THREADS) * parallel.dp * parallel.tp
+    return (parallel.pp or THREADS) * parallel.dp * parallel.cp * parallel.tp
 
 
 def describe(shape: MeshShape) -> str:

@@ -93,24 +93,29 @@ class ParallelConfig(Table):
     """``[parallel]``: the ranks on each axis.
 
     Attributes:
-        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads, or 1 for
+        pp: pipeline ranks (default: the processes that the other axes leave under torchrun, else 2 threads, or 1 for
             a model of one layer).
         virtual_stages: stages per rank (default: the usual number of the schedule family).
-        dp: replicas of the pipeline that share each batch; with `dp` or `tp` a run takes ``pp * dp * tp`` processes.
+        dp: replicas of the pipeline that share each batch; with more axes than `pp` a run takes ``pp * dp * cp * tp``
+            processes.
+        cp: processes that share the tokens of each sample; ``data.sequence`` must be a multiple of ``2 * cp``.
         tp: processes that share every matrix of a stage.
-        ep: processes that divide the experts of a mixture: a divisor of ``dp * tp``, whose processes they are.
-        order: order of the axes, outermost first; neighbouring processes differ in the last one.
+        ep: processes that divide the experts of a mixture: a divisor of ``dp * cp * tp``, whose processes they are.
+        order: order of the axes, outermost first; neighbouring processes differ in the last one. `cp` follows `dp` if it
+            is not named.
         sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
-        bucket_bytes: with `dp`, maximum size of the buckets in which gradients are reduced during the backward.
-        zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
+        bucket_bytes: with `dp` or `cp`, maximum size of the buckets in which gradients are reduced during the backward.
+        zero: with `dp` or `cp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
         buffers: reaction to copies of a stage that change a buffer differently: ``refuse`` the step, or take the ``mean`` or
             the ``first``.
-        check_replicas: steps between two comparisons of replicated weights (`dp`, `tp`, stages on two ranks); 0 for none.
+        check_replicas: steps between two comparisons of replicated weights (`dp`, `cp`, `tp`, stages on two ranks); 0 for
+            none.
     """
 
     pp: Count | None = None
     virtual_stages: Count | None = None
     dp: Count = 1
+    cp: Count = 1
     tp: Count = 1
     ep: Count = 1
     order: AxisOrder = "pp,dp,tp"
