@@ -11,7 +11,7 @@ from penstock.base.errors import ConfigError, ScheduleError
 from penstock.runtime.options import ParallelOptions
 from penstock.schedule.check import check
 from penstock.schedule.families.lookup import build_schedule
-from penstock.schedule.memory import Budget
+from penstock.schedule.memory import Budget, WeightBytes
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action
 from penstock.schedule.residency import Residency, Sharding, make_residency
@@ -115,7 +115,7 @@ def test_the_program_lists_the_operations_in_their_places():
 
 def test_a_budget_counts_sharded_weights_and_names_the_op_that_exceeds_it():
     schedule = build_schedule("breadth-first", 2, 4, 4)
-    sizes = {"saved": 0, "weights": 1000, "gradients": 1000, "replicas": 4}
+    sizes = {"saved": 0, "weights": WeightBytes(1000, 1000, replicas=4)}
     assert Budget(limit=0, **sizes).peak(schedule).tolist() == [8000, 8000]
     kept = Sharding("weights", window=1)
     least = Budget(limit=0, **sizes).peak(schedule, make_residency(schedule, kept))

@@ -64,7 +64,7 @@ class ParallelOptions:
 
     @property
     def sharding(self) -> Sharding:
-        """What replicas divide, and how long a rank holds it."""
+        """The choices of `shard`, `window` and `reduce_every`."""
         return Sharding(self.shard, self.window, self.reduce_every)
 
 

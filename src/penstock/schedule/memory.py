@@ -81,6 +81,20 @@ def peak(
 
 
 @dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of weights and of their gradients, held throughout, or as `penstock.schedule.residency` says if sharded.
+
+    Attributes:
+        weights, gradients: bytes of each stage, one number or one per stage.
+        replicas: number of replicas that shard them (default 1).
+    """
+
+    weights: npt.ArrayLike
+    gradients: npt.ArrayLike
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
 class Budget:
     """Limit on the memory of a rank.
 
@@ -91,9 +105,7 @@ class Budget:
         inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
             recompute (``R``) of the same microbatch rebuilds the rest.
         freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
-        weights, gradients: bytes of the stage's weights and of their gradients, one number or one per stage (default 0:
-            they are not counted). They are held throughout, or as `penstock.schedule.residency` says if they are sharded.
-        replicas: number of replicas that shard them (default 1).
+        weights: bytes of weights and of their gradients, which are counted as well (default None: only activations are).
     """
 
     limit: npt.ArrayLike
@@ -101,9 +113,7 @@ class Budget:
     waiting: npt.ArrayLike = 0
     inputs: npt.ArrayLike = 0
     freed_at: FreedAt = "W"
-    weights: npt.ArrayLike = 0
-    gradients: npt.ArrayLike = 0
-    replicas: int = 1
+    weights: WeightBytes | None = None
 
     def limits(self, ranks: int) -> Bytes:
         """Return the limit of every rank, int64, shape (ranks,).
@@ -116,10 +126,12 @@ class Budget:
     def held(self, schedule: Schedule, residency: Residency | None = None) -> Bytes:
         """Return `held` with the sizes of this budget, and the bytes of weights and gradients."""
         activations = held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
-        weights = _whole("weights", self.weights, schedule.stages, "stage")
-        gradients = _whole("gradients", self.gradients, schedule.stages, "stage")
+        if self.weights is None:
+            return activations
+        weights = _whole("weights", self.weights.weights, schedule.stages, "stage")
+        gradients = _whole("gradients", self.weights.gradients, schedule.stages, "stage")
         if residency is not None:
-            return activations + residency.held(schedule, weights, gradients, self.replicas)
+            return activations + residency.held(schedule, weights, gradients, self.weights.replicas)
         fixed = [int((weights + gradients)[list(stages)].sum()) for stages in schedule.placement.stages_of]
         return activations + np.array(fixed, np.int64)[rank_column(schedule)]
 
@@ -139,7 +151,7 @@ class Budget:
         turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
         order = np.lexsort((turn, s.microbatch, rank_column(s)))
         alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
-        only = replace(self, weights=0, gradients=0)
+        only = replace(self, weights=None)
         return _peak(only.held(alone), alone)
 
 

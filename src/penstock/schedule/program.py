@@ -116,7 +116,7 @@ class Edge:
     capacity: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
     """A Schedule with its waits resolved.
 
@@ -360,7 +360,7 @@ def lower(schedule: Schedule) -> Program:
     source, target = links(schedule, index(schedule))
     rank = rank_column(schedule)
     level = levels(schedule.offsets, source, target, schedule.paired, rank)
-    return Program(schedule, rank, source, target, level)
+    return Program(schedule=schedule, rank=rank, source=source, target=target, level=level)
 
 
 def levels(

@@ -43,7 +43,7 @@ _ENDS = (Kind.B, Kind.W)
 
 @dataclass(frozen=True)
 class Sharding:
-    """What replicas divide, and how long a rank holds it in full.
+    """Choice of what replicas divide, and how long a rank holds it in full.
 
     Args:
         shard: "none" (default), "optimizer" (ZeRO-1), "gradients" (ZeRO-2) or "weights" (ZeRO-3).
@@ -78,7 +78,7 @@ class Sharding:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether weights or gradients are held in full for a part of a step only."""
+        """True if weights or gradients are held in full for a part of a step only."""
         return self.shard in ("gradients", "weights")
 
 
