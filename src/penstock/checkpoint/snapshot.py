@@ -72,6 +72,7 @@ def take_snapshot(
     if pipe.replica and (pipe.mesh is None or pipe.mesh.ep == 1):
         if optimizer is not None:
             optimizer.give_state()
+        pipe.gather_weights()
         return Snapshot(pipe.steps)
     # Of sharded tensors the shards: each is made whole when its turn comes, and only processes that write keep it.
     state = optimizer.sharded_state() if optimizer is not None else None

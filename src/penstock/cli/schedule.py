@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.base.counts import describe_size, plural
-from penstock.base.errors import ScheduleError
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
-from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
+from penstock.cli.schedule_arguments import (
+    VIRTUAL_STAGES,
+    find_schedule,
+    named_values,
+    schedule_options,
+    sharding_options,
+)
 from penstock.cli.schedule_search import search_command
 
 if TYPE_CHECKING:
     from penstock.schedule.families import CatalogueFamily
-    from penstock.schedule.memory import Budget
+    from penstock.schedule.residency import Sharding
     from penstock.schedule.schedule import Schedule
 
 
@@ -43,13 +49,18 @@ def command() -> None:
     is_flag=True,
     help="Print every instruction of each rank, including messages, hand-overs and reductions.",
 )
-def show(program: bool, **arguments: Any) -> None:
-    """Print the ops of every rank in PyTorch's notation."""
+@sharding_options
+def show(program: bool, sharding: Sharding, **arguments: Any) -> None:
+    """Print the ops of every rank in PyTorch's notation.
+
+    With --shard, the gathers (UNSHARD) and releases (RESHARD) of weights and the reductions of gradients (REDUCE_GRAD) are
+    among them.
+    """
     from penstock.schedule.check import check
 
     schedule = _schedule(**arguments)
-    if program:
-        lowered = check(schedule).program
+    lowered = check(schedule, sharding=sharding).program if program or sharding.comes_and_goes else None
+    if program and lowered is not None:
         for rank in range(schedule.ranks):
             click.echo(f"rank {rank}")
             for instruction in lowered.instructions(rank):
@@ -58,23 +69,46 @@ def show(program: bool, **arguments: Any) -> None:
     click.echo(f"{_title(schedule)}\n")
     margin = len(f"rank {schedule.ranks - 1}")
     for rank in range(schedule.ranks):
-        click.echo(f"{f'rank {rank}'.ljust(margin)}  {schedule.text(rank)}")
+        residency = lowered.residency if lowered is not None else None
+        text = schedule.text(rank) if residency is None else " ".join(residency.text(schedule, rank))
+        click.echo(f"{f'rank {rank}'.ljust(margin)}  {text}")
 
 
 @command.command(
     epilog="Example:  penstock schedule check my.csv\n\n"
-    "          penstock schedule check 1f1b -p 4 -m 8 --memory-limit 80000000 --saved 20000000"
+    "          penstock schedule check 1f1b -p 4 -m 8 --memory-limit 80000000 --saved 20000000\n\n"
+    "          penstock schedule check breadth-first -p 4 -m 8 -v 4 --shard weights --window 2 --replicas 8 --saved 1GB "
+    "--weights 3GB --gradients 3GB --memory-limit 20GB"
 )
 @click.argument("schedule")
 @schedule_options
 @click.option(
     "--memory-limit",
-    type=int,
     metavar="BYTES",
     help="Bytes that a rank may hold; without --saved, activations. Default: no limit.",
 )
 @SAVED
 @WAITING
+@click.option(
+    "--weights",
+    default="0",
+    metavar="BYTES[,...]",
+    help="Bytes of a stage's weights, counted as well: one number, or one per stage. Default: 0.",
+)
+@click.option(
+    "--gradients",
+    default="0",
+    metavar="BYTES[,...]",
+    help="Bytes of the gradients of a stage's weights: one number, or one per stage. Default: 0.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Replicas that --shard divides over.",
+)
+@sharding_options
 @click.option(
     "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
     help="Half of a split backward that frees the forward's bytes: input gradient (B) or weight gradient (W).",
@@ -86,19 +120,33 @@ def show(program: bool, **arguments: Any) -> None:
     help="Print one JSON object, even for an invalid schedule (exit code 2).",
 )
 def check(
-    memory_limit: int | None, saved: str, waiting: str, freed_at: str, as_json: bool, **arguments: Any
-) -> None:
+    *, memory_limit: str | None, saved: str, waiting: str, weights: str, gradients: str, replicas: int, freed_at: str,
+    as_json: bool, sharding: Sharding, **arguments: Any,
+) -> None:  # fmt: skip
     """Prove that a schedule is valid.
 
     A valid schedule is complete, ordered along its data, free of deadlock even if every send blocks until its receive is
     posted, and within its memory. An invalid one is rejected with the smallest counter-example and exit code 2.
     """
     from penstock.schedule.check import check as prove
+    from penstock.schedule.memory import Budget, WeightBytes
 
-    schedule = _schedule(**arguments, memory_limit=memory_limit if saved == "1" else None)
-    budget = _budget(memory_limit, saved, waiting, freed_at)
+    limit = None if memory_limit is None else stage_bytes("--memory-limit", memory_limit)
+    if isinstance(limit, list):
+        raise ConfigError(f"--memory-limit must be one number of bytes, got {memory_limit!r}")
+    counts = saved == "1" and weights == gradients == "0"
+    schedule = _schedule(**arguments, memory_limit=limit if counts else None)
+    sizes = WeightBytes(stage_bytes("--weights", weights), stage_bytes("--gradients", gradients), replicas)
+    budget = Budget(
+        limit or 0,
+        stage_bytes("--saved", saved),
+        stage_bytes("--waiting", waiting),
+        0,
+        "B" if freed_at == "B" else "W",
+        sizes if weights != "0" or gradients != "0" else None,
+    )
     try:
-        proof = prove(schedule, budget=budget if memory_limit is not None else None)
+        proof = prove(schedule, budget=budget if limit is not None else None, sharding=sharding)
     except ScheduleError as error:
         if not as_json:
             raise
@@ -106,7 +154,8 @@ def check(
             json.dumps({"schedule": schedule.name, "valid": False, "error": str(error)}, ensure_ascii=False)
         )
         click.get_current_context().exit(2)
-    held = budget.peak(schedule).tolist()
+    residency = proof.program.residency
+    held = budget.peak(schedule, residency).tolist()
     edges = list(proof.program.edges.values())
     if as_json:
         report = {
@@ -121,12 +170,14 @@ def check(
             "messages": sum(len(edge.consumers) for edge in edges),
             "receive_slots": max((edge.slots for edge in edges), default=0),
             "reduced_over": {str(s): list(ranks) for s, ranks in proof.program.reductions.items()},
+            "gathers": [len(runs) for runs in residency.runs] if residency is not None else [],
+            "reductions": [len(each) for each in residency.reductions] if residency is not None else [],
             "in_order": schedule.in_order,
             "notes": list(schedule.notes),
         }
         click.echo(json.dumps(report, ensure_ascii=False))
         return
-    click.echo(proof.summary(held, "activations" if saved == "1" and waiting == "0" else "bytes"))
+    click.echo(proof.summary(held, "activations" if counts and waiting == "0" else "bytes"))
 
 
 @command.command(
@@ -205,18 +256,6 @@ def _schedule(
     adapts = schedule in FAMILIES and "memory_limit" in FAMILIES[schedule].options
     adapted = {"memory_limit": memory_limit} if adapts and memory_limit is not None else {}
     return find_schedule(schedule, ranks, microbatches, virtual_stages, adapted | named_values(options))
-
-
-def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budget:
-    from penstock.schedule.memory import Budget
-
-    return Budget(
-        limit or 0,
-        stage_bytes("--saved", saved),
-        stage_bytes("--waiting", waiting),
-        0,
-        "B" if freed_at == "B" else "W",
-    )
 
 
 def _title(schedule: Schedule) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -37,6 +38,33 @@ def schedule_options(function: Command) -> Command:
     )):  # fmt: skip
         function = decorate(function)
     return function
+
+
+def sharding_options(function: Command) -> Command:
+    """Add the options that say what replicas divide, given to the command as one `sharding`."""
+
+    @wraps(function)
+    def command(*args: Any, shard: Any, window: int | None, reduce_every: int | None, **named: Any) -> object:
+        from penstock.schedule.residency import Sharding
+
+        return function(*args, sharding=Sharding(shard, window, reduce_every), **named)
+
+    for decorate in reversed((
+        click.option(
+            "--shard", type=click.Choice(["none", "optimizer", "gradients", "weights"]), default="none", show_default=True,
+            help="What replicas divide, each with what comes before it (ZeRO-1, -2 and -3).",
+        ),
+        click.option(
+            "--window", type=click.IntRange(1),
+            help="Stages whose weights a rank may hold at once, with --shard weights. Default: all of the rank.",
+        ),
+        click.option(
+            "--reduce-every", type=click.IntRange(1),
+            help="Microbatches whose gradients are added up before replicas sum them. Default: all of the step.",
+        ),
+    )):  # fmt: skip
+        command = decorate(command)
+    return command  # type: ignore[return-value]  # takes other options than the function
 
 
 def need_counts(name: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:

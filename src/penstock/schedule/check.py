@@ -290,6 +290,10 @@ def _memory(program: Program, budget: Budget) -> None:
             f"{problem}; no order can meet the limit: one microbatch alone takes {least[tight]} on rank {tight}, "
             f"so {least.max()} is the least"
         )
+    if budget.weights is not None:
+        raise ScheduleError(
+            f"{problem} with weights and gradients; activations alone can be as little as {least[rank]} there"
+        )
     raise ScheduleError(f"{problem}; running one microbatch after the other would take {least.max()}")
 
 

@@ -352,6 +352,9 @@ def build_pipeline(
             check_replicas=parallel.check_replicas,
             family=model.family,
             sequence_parallel=parallel.sequence_parallel,
+            shard=parallel.shard,
+            window=parallel.window,
+            reduce_every=parallel.reduce_every,
         ),
         execution=ExecutionOptions(
             first_timeout=runtime.first_timeout,

@@ -61,8 +61,12 @@ class PipelineModel:
         """Wait until the weights are final: with ``zero="overlap"`` they may still be arriving."""
         self._weights.wait_for_parameters(whole=False)
 
-    def _gather(self) -> None:
-        """Wait until the weights are final and in memory; with shard="weights", all ranks call it together."""
+    def gather_weights(self) -> None:
+        """Have all weights of this process's stages in memory, until the next step or update.
+
+        Only with ``ParallelOptions(shard="weights")`` are they elsewhere: their parameters then hold NaN between steps. All
+        ranks call this together, or `state_dict`, `full_state_dict` and `load_state_dict`, which do so.
+        """
         self._weights.wait_for_parameters(whole=True)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -85,12 +89,12 @@ class PipelineModel:
 
         The tensors are those that train, not copies. A tied weight has the first of its names alone.
         """
-        self._gather()
+        self.gather_weights()
         return self._parameters.state_dict()
 
     def sharded_state(self) -> dict[str, Any]:
         """Return `state_dict` with sharded tensors as they are, for what makes them whole one at a time."""
-        self._gather()
+        self.gather_weights()
         return self._parameters.sharded_state()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
@@ -114,7 +118,7 @@ class PipelineModel:
         """
         keeps = self._keeps(rank0_only)
         with self.calling("pipe.full_state_dict()"):
-            self._gather()
+            self.gather_weights()
             state = gather_state(self._parameters.own_state(), self._world, keeps)
             if self._world is not None:
                 not_in_it = self._parameters.non_persistent_buffers()
@@ -141,7 +145,7 @@ class PipelineModel:
         """
         keeps = self._keeps(rank0_only)
         with self.calling("pipe.named_weights()"):
-            self._gather()
+            self.gather_weights()
             values = each_value(self._parameters.own_state(), self._world)
             try:
                 for name, value in values:
@@ -175,7 +179,7 @@ class PipelineModel:
                 "unsplit() returns the module that was given, but the model was a list of layers; its weights are in "
                 "pipe.full_state_dict()"
             )
-        self._gather()
+        self.gather_weights()
         self.close()
         self._parameters.give_buffers_to(self._given)
         return self._given
@@ -193,7 +197,7 @@ class PipelineModel:
         Raises:
             ConfigError: if an entry is missing, misshapen or of no layer; then nothing is loaded.
         """
-        self._gather()
+        self.gather_weights()
         self._parameters.load_state_dict(state)
         self._weights.take_written_parameters()
 

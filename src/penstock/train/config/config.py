@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.base.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, ScheduleError, nearest
+from penstock.schedule.residency import Sharding
 from penstock.train.config.fields import Table
 from penstock.train.config.hints import KeyHints, assignments
 from penstock.train.config.optimizers import optim_defaults, require_optimizer
@@ -244,6 +245,10 @@ def _check_together(config: Config) -> None:
         )
     if parallel.cp > 1:
         _check_divided_samples(config)
+    try:
+        Sharding(parallel.shard, parallel.window, parallel.reduce_every)
+    except ScheduleError as error:
+        raise ConfigError(f"[parallel] {error}") from None
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(
             f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "

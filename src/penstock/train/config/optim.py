@@ -58,7 +58,7 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
         lr_factor=lambda step: lr_factor(step, train.steps, optim),
         scaler=scaler,
         main_weights=precision == "bf16-weights",
-        zero="overlap" if config.parallel.zero else False,
+        zero="overlap" if config.parallel.zero or config.parallel.shard != "none" else False,
         **keywords(optim),
         **decay,
     )

@@ -30,6 +30,7 @@ from penstock.train.config.fields import (
     Reduction,
     RouterScores,
     Seconds,
+    Sharded,
     Share,
     Split,
     Table,
@@ -106,6 +107,11 @@ class ParallelConfig(Table):
         sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
         bucket_bytes: with `dp` or `cp`, maximum size of the buckets in which gradients are reduced during the backward.
         zero: with `dp` or `cp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
+        shard: what replicas divide: only the ``optimizer`` state, as `zero` does, also the ``gradients`` (ZeRO-2), or also
+            the ``weights`` (ZeRO-3), which are gathered before the ops that read them.
+        window: with ``shard = "weights"``, stages whose weights a rank may hold at once (default: all of the rank).
+        reduce_every: with ``shard = "gradients"`` or ``"weights"``, microbatches whose gradients add up before replicas
+            sum them (default: all of the step).
         buffers: reaction to copies of a stage that change a buffer differently: ``refuse`` the step, or take the ``mean`` or
             the ``first``.
         check_replicas: steps between two comparisons of replicated weights (`dp`, `cp`, `tp`, stages on two ranks); 0 for
@@ -122,6 +128,9 @@ class ParallelConfig(Table):
     sequence_parallel: Flag = False
     bucket_bytes: Count = BUCKET_BYTES
     zero: Flag = False
+    shard: Sharded = "none"
+    window: Count | None = None
+    reduce_every: Count | None = None
     buffers: Buffers = "refuse"
     check_replicas: NotNegative = 100
 
