@@ -1,9 +1,10 @@
-"""`penstock train` with the tokens of each sample divided over processes, beside the loop over the unsplit model."""
+"""`penstock train` with samples or weights divided over processes, beside the loop over the unsplit model."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,32 @@ def test_a_run_is_the_plain_loop_and_continues_with_whole_samples(tmp_path: Path
 
     stopped_at(tmp_path, folder, AT)
     parallel = replace(config.parallel, cp=1, zero=False)
+    run(replace(config, parallel=parallel, train=replace(config.train, resume=str(folder))))
+    assert_like(plain, folder)
+
+
+@pytest.mark.slow
+def test_a_run_with_sharded_weights_is_the_plain_loop_and_continues_with_whole_ones(tmp_path: Path):
+    torch.set_num_threads(1)
+    config = config_of(
+        tmp_path, text_folder(tmp_path), "sharded", STEPS,
+        parallel={"pp": 2, "dp": 2, "virtual_stages": 2, "shard": "weights", "window": 1, "reduce_every": 1},
+        schedule={"name": "interleaved-1f1b", "microbatches": 4}, optim={"clip": 0.5}, train={"accumulate": 2},
+        runtime={"threads": 1, "timeout": 300.0},
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(config_file.dump(config))
+    torchrun("train", str(tmp_path / "run.toml"))
+    plain = unsplit(config)
+    folder = tmp_path / "runs" / "sharded"
+    assert_like(plain, folder)
+
+    stopped_at(tmp_path, folder, AT)
+    copied = shutil.copytree(folder, tmp_path / "runs" / "copied")
+    again = replace(config, train=replace(config.train, resume=str(copied)))
+    (tmp_path / "again.toml").write_text(config_file.dump(again))
+    torchrun("train", str(tmp_path / "again.toml"))
+    assert_like(plain, copied)
+    parallel = replace(config.parallel, dp=1, shard="none", window=None, reduce_every=None)
     run(replace(config, parallel=parallel, train=replace(config.train, resume=str(folder))))
     assert_like(plain, folder)
 
