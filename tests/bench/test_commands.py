@@ -57,6 +57,12 @@ LINES = {
         r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
         r"experts of a layer over transformers' AllToAllEP, ep 2: N; ours N ms, theirs N ms",
     ],
+    "bench.residency": [
+        r"pp 2 x dp 2 x tp 1, interleaved-1f1b, shard weights, window 1 +N +N +N +N +N +N +N +N",
+        r"bytes beside the formula: N% at worst; gathers as planned on every rank: True",
+        r"a step of pp 1 x dp 4 x tp 1, breadth-first, window 2, over FSDP2's: N; ours N ms, theirs N ms",
+        r"with 0.6 times the weights to get: weights: two steps, loss N; optimizer: RuntimeError: .*",
+    ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [
         r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",
