@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @click.option(
     "--memory-limit",
     metavar="BYTES",
-    help="Memory of a device that a plan may use, such as 70GB. Default: all.",
+    help="Memory of a device that a plan may use, such as 70GB. Default: all but 4 GB, or a tenth of a small device.",
 )
 @click.option(
     "--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Number of plans to print."

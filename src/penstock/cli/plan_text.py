@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import table_console
-from penstock.show.units import batch_text, parameters_text, size_text, time_text
+from penstock.show.units import batch_text, parameters_text, reserve_text, size_text, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
@@ -71,12 +71,13 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
 def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
-    fits = "fits" if plan.fits else "does NOT fit"
+    fits = f"{'fits' if plan.fits else 'does NOT fit'} in {size_text(plan.capacity)}"
     of_sizes = "6 FLOPs per parameter and token, and attention in full"
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
-        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of {size_text(plan.capacity)}",
+        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of "
+        f"{size_text(plan.capacity + plan.reserved)}",
         f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
@@ -84,7 +85,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"{plan.mfu:.1%} ({flops}); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
-        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}",
+        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}{reserve_text(plan.reserved)}",
         *(f"assumed       {sentence}" for sentence in plan.assumptions),
     ]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
 
     [device]
     memory = 80e9                    # bytes
+    reserve = 4e9                    # bytes that a plan leaves free; this is the default, at most a tenth of the memory
     matmul = {bf16 = 232e12}         # FLOP/s of large matrix products
     matmul_width = 300               # size of matrices at which half of that is reached
     attention = {bf16 = 150e12}      # FLOP/s of fused attention
@@ -50,6 +51,8 @@ PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
+# An H100's CUDA context takes about half a GB, NCCL's buffers one or two; the rest is for what the allocator fragments.
+_RESERVE, _RESERVED_SHARE = 4e9, 0.1
 _MAX_DEVICES = 1_000_000
 # Products and quotients of several such numbers are still finite.
 _LARGEST = 1e30
@@ -62,12 +65,23 @@ class Device:
     memory: float
     matmul: Mapping[str, float]
     memory_bandwidth: float
+    reserve: float | None = None
     matmul_width: float = 0.0
     attention: Mapping[str, float] | None = None
     score_bandwidth: float | None = None
     launch: float = 0.0
     optimizer_bandwidth: float | None = None
     peak: Mapping[str, float] | None = None
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of the memory that a plan leaves for the context, buffers of collectives and fragmentation."""
+        return min(_RESERVE, _RESERVED_SHARE * self.memory) if self.reserve is None else self.reserve
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the memory that a plan may use."""
+        return self.memory - self.reserved
 
     def matmul_rate(self, dtype: str, width: float) -> float:
         """Return the FLOP/s of a matrix product of the given width (see `LayerCost`)."""
@@ -207,14 +221,14 @@ def read_cluster(text: str | Path) -> Cluster:
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
-    """Return a cluster on whose devices a plan may use only so many bytes of memory."""
+    """Return a cluster on whose devices a plan may use so many bytes of memory, without a reserve."""
     most = cluster.device.memory
     if not 0 < memory <= most:
         raise ConfigError(
             f"the memory limit must be above 0 and at most {most / 1e9:.4g} GB, the memory of a device of {cluster.name}, "
             f"got {memory / 1e9:.4g} GB"
         )
-    return replace(cluster, device=replace(cluster.device, memory=float(memory)))
+    return replace(cluster, device=replace(cluster.device, memory=float(memory), reserve=0.0))
 
 
 def _from_table(table: dict[str, Any], name: str) -> Cluster:
@@ -269,11 +283,16 @@ def _device(table: dict[str, Any], name: str) -> Device:
                     )
             values[key] = {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in value.items()}
         else:
-            values[key] = _number(value, where, zero=key in ("launch", "matmul_width"))
+            values[key] = _number(value, where, zero=key in ("launch", "matmul_width", "reserve"))
     for key in ("memory", "matmul", "memory_bandwidth"):
         if key not in values:
             raise ConfigError(f"{name}: device.{key} is missing")
-    return Device(**values)
+    device = Device(**values)
+    if device.usable <= 0:
+        raise ConfigError(
+            f"{name}: device.reserve must be below device.memory, {device.memory:g}, got {device.reserved:g}"
+        )
+    return device
 
 
 def _link(table: object, where: str) -> LinkSpeed:

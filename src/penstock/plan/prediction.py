@@ -64,7 +64,8 @@ class Prediction:
         hardware_tflops_per_device: the same with what is recomputed.
         mfu, hfu: these two over the device's rated FLOP/s.
         memory: peak bytes of a device of every pipeline rank.
-        capacity: bytes of memory of a device.
+        capacity: bytes of a device's memory that a layout may use.
+        reserved: bytes of its memory besides, which are left free.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
@@ -90,6 +91,7 @@ class Prediction:
     parts: Mapping[str, float]
     dtype: str = "bf16"
     unit: str = "tokens"
+    reserved: float = 0.0
     assumptions: tuple[str, ...] = ()
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
@@ -120,6 +122,7 @@ class Prediction:
             "hfu": self.hfu,
             "memory": [rank.as_dict() for rank in self.memory],
             "capacity": round(self.capacity),
+            "reserved": round(self.reserved),
             "fits": self.fits,
             "bubble": self.bubble,
             "bubble_causes": dict(self.causes),
@@ -204,7 +207,8 @@ def predict(
         mfu=model / peak_rate,
         hfu=hardware / peak_rate,
         memory=rank_memory(schedule, costs, layout, dtype),
-        capacity=cluster.device.memory,
+        capacity=cluster.device.usable,
+        reserved=cluster.device.reserved,
         bubble=sum(causes.values()),
         causes=causes,
         parts={"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},

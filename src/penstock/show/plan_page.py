@@ -24,7 +24,15 @@ from penstock.show.figures import figures, height_of_ranks
 from penstock.show.page import MAX_ROWS, fill_template, write_page
 from penstock.show.page_data import step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
-from penstock.show.units import Unit, batch_text, parameters_text, size_text, time_text, unit_of_seconds
+from penstock.show.units import (
+    Unit,
+    batch_text,
+    parameters_text,
+    reserve_text,
+    size_text,
+    time_text,
+    unit_of_seconds,
+)
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
@@ -182,7 +190,8 @@ def _page(
         plan_figures(plan, outcomes, unit),
         title=f"{profile.name} on {cluster.name}",
         counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
-        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch_text(batch, sequence, plan.unit)} a step",
+        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity + plan.reserved)}; "
+        f"{batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
         sentences=_sentences(plan, search),
         layout=_layout(plan),
@@ -231,6 +240,10 @@ def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
         )
     parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in plan.parts.items() if seconds)
     sentences.append(f"The step's time: {parts}.")
+    if plan.reserved:
+        sentences.append(
+            f"A layout may use {size_text(plan.capacity)} of a device{reserve_text(plan.reserved)}."
+        )
     if search is not None:
         sentences.append(
             f"{search.evaluated:,} layouts were compared and {search.simulated:,} simulated in {search.seconds:.1f} s. "

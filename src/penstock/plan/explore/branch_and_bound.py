@@ -75,7 +75,7 @@ def search(
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
         schedules: names of families, or paths of CSV files (default: all families that build their order without a search).
         devices: number of devices that a layout uses (default: all).
-        memory: bytes of a device that a plan may use, at most all of it (default).
+        memory: bytes of a device that a plan may use, at most all of it (default: all but the device's reserve).
         top: number of plans to return (default 10).
         limit: seconds after which the search ends with the best so far (default: none).
         progress: function of the numbers of layouts evaluated and simulated, and the best plan so far; called often.
@@ -107,7 +107,7 @@ def search(
     except KeyboardInterrupt:
         complete = False
     plans = run.plans()
-    reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
+    reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
     return SearchResult(
         plans=plans,
         evaluated=run.evaluated,
@@ -117,6 +117,8 @@ def search(
         rejections=reasons,
         smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
         outcomes=run.outcomes(),
+        capacity=cluster.device.usable,
+        reserved=cluster.device.reserved,
     )
 
 
@@ -177,7 +179,7 @@ class _Search:
     def _begin(self) -> None:
         """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
         sized = [(least_bytes(self.space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
-        roomy = [c for size, c in sized if size < self.space.cluster.device.memory / 2]
+        roomy = [c for size, c in sized if size < self.space.cluster.device.usable / 2]
         roomy.sort(key=lambda c: c.bound * c.point.layout.pp * c.point.microbatches)  # soon simulated
         for candidate in (*roomy[:DIVES], *(c for _, c in sorted(sized)[:DIVES])):
             opened = [order for group in self._open(candidate) for order in self._open(group)]
@@ -272,7 +274,7 @@ class _Search:
         layout = point.layout
         times = self._times_of(layout)
         size = least_bytes(self.space, point, times)
-        if size > self.space.cluster.device.memory:
+        if size > self.space.cluster.device.usable:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
             return
@@ -336,7 +338,7 @@ class _Search:
     ) -> bool:
         """Return whether a layout exceeds the memory with any of some schedules of one placement."""
         largest = least_placed_bytes(self.space, layout, placement, costs)
-        if largest <= self.space.cluster.device.memory:
+        if largest <= self.space.cluster.device.usable:
             return False
         for order in orders:
             self.rejections.add_too_large(replace(layout, schedule=order.name), largest, False)
@@ -350,7 +352,7 @@ class _Search:
                 size = self._peak_bytes(layout, candidate)
             except ScheduleError:
                 return  # the family does not allow the counts
-            if size > self.space.cluster.device.memory:
+            if size > self.space.cluster.device.usable:
                 self.rejections.add_too_large(layout, size)
                 return  # without ZeRO, it needs more
             self._keep(self._quick_prediction(layout, candidate.point.microbatches, order))
@@ -371,7 +373,7 @@ class _Search:
         if order.family is None or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
-        if first > self.space.cluster.device.memory:
+        if first > self.space.cluster.device.usable:
             return first
         # Schedules without a steady state, such as gpipe, hold more with every microbatch.
         growth = max(0.0, peak(few + layout.pp) - first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class SearchResult:
         rejections: reasons why the other values of each dimension were rejected.
         smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
+        capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
     """
 
     plans: tuple[Prediction, ...]
@@ -44,6 +46,8 @@ class SearchResult:
     rejections: Mapping[str, Mapping[str, str]]
     smallest: Smallest | None = None
     outcomes: tuple[SimulatedLayout, ...] = ()
+    capacity: float = math.inf
+    reserved: float = 0.0
 
     @property
     def best(self) -> Prediction:
@@ -66,9 +70,14 @@ class SearchResult:
             )
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
+        reserved = (
+            f" besides the {_text(self.reserved)} in reserve, which --memory-limit can allow"
+            if self.reserved
+            else ""
+        )
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{_text(size)} per device: {layout}. Take more "
-            "devices, devices with more memory, or a smaller batch or sequence"
+            f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
+            f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence"
         )
 
     def as_dict(self) -> dict[str, Any]:
