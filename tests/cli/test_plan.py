@@ -317,11 +317,25 @@ def test_its_own_file_is_written_again(folder: Path):
 
 def test_the_answer_says_what_why_and_what_would_change_it():
     lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16").stdout.splitlines()
-    assert lines[0].split()[:3] == ["pp", "dp", "tp"]
+    assert lines[0].startswith("Use pp=")
+    assert "Limited by " in lines[1]
+    assert lines[3].split()[:3] == ["pp", "dp", "tp"]
+    rows = lines[4:]
+    assert len(set(rows[: rows.index("")])) == rows.index("")
     for heading in ("The best plan:", "Why not another:", "What would change it:"):
         assert heading in lines
     assert any(line.startswith("layout        pp=") for line in lines)
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
+
+
+def test_why_prints_every_reason():
+    def reasons(*words: str) -> list[str]:
+        lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", *words).stdout.splitlines()
+        return lines[lines.index("Why not another:") + 1 : lines.index("What would change it:") - 1]
+
+    few, every = reasons(), reasons("--why")
+    assert len(few) == 4 < len(every)
+    assert few[3].strip() == f"(the nearest of {len(every)} reasons; --why prints all)"
 
 
 @pytest.mark.slow

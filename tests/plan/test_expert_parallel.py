@@ -154,7 +154,7 @@ def test_a_search_divides_experts_where_whole_ones_do_not_fit():
     assert {plan.layout.ep for plan in roomy.plans} == {1, 2, 4}
     tight = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed=fixed, memory=12e9)
     assert tight.best.layout.ep > 1
-    assert tight.rejections["ep"]["1"].startswith("does not fit: at least")
+    assert tight.rejections["ep"]["1"].text.startswith("does not fit: at least")
     only = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed={**fixed, "ep": 2})
     assert {plan.layout.ep for plan in only.plans} == {2}
     quickest = min(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction
     from penstock.plan.profile.model_profile import Profile
 
+# Reasons against other layouts that are printed without --why.
+_REASONS = 3
+
 
 @click.command(
     epilog="Example:  penstock plan my-model/config.json --cluster 'h100*8x4' --sequence 4096 --batch 512\n\n"
@@ -82,6 +85,9 @@ if TYPE_CHECKING:
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Page with the timeline, the memory of every rank, and time over memory of all layouts; works offline.",
 )  # fmt: skip
+@click.option(
+    "--why", is_flag=True, help="Print all reasons against other layouts. Default: the nearest three."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     *,
@@ -100,6 +106,7 @@ def command(
     out: Path | None,
     run: Path | None,
     page: Path | None,
+    why: bool,
     as_json: bool,
 ) -> None:
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
@@ -192,7 +199,7 @@ def command(
         ran = {} if comparison is None else {"from_run": comparison.as_dict()}
         click.echo(json.dumps(result.as_dict() | ran))
         return
-    _show(profile, cluster, result, sequence, batch)
+    _show(profile, cluster, result, sequence, batch, why)
     for line in lines:
         click.echo(line)
 
@@ -250,19 +257,34 @@ def _search(
 
 
 def _show(
-    profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
+    profile: Profile,
+    cluster: Cluster,
+    result: Prediction | SearchResult,
+    sequence: int,
+    batch: int,
+    why: bool,
 ) -> None:
-    from penstock.cli.plan_text import changes_text, memory_table, plans_table, reasons_text, summary
+    from penstock.cli.plan_text import (
+        changes_text,
+        headline,
+        memory_table,
+        plans_table,
+        reasons_text,
+        summary,
+    )
+    from penstock.plan.explore.outlook import limits_text
     from penstock.plan.prediction import Prediction
 
     if isinstance(result, Prediction):
         click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
+        click.echo(f"{limits_text(profile, cluster, result, sequence)}\n")
         memory_table(result)
         return
+    click.echo(f"{headline(profile, cluster, result.best, sequence)}\n")
     plans_table(result)
     click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
     memory_table(result.best)
-    click.echo(f"\nWhy not another:\n{reasons_text(result)}")
+    click.echo(f"\nWhy not another:\n{reasons_text(result, None if why else _REASONS)}")
     click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")
 
 

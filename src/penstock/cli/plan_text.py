@@ -115,13 +115,29 @@ def memory_table(plan: Prediction) -> None:
     table_console().print(table)
 
 
-def reasons_text(result: SearchResult) -> str:
-    """Return, for each dimension, why the other values were rejected; values with the same reason share a line."""
+def headline(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> str:
+    """Return what to run, how fast it is, and what limits it, as two lines."""
+    from penstock.plan.explore.outlook import limits_text
+
+    return (
+        f"Use {plan.layout}\n{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
+        f"{limits_text(profile, cluster, plan, sequence)}"
+    )
+
+
+def reasons_text(result: SearchResult, most: int | None = None) -> str:
+    """Return, for each dimension, why the other values were rejected; values with the same reason share a line.
+
+    With `most`, these are so many reasons, and how many more there are.
+    """
     from penstock.plan.explore.outlook import grouped_reasons
 
-    return "\n".join(
-        f"  {chosen:24} {values}: {reason}" for chosen, values, reason in grouped_reasons(result)
-    )
+    every = grouped_reasons(result)
+    shown = grouped_reasons(result, most)
+    lines = [f"  {chosen:24} {values}: {reason}" for chosen, values, reason in shown]
+    if len(shown) < len(every):
+        lines.append(f"  (the nearest of {len(every)} reasons; --why prints all)")
+    return "\n".join(lines)
 
 
 def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -38,6 +38,7 @@ from penstock.plan.stage_costs import (
     require_inputs,
     work_shares,
 )  # fmt: skip
+from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -120,6 +121,25 @@ def search(
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
     )
+
+
+def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
+    """Return the quickest plan for each choice of degrees, microbatch and schedule, the quickest first.
+
+    Schedules with the same step and memory, as two whose orders are the same for these counts, are one: the first in the
+    catalogue.
+    """
+    places = {name: n for n, name in enumerate(FAMILIES)}
+    keyed = [(float(f"{p.step_seconds:.9g}"), places.get(p.layout.schedule, -1), p) for p in plans]
+    chosen: dict[Any, Prediction] = {}
+    schedules: set[Any] = set()
+    for seconds, _, plan in sorted(keyed, key=lambda entry: entry[:2]):
+        at = plan.layout
+        counts = (at.pp, at.dp, at.tp, at.ep, at.v, at.microbatch)
+        if (*counts, at.schedule) not in schedules:
+            schedules.add((*counts, at.schedule))
+            chosen.setdefault((*counts, seconds, f"{plan.peak_bytes:.9g}"), plan)
+    return list(chosen.values())
 
 
 @dataclass(order=True, kw_only=True)
@@ -245,13 +265,9 @@ class _Search:
             self.rejections.add_too_large(plan.layout, plan.peak_bytes)
 
     def _ranked(self) -> list[Prediction]:
-        """Return the plans so far, the quickest first: one for each choice of degrees, microbatch and schedule."""
+        """Return the plans so far, the quickest first; see `distinct`."""
         if self._ranking is None:
-            quickest: dict[Any, Prediction] = {}
-            for plan in sorted(self._simulations.values(), key=lambda plan: plan.step_seconds):
-                at = plan.layout
-                quickest.setdefault((at.pp, at.dp, at.tp, at.ep, at.v, at.microbatch, at.schedule), plan)
-            self._ranking = list(quickest.values())
+            self._ranking = distinct(self._simulations.values())
         return self._ranking
 
     def _threshold(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
-from penstock.plan.explore.rejections import Smallest
+from penstock.plan.explore.rejections import Reason, Smallest
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
@@ -43,7 +43,7 @@ class SearchResult:
     simulated: int
     seconds: float
     complete: bool
-    rejections: Mapping[str, Mapping[str, str]]
+    rejections: Mapping[str, Mapping[str, Reason]]
     smallest: Smallest | None = None
     outcomes: tuple[SimulatedLayout, ...] = ()
     capacity: float = math.inf
@@ -88,7 +88,10 @@ class SearchResult:
             "simulated": self.simulated,
             "seconds": self.seconds,
             "complete": self.complete,
-            "rejections": {dimension: dict(reasons) for dimension, reasons in self.rejections.items()},
+            "rejections": {
+                dimension: {value: reason.text for value, reason in reasons.items()}
+                for dimension, reasons in self.rejections.items()
+            },
         }
 
 
