@@ -272,7 +272,7 @@ def _show(
         reasons_text,
         summary,
     )
-    from penstock.plan.explore.outlook import limits_text
+    from penstock.plan.explore.outlook import left_out_text, limits_text
     from penstock.plan.prediction import Prediction
 
     if isinstance(result, Prediction):
@@ -285,6 +285,7 @@ def _show(
     click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
     memory_table(result.best)
     click.echo(f"\nWhy not another:\n{reasons_text(result, None if why else _REASONS)}")
+    click.echo(f"\n{left_out_text(result)}")
     click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import changes, grouped_reasons, limits_text
+from penstock.plan.explore.outlook import changes, grouped_reasons, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
 from penstock.plan.profile.model_profile import Profile
@@ -208,6 +208,7 @@ def _page(
         parts=[MEMORY_PARTS[name] for name in _parts(plan.memory)],
         memory=_memory(plan.memory),
         reasons=[] if search is None else grouped_reasons(search),
+        left_out="" if search is None else left_out_text(search),
         changes=[] if search is None else _changes(profile, cluster, search, sequence, batch),
         assumptions=plan.assumptions,
     )

@@ -24,7 +24,7 @@ from penstock.base.errors import PenstockError, ScheduleError
 from penstock.plan.cluster import Cluster, with_memory
 from penstock.plan.explore.rejections import Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
-from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
+from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
 from penstock.plan.profile.model_profile import Profile
@@ -118,6 +118,7 @@ def search(
         rejections=reasons,
         smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
         outcomes=run.outcomes(),
+        not_compared=not_compared(space),
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.base.errors import PenstockError
 from penstock.plan.cluster import Cluster, LinkSpeed
-from penstock.plan.explore.rejections import Reason, value_text
+from penstock.plan.explore.rejections import SAME, Reason, value_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.profile.model_profile import Profile
@@ -29,8 +29,8 @@ def grouped_reasons(result: SearchResult, most: int | None = None) -> list[tuple
         for value, reason in by_value.items():
             values_by_reason.setdefault(reason.text, []).append(value)
         name = f"{dimension}={value_text(chosen[dimension])}"
-        if by_value:
-            least = min(by_value.values(), key=_nearness)
+        if slower := [reason for reason in by_value.values() if reason.slower > SAME]:
+            least = min(slower, key=_nearness)
             row = (name, ", ".join(values_by_reason[least.text]), least.text)
             nearest.append((_nearness(least), row))
         for text, values in values_by_reason.items():
@@ -78,6 +78,12 @@ def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     return (
         f"Limited by {first}: {most:.1%} of the time{f' ({then})' if then else ''}. Memory: {full:.0%} full."
     )
+
+
+def left_out_text(result: SearchResult) -> str:
+    """Return sentences about what a search did not compare."""
+    given = "; ".join(result.not_compared)
+    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has ZeRO-2, ZeRO-3, FSDP or offloading."
 
 
 def changes(

@@ -17,6 +17,8 @@ DIMENSIONS = (
     "pp", "dp", "tp", "ep", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
+SAME = 1e-9
+"""Share below which a difference in seconds is rounding."""
 # Each of these layouts may cost a prediction in `smallest_layout`.
 _MOST_BOUNDS = 48
 
@@ -132,7 +134,7 @@ def _order(value: Any) -> tuple[bool, float, str]:
 def _reason(seen: _Seen, best: float, capacity: float) -> Reason:
     slower = min(seen.seconds, seen.bound) / best - 1
     if seen.seconds < math.inf and seen.seconds <= seen.bound:
-        return Reason(f"{slower:.1%} slower", slower, True)
+        return Reason(f"{slower:.1%} slower" if slower > SAME else "as fast", slower, True)
     if seen.bound < math.inf:
         return Reason(f"at least {slower:.1%} slower", slower)
     if seen.smallest < math.inf:

@@ -35,6 +35,7 @@ class SearchResult:
         rejections: reasons why the other values of each dimension were rejected.
         smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
+        not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
         capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
     """
 
@@ -46,6 +47,7 @@ class SearchResult:
     rejections: Mapping[str, Mapping[str, Reason]]
     smallest: Smallest | None = None
     outcomes: tuple[SimulatedLayout, ...] = ()
+    not_compared: tuple[str, ...] = ()
     capacity: float = math.inf
     reserved: float = 0.0
 
@@ -92,6 +94,7 @@ class SearchResult:
                 dimension: {value: reason.text for value, reason in reasons.items()}
                 for dimension, reasons in self.rejections.items()
             },
+            "not_compared": list(self.not_compared),
         }
 
 

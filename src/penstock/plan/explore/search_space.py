@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import Any
 
-from penstock.base.counts import require_count
-from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
+from penstock.base.counts import plural, require_count
+from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
 from penstock.plan.profile.closed_form import require_divisible
 from penstock.plan.profile.model_profile import Profile
-from penstock.plan.run_layout import Layout, Recompute
-from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
+from penstock.plan.run_layout import Layout, Recompute, require_key
+from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -250,12 +250,8 @@ def make_space(
     devices: int | None,
 ) -> Space:
     """Check the inputs of a search and return its space."""
-    known = [f.name for f in fields(Layout)]
-    for key in fixed:
-        if key not in known:
-            raise ConfigError(
-                f"no dimension {key!r}{nearest(key, known)} to fix; there are {', '.join(known)}"
-            )
+    for key, value in fixed.items():
+        require_key(key, value)
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
     if profile.shape is not None:
         require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", 1))
@@ -292,6 +288,46 @@ def make_space(
     if not any(is_csv(name) or name in FAMILIES for name in names):
         _require_own_order(space)
     return space
+
+
+def not_compared(space: Space) -> tuple[str, ...]:
+    """Return what a search left out, each with the value that asks for it."""
+    profile, cluster, fixed = space.profile, space.cluster, space.fixed
+    found = []
+    if profile.shape is not None:
+        at = Layout(dtype=fixed.get("dtype"), attention=fixed.get("attention"))
+        ours = dtype_of(profile, cluster, at)
+        if "dtype" not in fixed:
+            found += [f"dtype={dtype}" for dtype in cluster.device.matmul if dtype != ours]
+        if "attention" not in fixed:
+            unfused = attention_of(profile, cluster, at) == "unfused"
+            found.append(f"attention={'fused' if unfused else 'unfused'}")
+    else:
+        found.append(f"tp above 1 (the profile of {profile.name} is for tp=1)")
+    if "overlap" not in fixed:
+        found.append(f"overlap={'false' if cluster.overlap else 'true'}")
+    shape = profile.shape
+    across = 2 * cluster.ranks_per_node
+    sizes = () if shape is None or shape.is_whole else (shape.heads, shape.kv_heads, shape.ffn)
+    if (
+        sizes
+        and not any(size % across for size in sizes)
+        and "tp" not in fixed
+        and space.devices % across == 0
+    ):
+        found.append(f"tp across nodes, as tp={across}")
+    if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES:
+        found.append(f"v above {MAX_VIRTUAL_STAGES}")
+    if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:
+        found.append(f"microbatch above {MAX_MICROBATCH}")
+    if "recompute" not in fixed:
+        found.append("recompute=3 and more")
+    if "split" not in fixed:
+        found.append("split by numbers")
+    left = [name for name, family in FAMILIES.items() if name not in space.schedules and not family.searches]
+    if left and "schedule" not in fixed:
+        found.append(f"{plural(len(left), 'schedule')} that --schedule leaves out")
+    return (*found, "orders that are searched (--search-orders)")
 
 
 def _require_own_order(space: Space) -> None:
