@@ -38,7 +38,8 @@ def test_steps_on_newer_devices_reach_their_targets(of):
     for group in ("NeMo, pp > 1", "Llama 3, pp > 1"):
         assert summary(of["h100"], group).largest <= 0.07
     for found in of["b200"].summaries:
-        assert found.largest <= 0.05
+        assert found.largest <= (0.08 if "context parallelism" in found.group else 0.05)
+    assert summary(of["h100"], "NeMo (context parallelism)").largest <= 0.06
 
 
 def test_bytes_reach_their_targets(of):

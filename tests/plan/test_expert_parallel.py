@@ -199,7 +199,7 @@ def test_a_measured_profile_does_not_tell_experts_apart():
 def test_a_search_refuses_a_degree_that_no_layout_can_have():
     for fixed, message in (
         ({"ep": 3}, "ep=3 does not divide the 8 experts"),
-        ({"ep": 8, "dp": 2}, "must divide dp x tp"),
+        ({"ep": 8, "dp": 2}, "must divide dp x cp x tp"),
     ):
         with pytest.raises(ConfigError, match=message):
             search(of_shape(SHAPE), read_cluster("h100*4"), sequence=16, batch=16, fixed=fixed)

@@ -41,7 +41,7 @@ _REASONS = 3
 )  # fmt: skip
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
-    help="Predict this layout only. Keys: pp, dp, tp, ep, v, microbatch, schedule, recompute, zero, sequence_parallel, "
+    help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, zero, sequence_parallel, "
     "split, attention, overlap, dtype, imbalance.",
 )  # fmt: skip
 @click.option(
@@ -112,9 +112,9 @@ def command(
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
 
     MODEL is a config.json or a folder with one, a TOML file with [model], or a profile that penstock.profile_layers made of
-    your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts, virtual
-    stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan is simulated as
-    it will run. Ctrl-C ends the search with the best plans so far.
+    your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts or long
+    samples, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan
+    is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
     from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable
@@ -145,6 +145,8 @@ def command(
     profile = _read_profile(model, cluster, run, sequence, values)
     if memory_limit is not None:
         cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
+    if asked and not own and layout_text is None:
+        values.setdefault("cp", 1)  # the file is a run of penstock train, which does not divide samples
     untrained = None if own else why_untrained(profile, cluster, values)
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
@@ -180,6 +182,7 @@ def command(
                 profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
             )
         best = result.best
+        untrained = untrained or (None if own else why_untrained(profile, cluster, vars(best.layout)))
     # Files come first: they are complete even if the reader of the output is gone.
     lines = []
     if page is not None:
@@ -370,9 +373,9 @@ def sizes(
 
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
-    """Return why no run can multiply in the dtype that a layout's values and the cluster choose; None if one can."""
+    """Return why no run can have a layout's values, with the cluster's dtype; None if one can."""
     from penstock.cli.plan_files import why_not_trained
     from penstock.plan.run_layout import Layout
     from penstock.plan.stage_costs import dtype_of
 
-    return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))))
+    return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))), values.get("cp", 1))

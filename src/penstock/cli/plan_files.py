@@ -133,8 +133,10 @@ def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | Non
     )
 
 
-def why_not_trained(dtype: str) -> str | None:
-    """Return why `penstock train` has no matrix products in a dtype; None if it has."""
+def why_not_trained(dtype: str, cp: int) -> str | None:
+    """Return why `penstock train` has no matrix products in a dtype, or does not divide samples; None if it does."""
+    if cp > 1:
+        return "penstock train does not divide samples (cp); take MeshShape(cp=...) in your own script, or plan with cp=1"
     if dtype in _PRECISION:
         return None
     return f"penstock plan starts runs in {' or '.join(_PRECISION)}, not in {dtype}; plan with dtype=bf16 to start it"
@@ -174,8 +176,10 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         "microbatches": str(batch // (layout.dp * layout.microbatch)),
         "schedule": json.dumps(layout.schedule),
     }
-    if layout.dp * layout.tp > 1:
-        degrees = f"pp={layout.pp}, dp={layout.dp}" + (f", tp={layout.tp}" if layout.tp > 1 else "")
+    if layout.replicas * layout.tp > 1:
+        degrees = f"pp={layout.pp}, dp={layout.dp}" + "".join(
+            f", {name}={degree}" for name, degree in (("tp", layout.tp), ("cp", layout.cp)) if degree > 1
+        )
         arguments = {"mesh": f"penstock.MeshShape({degrees})", **arguments}
     else:
         arguments = {"ranks": str(layout.pp), **arguments}
@@ -192,7 +196,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         arguments["parallel"] = "penstock.ParallelOptions(sequence_parallel=True)"
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     text = f"pipe = penstock.Pipeline(\n    model,\n    loss_fn,\n{lines})\n"
-    if layout.zero and layout.dp > 1:
+    if layout.zero and layout.replicas > 1:
         text += "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)\n"
     imports = "import torch\n\nimport penstock\n" if "torch." in text else "import penstock\n"
     return f"{header(plan)}{imports}\n{text}"
@@ -201,7 +205,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
 def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:
     """Return the lines of text that say how to start `penstock train` with a plan's config."""
     layout = plan.layout
-    if cluster.nodes == 1 and layout.dp * layout.tp == 1 and layout.pp <= 2:
+    if cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
         return [f"penstock train {out}"]
     return start_of_script(f"-m penstock train {out}", plan, cluster)
 

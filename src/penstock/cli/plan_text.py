@@ -54,6 +54,7 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
         "dp": [str(at.dp) for at in layouts],
         "tp": [str(at.tp) for at in layouts],
         **({"ep": [str(at.ep) for at in layouts]} if any(at.ep > 1 for at in layouts) else {}),
+        **({"cp": [str(at.cp) for at in layouts]} if any(at.cp > 1 for at in layouts) else {}),
         "v": [str(at.v) for at in layouts],
         "micro": [str(at.microbatch) for at in layouts],
         "schedule": [at.schedule for at in layouts],

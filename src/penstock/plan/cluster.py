@@ -164,6 +164,20 @@ class Cluster:
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
         return replace(self.network, bandwidth=bandwidth)
 
+    def ring(self, ranks: int, apart: int, *, within: bool, reduces: bool = False) -> LinkSpeed:
+        """Return the slowest link of rings of `ranks` that are so many devices apart; all devices have one at the same time.
+
+        `within` says that they stay within a node; `reduces`, that gradients are reduced.
+        """
+        node = self.node.reduce_bandwidth or self.node.bandwidth if reduces else self.node.bandwidth
+        if within:
+            return LinkSpeed(self.node.latency, node)
+        network = self.network
+        bandwidth = network.reduce_bandwidth or network.bandwidth if reduces else network.bandwidth
+        # Neighbours in a ring that share a node share its links, so each of them has that many.
+        together = max(1, min(ranks, self.ranks_per_node // apart))
+        return LinkSpeed(network.latency, min(together * bandwidth, node))
+
     def exchange(self, ranks: int) -> LinkSpeed:
         """Return the latency, and the bytes that a rank sends to all of `ranks` neighbours over the seconds it takes.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster, LinkSpeed
+from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
@@ -230,7 +230,7 @@ def _simulated(
     )
     if runtime is None:
         return simulate(program, alone)
-    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.dp)
+    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)
 
 
 def default_sequence(profile: Profile) -> int:
@@ -248,14 +248,16 @@ def default_sequence(profile: Profile) -> int:
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
     """Return the number of microbatches of a replica."""
     if layout.devices > cluster.devices:
+        context = f" x cp={layout.cp}" if layout.cp > 1 else ""
         raise ConfigError(
-            f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
+            f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp}{context} x tp={layout.tp}), and "
             f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
         )
-    if layout.dp * layout.tp % layout.ep:
+    if (stage := layout.replicas * layout.tp) % layout.ep:
+        product = "dp x tp" if layout.cp == 1 else "dp x cp x tp"
         raise ConfigError(
-            f"ep={layout.ep} does not divide dp x tp = {layout.dp * layout.tp}, the devices of a stage, over which experts "
-            f"are divided; take a divisor of {layout.dp * layout.tp}"
+            f"ep={layout.ep} does not divide {product} = {stage}, the devices of a stage, over which experts "
+            f"are divided; take a divisor of {stage}"
         )
     share = layout.dp * layout.microbatch
     if batch % share:
@@ -294,7 +296,7 @@ def _exposed_reduction(
     """Return the seconds by which reducing the gradients lengthens the step, and the trace with the reductions."""
     placement = program.schedule.placement
     copies = _copies(placement)
-    if layout.dp * copies == 1:
+    if layout.replicas * copies == 1:
         return 0.0, trace
     if not overlaps(cluster, layout):
         return blocking_reduction(costs, cluster, layout, dtype, placement), trace
@@ -317,7 +319,7 @@ def blocking_reduction(
 ) -> float:
     """Return the seconds to reduce the gradients after the backward, on the rank with most parameters."""
     copies = _copies(placement)
-    if layout.dp * copies == 1:
+    if layout.replicas * copies == 1:
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement) * gradient
@@ -337,7 +339,7 @@ def overlaps(cluster: Cluster, layout: Layout) -> bool:
 
 def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
     """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
-    if not layout.zero or layout.dp == 1:
+    if not layout.zero or layout.replicas == 1:
         return 0.0
     weights = weight * np.stack((costs.parameters, costs.expert_parameters)) / np.maximum(1, costs.counts)
     return max(
@@ -359,17 +361,10 @@ def _group_seconds(
     unit: str, size: float, cluster: Cluster, layout: Layout, copies: int, *, experts: bool = False
 ) -> float:
     # Replicas are so many ranks apart.
-    replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.dp, layout.tp)
+    replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.replicas, layout.tp)
     group = replicas * copies
-    link = LinkSpeed(cluster.node.latency, cluster.node.reduce_bandwidth or cluster.node.bandwidth)
-    if layout.dp * layout.tp > cluster.ranks_per_node or (
-        copies > 1 and layout.devices > cluster.ranks_per_node
-    ):
-        # Neighbours in a group that share a node share its links, so each of them has that many.
-        together = max(1, min(replicas, cluster.ranks_per_node // apart))
-        network = cluster.network
-        bandwidth = min(together * (network.reduce_bandwidth or network.bandwidth), link.bandwidth)
-        link = LinkSpeed(network.latency, bandwidth)
+    span = layout.devices if copies > 1 else layout.replicas * layout.tp
+    link = cluster.ring(replicas, apart, within=span <= cluster.ranks_per_node, reduces=True)
     return collective_seconds(unit, size, group, link)
 
 
@@ -403,6 +398,10 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
                 f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "
                 "number of rows (imbalance); layers wait for each exchange of rows."
             )
+        if layout.cp > 1 and layout.sequence_parallel:
+            sentences.append(
+                "Sequence parallelism beside cp is only predicted: Pipeline refuses them together."
+            )
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(
             f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
@@ -418,7 +417,7 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
             f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
         )
-    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
+    if layout.overlap is None and not cluster.overlap and layout.replicas > 1:
         sentences.append(
             f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
             "overlap=true predicts reductions that hide behind it."

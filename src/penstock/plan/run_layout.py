@@ -18,6 +18,8 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _MOST_IMBALANCE = 1_000_000
 OTHER_NAMES = {
     "attention=fused": "flash flash_attention flash_attn sdpa use_flash_attn",
+    "cp": "context context_length_parallel context_parallel context_parallel_degree context_parallel_size "
+    "cp_degree cp_size ring",
     "dp": "data data_parallel data_parallel_size ddp dp_degree dp_size replicas",
     "dtype": "amp mixed_precision precision",
     "dtype=bf16": "bf16 bfloat16",
@@ -44,11 +46,12 @@ NO_KEYS = {
     "gpus": "the number of devices is the option --devices", "memory": "bytes of a device are the option --memory-limit",
     "nodes": "the number of nodes is part of --cluster, as in h100*8x4",
     "seq": "tokens of a sample are the option --sequence", "seq_length": "tokens of a sample are the option --sequence",
-    "sequence": "tokens of a sample are the option --sequence; sequence_parallel=true divides activations over tp",
+    "sequence": "tokens of a sample are the option --sequence; cp=2 divides them over two devices, and "
+    "sequence_parallel=true divides activations over tp",
     "zero2": f"it divides {_NO_SHARDS}", "zero3": f"it divides {_NO_SHARDS}", "fsdp": f"it divides {_NO_SHARDS}",
     "fsdp2": f"it divides {_NO_SHARDS}", "hsdp": f"it divides {_NO_SHARDS}",
     "offload": "no plan moves states to the host; take more devices, zero=true or recompute=full",
-    "ulysses": "no plan exchanges heads for tokens; sequence_parallel=true divides activations over tp",
+    "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
 }  # fmt: skip
 """What names mean that are no key of a layout."""
 
@@ -63,7 +66,8 @@ class Layout:
         pp: pipeline ranks (default 1).
         dp: replicas of the pipeline that share each batch (default 1).
         tp: devices that share every matrix of a stage (default 1).
-        ep: devices that divide the experts of a stage: a divisor of dp * tp, whose devices they are (default 1).
+        ep: devices that divide the experts of a stage: a divisor of dp * cp * tp, whose devices they are (default 1).
+        cp: devices that divide the tokens of each sample (default 1).
         v: stages per rank; None (default) is the schedule family's number.
         microbatch: samples of a microbatch (default 1).
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
@@ -81,6 +85,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     v: int | None = None
     microbatch: int = 1
     schedule: str = "1f1b"
@@ -94,7 +99,7 @@ class Layout:
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("pp", "dp", "tp", "ep", "microbatch", "v"):
+        for key in ("pp", "dp", "tp", "ep", "cp", "microbatch", "v"):
             value = getattr(self, key)
             if key == "v" and value is None:
                 continue
@@ -133,13 +138,18 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices: pp * dp * tp."""
-        return self.pp * self.dp * self.tp
+        """Number of devices: pp * dp * cp * tp."""
+        return self.pp * self.replicas * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices with the same parameters, whose gradients are summed: dp * cp."""
+        return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
-        """Number of devices of a stage that have the same experts: dp * tp / ep."""
-        return self.dp * self.tp // self.ep
+        """Number of devices of a stage that have the same experts: dp * cp * tp / ep."""
+        return self.replicas * self.tp // self.ep
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys with their values."""

@@ -259,6 +259,7 @@ def _sentences(plan: Prediction, search: SearchResult | None, limits: str) -> li
 
 _MEANINGS = {
     "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
+    "ep": "devices that divide experts", "cp": "devices that divide the tokens of a sample",
     "v": "stages per rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
     "recompute": "activations computed again", "zero": "optimizer's state divided over replicas (ZeRO-1)",
     "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
@@ -287,15 +288,15 @@ def _runs(counts: Sequence[int]) -> str:
 
 def _plans(search: SearchResult) -> dict[str, Any]:
     heads = (
-        "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step", "slower",
-        f"{search.best.unit}/s", "MFU", "memory", "idle",
+        "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step",
+        "slower", f"{search.best.unit}/s", "MFU", "memory", "idle",
     )  # fmt: skip
     rows = []
     for plan in search.plans:
         at = plan.layout
         rows.append(
             (
-                at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
+                at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
                 "yes" if at.sequence_parallel else "", time_text(plan.step_seconds),
                 f"{plan.step_seconds / search.best.step_seconds - 1:.1%}", f"{plan.tokens_per_second:,.0f}",
                 f"{plan.mfu:.1%}", size_text(plan.peak_bytes), f"{plan.bubble:.1%}",

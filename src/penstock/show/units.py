@@ -84,10 +84,7 @@ def size_text(size: float) -> str:
 
 def reserve_text(reserved: float) -> str:
     """Return a remark on bytes of a device that a plan leaves free; empty if there are none."""
-    what = "the device's context, buffers of collectives and fragmentation"
-    return (
-        f" ({size_text(reserved)} are reserved for {what}; --memory-limit says otherwise)" if reserved else ""
-    )
+    return f" ({size_text(reserved)} in reserve; see --memory-limit)" if reserved else ""
 
 
 def batch_text(samples: int, sequence: int, unit: str) -> str:

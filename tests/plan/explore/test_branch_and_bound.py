@@ -96,7 +96,7 @@ def test_a_search_that_ended_before_a_plan_says_so():
     [
         (4, 9, {"dp": 8}, "a batch of 9 does not divide over 8 devices with dp=8; the nearest batch that does is 8 or 16"),
         (2, 3, {"tp": 1}, "a batch of 3 does not divide over 8 devices with tp=1; the nearest batch that does is 4"),
-        (4, 8, {"pp": 8}, "medium cannot run on 8 devices with pp=8: pp x dp x tp must be the devices, pp at most its 4"),
+        (4, 8, {"pp": 8}, "medium cannot run on 8 devices with pp=8: pp x dp x cp x tp must be the devices, pp at most"),
     ],
 )  # fmt: skip
 def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, object], message: str):

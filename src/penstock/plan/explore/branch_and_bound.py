@@ -136,7 +136,7 @@ def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
     schedules: set[Any] = set()
     for seconds, _, plan in sorted(keyed, key=lambda entry: entry[:2]):
         at = plan.layout
-        counts = (at.pp, at.dp, at.tp, at.ep, at.v, at.microbatch)
+        counts = (at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch)
         if (*counts, at.schedule) not in schedules:
             schedules.add((*counts, at.schedule))
             chosen.setdefault((*counts, seconds, f"{plan.peak_bytes:.9g}"), plan)
@@ -214,7 +214,7 @@ class _Search:
         seen: set[tuple[int, ...]] = set()
         for candidate in sorted(self._heap):
             layout = candidate.point.layout
-            degrees = (layout.pp, layout.dp, layout.tp, layout.ep)
+            degrees = (layout.pp, layout.dp, layout.tp, layout.ep, layout.cp)
             if degrees in seen or len(seen) == DIVES or candidate.bound >= self._threshold():
                 continue
             opened = [order for group in self._open(candidate) for order in self._open(group)]

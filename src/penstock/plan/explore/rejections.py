@@ -14,7 +14,7 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 DIMENSIONS = (
-    "pp", "dp", "tp", "ep", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
+    "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
 SAME = 1e-9
