@@ -62,6 +62,7 @@ def test_the_files_keys_are_read(tmp_path: Path):
         launch=5e-6,
         optimizer_bandwidth=1.5e12,
     )
+    assert cluster.reach == {"tp": 8, "sequence": 8192}
     assert cluster.node == LinkSpeed(5e-6, 250e9)
     assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)
     assert read_cluster(f"{path}*2x5").devices == 10
@@ -128,6 +129,9 @@ def test_a_device_has_a_reserve_that_a_limit_replaces(
         ("dtype = 'fp8'\n" + DEVICE, "dtype is 'fp8', but device.matmul has rates for bf16"),
         ("error = 1\n" + DEVICE, "error must be below 1"),
         ("error = -0.5\n" + DEVICE, "error must be at least 0"),
+        ("reach = 3\n" + DEVICE, "reach must be a table with tp or sequence, as in .*, got 3"),
+        ("reach = {dp = 3}\n" + DEVICE, "reach must be a table with tp or sequence"),
+        ("reach = {tp = 0}\n" + DEVICE, "reach.tp must be a whole number of at least 1, got 0"),
         ("overlap = 1\n" + DEVICE, "overlap must be true or false, got 1"),
         ("name = 3\n" + DEVICE, "name must be text, got 3"),
         ("name = 'x'", r"the section \[device\] is missing"),

@@ -7,6 +7,7 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
     nodes = 4
     dtype = "bf16"                   # of the matrix products, unless a layout says otherwise
     error = 0.08                     # a step may take 1.08 times as long or short as predicted
+    reach = {tp = 8, sequence = 8192}  # largest tp and tokens of a sample for which error holds; it is 0.5 beyond
 
     [device]
     memory = 80e9                    # bytes
@@ -48,6 +49,11 @@ from penstock.plan.profile.closed_form import DTYPE_BYTES
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
+ERROR_BEYOND = 0.5
+"""Least error beyond a cluster's reach, where published steps take up to 1.49 times as long as predicted: see docs/trust.md.
+
+They are A100s with tp = 16, and H100s with samples of 131,072 tokens (1.22 times).
+"""
 UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
@@ -131,6 +137,8 @@ class Cluster:
         node, network: links within a node and between nodes.
         dtype: default dtype of matrix products.
         error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error).
+        reach: largest "tp", and "sequence" (tokens of a sample), for which `error` holds; beyond, it is at least
+            `ERROR_BEYOND`. Without them (default), it holds for all.
         op_overhead: seconds that the runtime adds to each op of a schedule.
         step_overhead: seconds that the runtime adds to each step.
         slowdown: factor on the seconds of all ops (default 1), as from a recalibration on a run.
@@ -146,6 +154,7 @@ class Cluster:
     network: LinkSpeed = LinkSpeed()
     dtype: str = "bf16"
     error: float = 0.1
+    reach: Mapping[str, int] | None = None
     op_overhead: float = 0.0
     step_overhead: float = 0.0
     slowdown: float = 1.0
@@ -156,6 +165,13 @@ class Cluster:
     def devices(self) -> int:
         """Number of devices of all nodes."""
         return self.ranks_per_node * self.nodes
+
+    def beyond(self, tp: int, sequence: int) -> str:
+        """Return which of a layout's values are beyond the cluster's reach, as text; empty if none is."""
+        given, reach = {"tp": tp, "sequence": sequence}, self.reach or {}
+        return ", ".join(
+            f"{name}={given[name]:,} (above {most:,})" for name, most in reach.items() if given[name] > most
+        )
 
     def link(self, span: int) -> LinkSpeed:
         """Return the slowest link of a ring of `span` neighbouring ranks; between two nodes it uses all links of a node."""
@@ -264,6 +280,8 @@ def _from_table(table: dict[str, Any], name: str) -> Cluster:
             if not isinstance(value, bool):
                 raise ConfigError(f"{where} must be true or false, got {value!r}")
             given[key] = value
+        elif key == "reach":
+            given[key] = _reach(value, where)
         elif key in ("ranks_per_node", "nodes"):
             require_count(where, value)
             given[key] = value
@@ -314,6 +332,16 @@ def _link(table: object, where: str) -> LinkSpeed:
         raise ConfigError(f"{where} must be a section with latency and bandwidth, got {table!r}")
     _only(table, LinkSpeed, where.rpartition(": ")[0], f"{where.rpartition(': ')[2]}.")
     return LinkSpeed(**{k: _number(v, f"{where}.{k}", zero=k == "latency") for k, v in table.items()})
+
+
+def _reach(table: object, where: str) -> dict[str, int]:
+    if not isinstance(table, dict) or not table or table.keys() - {"tp", "sequence"}:
+        raise ConfigError(
+            f"{where} must be a table with tp or sequence, as in {{tp = 8, sequence = 8192}}, got {table!r}"
+        )
+    for key, value in table.items():
+        require_count(f"{where}.{key}", value)
+    return table
 
 
 def _only(table: Mapping[str, Any], kind: type, name: str, prefix: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster
+from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
@@ -192,7 +192,7 @@ def predict(
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    factor = 1 + max(cluster.error, profile.spread)
+    factor = 1 + _error(profile, cluster, layout, sequence)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
@@ -422,14 +422,25 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
             "overlap=true predicts reductions that hide behind it."
         )
-    sentences.append(_interval(profile, cluster))
+    sentences.append(_interval(profile, cluster, layout, sequence))
     if layout.devices < cluster.devices:
         sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
     return tuple(sentences)
 
 
-def _interval(profile: Profile, cluster: Cluster) -> str:
-    error = max(cluster.error, profile.spread)
+def _error(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> float:
+    """Return the error that a prediction may have."""
+    least = ERROR_BEYOND if profile.shape is not None and cluster.beyond(layout.tp, sequence) else 0.0
+    return max(cluster.error, profile.spread, least)
+
+
+def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> str:
+    error = _error(profile, cluster, layout, sequence)
+    if error > max(cluster.error, profile.spread):
+        return (
+            f"The interval is the step divided and multiplied by {1 + error:.3g}: no published step is near "
+            f"{cluster.beyond(layout.tp, sequence)}."
+        )
     of_profile = profile.spread > cluster.error
     source = f"the spread of the measured {profile.name}" if of_profile else f"the error of {cluster.name}"
     again = "; measure again on a quiet machine" if error > UNSTEADY and cluster.name not in PRESETS else ""
