@@ -262,7 +262,7 @@ REFUSED = {
         ["gpt2", "-c", "h100*2", "--layout", "schdule=1f1b"], "no key 'schdule' (did you mean 'schedule'?)",
     ),
     "weights that are divided": (["gpt2", "-c", "h100*2", "--fix", "fsdp"], "zero=true divides the optimizer's state"),
-    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "A plan has ZeRO-1, zero=true: it divides the optimizer's"),
+    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "got '3' (a plan has ZeRO-1, zero=true, which divides the"),
     "the sequence as a key": (["gpt2", "-c", "h100*2", "--fix", "sequence=2"], "a sample are the option --sequence;"),
     "another tool's word": (["gpt2", "-c", "h100*2", "--fix", "tensor-parallel=2"], "(did you mean 'tp=2'?)"),
     "a value as a key": (["gpt2", "-c", "h100*2", "--layout", "pp=2,fp8"], "no key 'fp8' (did you mean 'dtype=fp8'?)"),

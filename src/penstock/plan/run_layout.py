@@ -112,7 +112,10 @@ class Layout:
         for key in ("zero", "sequence_parallel", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
-                raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
+                stage = " (a plan has ZeRO-1, zero=true, which divides the optimizer's state alone)"
+                raise ConfigError(
+                    f"layout: {key} must be true or false, got {value!r}{stage if key == 'zero' else ''}"
+                )
         if not isinstance(self.schedule, str):
             raise ConfigError(
                 f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
@@ -215,10 +218,7 @@ def _value(key: str, text: str) -> Any:
     if key in ("zero", "sequence_parallel", "overlap"):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
-        stage = f" A plan has ZeRO-1, zero=true: it divides the optimizer's state, not {_NO_SHARDS.partition(',')[0]}."
-        raise ConfigError(
-            f"layout: {key} must be true or false, got {text!r}.{stage if key == 'zero' else ''}"
-        )
+        return text
     if key in ("schedule", "attention", "dtype"):
         return text
     if key == "split":
