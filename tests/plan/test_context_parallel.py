@@ -21,6 +21,7 @@ from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times
+from penstock.train.config.file import load
 from tests.support.planning import round_cluster, timed_profile
 from tests.support.small_spaces import every_plan, small_space
 
@@ -148,31 +149,20 @@ def test_what_cannot_be_divided_is_refused():
     assert any("Pipeline refuses them together" in sentence for sentence in beside.assumptions)
 
 
-def test_a_plan_that_divides_samples_is_for_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_that_divides_samples_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(LLAMA))
-
-    def planned(*words: str) -> str:
-        outcome = CliRunner().invoke(
-            command, ["config.json", "-c", "h100*8", "-s", "131072", "-b", "8", *words]
-        )
-        return outcome.output or str(outcome.exception)
-
-    given = ("--fix", "tp=1", "--fix", "pp=1")
-    assert (
-        "There is no run.toml: penstock train does not divide samples (cp); take MeshShape(cp=...)"
-        in planned(*given)
-    )
-    assert not Path("run.toml").exists()
-    assert "cannot write mine.toml: penstock train does not divide" in planned(
-        "--fix", "cp=2", "--out", "mine.toml"
-    )
-    planned("--out", "mine.toml")
-    assert "cp=" not in Path("mine.toml").read_text()
+    words = ["config.json", "-c", "h100*8", "-s", "131072", "-b", "8"]
+    outcome = CliRunner().invoke(command, [*words, "--fix", "tp=1", "--fix", "pp=1"])
+    assert outcome.exit_code == 0, outcome.output
+    planned = load("run.toml").parallel
+    assert planned.cp > 1
+    assert planned.dp * planned.cp == 8
+    beside = ["--out", "beside.toml", "--layout", "cp=2,tp=4,sequence_parallel=true"]
+    refused = str(CliRunner().invoke(command, [*words, *beside]).exception)
+    assert "cannot write beside.toml: cp beside sequence_parallel is only predicted" in refused
     of_shape(SHAPE).save("profile.json")
-    code = (
-        CliRunner()
-        .invoke(command, ["profile.json", "-c", "h100*2", "-s", "64", "-b", "2", "--layout", "cp=2"])
-        .output
+    code = CliRunner().invoke(
+        command, ["profile.json", "-c", "h100*2", "-s", "64", "-b", "2", "--layout", "cp=2"]
     )
-    assert "mesh=penstock.MeshShape(pp=1, dp=1, cp=2)," in code
+    assert "mesh=penstock.MeshShape(pp=1, dp=1, cp=2)," in code.output

@@ -145,8 +145,6 @@ def command(
     profile = _read_profile(model, cluster, run, sequence, values)
     if memory_limit is not None:
         cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
-    if asked and not own and layout_text is None:
-        values.setdefault("cp", 1)  # the file is a run of penstock train, which does not divide samples
     untrained = None if own else why_untrained(profile, cluster, values)
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
@@ -182,7 +180,6 @@ def command(
                 profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
             )
         best = result.best
-        untrained = untrained or (None if own else why_untrained(profile, cluster, vars(best.layout)))
     # Files come first: they are complete even if the reader of the output is gone.
     lines = []
     if page is not None:
@@ -378,4 +375,6 @@ def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any])
     from penstock.plan.run_layout import Layout
     from penstock.plan.stage_costs import dtype_of
 
-    return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))), values.get("cp", 1))
+    if values.get("cp", 1) > 1 and values.get("sequence_parallel") and values.get("tp", 1) > 1:
+        return "cp beside sequence_parallel is only predicted; plan with sequence_parallel=false to start it"
+    return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))))

@@ -87,7 +87,8 @@ def run_tables(
     if costs is not None and layout.split != "even":
         config["schedule"]["split"] = list(costs.counts)
     parallel = config.setdefault("parallel", {})
-    parallel.pop("cp", None)  # layouts of a plan have whole samples
+    if layout.cp > 1 or "cp" in parallel:
+        parallel["cp"] = layout.cp
     parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
     if layout.ep > 1 or "ep" in parallel:
         parallel["ep"] = layout.ep
@@ -133,10 +134,8 @@ def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | Non
     )
 
 
-def why_not_trained(dtype: str, cp: int) -> str | None:
-    """Return why `penstock train` has no matrix products in a dtype, or does not divide samples; None if it does."""
-    if cp > 1:
-        return "penstock train does not divide samples (cp); take MeshShape(cp=...) in your own script, or plan with cp=1"
+def why_not_trained(dtype: str) -> str | None:
+    """Return why `penstock train` has no matrix products in a dtype; None if it has."""
     if dtype in _PRECISION:
         return None
     return f"penstock plan starts runs in {' or '.join(_PRECISION)}, not in {dtype}; plan with dtype=bf16 to start it"

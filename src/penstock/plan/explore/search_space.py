@@ -332,10 +332,8 @@ def not_compared(space: Space) -> tuple[str, ...]:
         and space.devices % across == 0
     ):
         found.append(f"tp across nodes, as tp={across}")
-    if shape is not None and fixed.get("cp", 1 if space.sequence < 2 * LEAST_PART else 2) == 1:
-        found.append(
-            f"cp above 1 (tried from {2 * LEAST_PART:,} tokens a sample on, if no file is asked for)"
-        )
+    if shape is not None and "cp" not in fixed and space.sequence < 2 * LEAST_PART:
+        found.append(f"cp above 1 (samples are shorter than {2 * LEAST_PART:,} tokens)")
     if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES:
         found.append(f"v above {MAX_VIRTUAL_STAGES}")
     if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:
