@@ -102,10 +102,11 @@ def h100(quick: bool) -> Comparison:
     return Comparison(
         "h100",
         "Steps on H100s",
-        "Preset h100 as it is; the target is 7 % for rows with pp > 1. Two sources are not fitted. Megatron-core does "
-        "not publish its microbatches; 1 is assumed here. LLAMA2-13B does not publish its virtual stages: with one "
-        "stage per rank, 3 of 19 microbatches' time is idle, and the rest would have to run a fifth faster than "
-        "LLAMA2-7B on one node.",
+        "Preset h100 as it is; the target is 7 % for rows with pp > 1. Rows with a remark are not fitted. "
+        "Megatron-core does not publish its microbatches; 1 is assumed here. Llama 3's row of 131,072 tokens is published "
+        "in FLOP/s, from which its seconds follow if attention was counted in full. LLAMA2-13B does not publish its virtual "
+        "stages: with one stage per rank, 3 of 19 microbatches' time is idle, and the rest would have to run a fifth "
+        "faster than LLAMA2-7B on one node.",
         tuple(_steps("h100", quick)),
     )
 
@@ -115,7 +116,7 @@ def b200(quick: bool) -> Comparison:
     return Comparison(
         "b200",
         "Steps on B200s",
-        "Preset b200 as it is; the target is 5 %.",
+        "Preset b200 as it is; the target is 5 %. Rows with context parallelism are not fitted.",
         tuple(_steps("b200", quick)),
     )
 

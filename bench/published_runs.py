@@ -74,6 +74,8 @@ class Run:
         """Reason why no rate is fitted to the run; None if some are."""
         if self.group == "vTrain" and self.layout.tp > 8:
             return "tensor parallelism across nodes"
+        if self.layout.cp > 1:
+            return "context parallelism"
         if self.group == "Zero Bubble":
             return "other kernels than in the fitted runs"
         if self.group == "Megatron-core":
@@ -91,7 +93,7 @@ GROUPS = {
 
 
 def runs() -> Iterator[Run]:
-    """Yield the runs that a layout can express: dense models, no context or expert parallelism, a known schedule."""
+    """Yield the runs that a layout can express: dense models, no expert parallelism, a known schedule."""
     with open(DATA / "end_to_end.csv", newline="") as file:
         for row in csv.DictReader(file):
             run = _run(row)
@@ -106,12 +108,7 @@ def _run(row: dict[str, str]) -> Run | None:
     sizes = [row[key] for key in needed]
     if group is None or gpu is None or not all(size.isdigit() for size in sizes):
         return None
-    if (
-        row["ep"] not in ("", "1")
-        or row["cp"] not in ("", "1")
-        or "ZeRO-3" in row["schedule"]
-        or "Table 2;" in row["table"]
-    ):
+    if row["ep"] not in ("", "1") or "ZeRO-3" in row["schedule"] or "Table 2;" in row["table"]:
         return None
     if any(word in row["schedule"] for word in ("FSDP", "Vocab", "interlaced", "redistributed")):
         return None
@@ -147,6 +144,7 @@ def _run(row: dict[str, str]) -> Run | None:
         pp=pp,
         dp=dp,
         tp=tp,
+        cp=int(row["cp"] or 1),
         v=v if v > 1 else None,
         microbatch=int(row["microbatch"] or 1),
         schedule=family,

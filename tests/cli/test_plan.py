@@ -261,6 +261,12 @@ REFUSED = {
     "an unknown key": (
         ["gpt2", "-c", "h100*2", "--layout", "schdule=1f1b"], "no key 'schdule' (did you mean 'schedule'?)",
     ),
+    "weights that are divided": (["gpt2", "-c", "h100*2", "--fix", "fsdp"], "zero=true divides the optimizer's state"),
+    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "got '3' (a plan has ZeRO-1, zero=true, which divides the"),
+    "the sequence as a key": (["gpt2", "-c", "h100*2", "--fix", "sequence=2"], "a sample are the option --sequence;"),
+    "another tool's word": (["gpt2", "-c", "h100*2", "--fix", "tensor-parallel=2"], "(did you mean 'tp=2'?)"),
+    "a value as a key": (["gpt2", "-c", "h100*2", "--layout", "pp=2,fp8"], "no key 'fp8' (did you mean 'dtype=fp8'?)"),
+    "a key without value": (["gpt2", "-c", "h100*2", "--fix", "pp"], "'pp' has no value; write key=value"),
     "a key twice": (["gpt2", "-c", "h100*2", "--layout", "pp=2,pp=2"], "pp is given twice"),
     "a contradiction": (
         ["gpt2", "-c", "h100*2", "-b", "8", "--layout", "pp=2,v=2,schedule=1f1b"], "virtual",
@@ -317,11 +323,34 @@ def test_its_own_file_is_written_again(folder: Path):
 
 def test_the_answer_says_what_why_and_what_would_change_it():
     lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16").stdout.splitlines()
-    assert lines[0].split()[:3] == ["pp", "dp", "tp"]
+    assert lines[0].startswith("Use pp=")
+    assert "Limited by " in lines[1]
+    assert lines[3].split()[:3] == ["pp", "dp", "tp"]
+    rows = lines[4:]
+    assert len(set(rows[: rows.index("")])) == rows.index("")
     for heading in ("The best plan:", "Why not another:", "What would change it:"):
         assert heading in lines
     assert any(line.startswith("layout        pp=") for line in lines)
+    left_out = next(line for line in lines if line.startswith("Not compared, "))
+    assert "dtype=fp8;" in left_out
+    asked = invoke(
+        "gpt2", "-c", "h100*4", "-s", "64", "-b", "16", "--fix", "dtype=fp8", "--schedule", "1f1b"
+    ).stdout
+    left_out = next(line for line in asked.splitlines() if line.startswith("Not compared, "))
+    assert "dtype" not in left_out
+    assert "schedules that --schedule leaves out" in left_out
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
+
+
+def test_why_prints_every_reason():
+    def reasons(*words: str) -> list[str]:
+        lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", *words).stdout.splitlines()
+        first = lines.index("Why not another:") + 1
+        return lines[first : lines.index("", first)]
+
+    few, every = reasons(), reasons("--why")
+    assert len(few) == 4 < len(every)
+    assert few[3].strip() == f"(the nearest of {len(every)} reasons; --why prints all)"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan import cluster as module
-from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, read_cluster
+from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, read_cluster, with_memory
 
 DEVICE = "[device]\nmemory = 1e9\nmemory_bandwidth = 1e9\nmatmul = {bf16 = 1e12}\n"
 
@@ -55,12 +55,14 @@ def test_the_files_keys_are_read(tmp_path: Path):
         memory=80e9,
         matmul={"bf16": 232e12},
         memory_bandwidth=1.8e12,
+        reserve=4e9,
         matmul_width=300,
         attention={"bf16": 150e12},
         score_bandwidth=1.8e12,
         launch=5e-6,
         optimizer_bandwidth=1.5e12,
     )
+    assert cluster.reach == {"tp": 8, "sequence": 8192}
     assert cluster.node == LinkSpeed(5e-6, 250e9)
     assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)
     assert read_cluster(f"{path}*2x5").devices == 10
@@ -87,6 +89,19 @@ def test_a_file_needs_only_a_device(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("memory", "reserve", "usable"),
+    [("80e9", "", 76e9), ("1e9", "", 0.9e9), ("80e9", "reserve = 0", 80e9), ("80e9", "reserve = 30e9", 50e9)],
+)
+def test_a_device_has_a_reserve_that_a_limit_replaces(
+    memory: str, reserve: str, usable: float, tmp_path: Path
+):
+    cluster = read_cluster(written(tmp_path, f"{DEVICE.replace('1e9', memory, 1)}{reserve}"))
+    assert cluster.device.usable == usable == cluster.device.memory - cluster.device.reserved
+    limited = with_memory(cluster, float(memory)).device
+    assert (limited.usable, limited.reserved) == (float(memory), 0)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (DEVICE + "lanch = 3", r"no key device\.lanch \(did you mean 'launch'"),
@@ -104,6 +119,7 @@ def test_a_file_needs_only_a_device(tmp_path: Path):
         (DEVICE.replace("{bf16 = 1e12}", "{}"), "device.matmul must be a table of FLOP/s by dtype"),
         (DEVICE.replace("bf16", "bf61"), r"device.matmul: no dtype 'bf61' \(did you mean 'bf16'"),
         (DEVICE + "peak = {bf16 = -1}", "device.peak.bf16 must be above 0"),
+        (DEVICE + "reserve = 1e9", "device.reserve must be below device.memory, 1e[+]09, got 1e[+]09"),
         (DEVICE + "[network]\nbandwidth = 0", "network.bandwidth must be above 0"),
         ("node = 3\n" + DEVICE, "node must be a section with latency and bandwidth, got 3"),
         ("nodes = 0\n" + DEVICE, "nodes must be a whole number of at least 1, got 0"),
@@ -113,6 +129,9 @@ def test_a_file_needs_only_a_device(tmp_path: Path):
         ("dtype = 'fp8'\n" + DEVICE, "dtype is 'fp8', but device.matmul has rates for bf16"),
         ("error = 1\n" + DEVICE, "error must be below 1"),
         ("error = -0.5\n" + DEVICE, "error must be at least 0"),
+        ("reach = 3\n" + DEVICE, "reach must be a table with tp or sequence, as in .*, got 3"),
+        ("reach = {dp = 3}\n" + DEVICE, "reach must be a table with tp or sequence"),
+        ("reach = {tp = 0}\n" + DEVICE, "reach.tp must be a whole number of at least 1, got 0"),
         ("overlap = 1\n" + DEVICE, "overlap must be true or false, got 1"),
         ("name = 3\n" + DEVICE, "name must be text, got 3"),
         ("name = 'x'", r"the section \[device\] is missing"),

@@ -154,7 +154,7 @@ def test_a_search_divides_experts_where_whole_ones_do_not_fit():
     assert {plan.layout.ep for plan in roomy.plans} == {1, 2, 4}
     tight = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed=fixed, memory=12e9)
     assert tight.best.layout.ep > 1
-    assert tight.rejections["ep"]["1"].startswith("does not fit: at least")
+    assert tight.rejections["ep"]["1"].text.startswith("does not fit: at least")
     only = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed={**fixed, "ep": 2})
     assert {plan.layout.ep for plan in only.plans} == {2}
     quickest = min(
@@ -199,7 +199,7 @@ def test_a_measured_profile_does_not_tell_experts_apart():
 def test_a_search_refuses_a_degree_that_no_layout_can_have():
     for fixed, message in (
         ({"ep": 3}, "ep=3 does not divide the 8 experts"),
-        ({"ep": 8, "dp": 2}, "must divide dp x tp"),
+        ({"ep": 8, "dp": 2}, "must divide dp x cp x tp"),
     ):
         with pytest.raises(ConfigError, match=message):
             search(of_shape(SHAPE), read_cluster("h100*4"), sequence=16, batch=16, fixed=fixed)

@@ -253,7 +253,7 @@ def test_more_memory_keeps_what_fits(layout: dict[str, Any], ratio: float):
     need = of_small(layout).peak_bytes
 
     def with_memory(memory: float) -> Prediction:
-        return of_small(layout, replace(H100, device=replace(H100.device, memory=memory)))
+        return of_small(layout, replace(H100, device=replace(H100.device, memory=memory, reserve=0.0)))
 
     assert with_memory(need).fits
     assert not with_memory(need * (1 - 1e-6)).fits

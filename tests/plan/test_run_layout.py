@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
+from penstock.plan import run_layout
 from penstock.plan.run_layout import Layout, layout_of
 
 DEGREE = st.integers(1, 10**6)
@@ -75,7 +77,7 @@ def test_sequence_parallel_needs_a_degree():
         ("pp=2,pp=4", "pp is given twice"),
         ("virtual_stages=2", "no key 'virtual_stages'"),
         ("schedul=gpipe", r"no key 'schedul' \(did you mean 'schedule'"),
-        ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch'"),
+        ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch=2'"),
         ("zero=maybe", "zero must be true or false, got 'maybe'"),
         ("recompute=ful", r"recompute must be none, selective, full or a number .* got 'ful' \(did you mean 'full'"),
         ("recompute=0", "recompute must be .* got 0"),
@@ -118,3 +120,13 @@ def test_unknown_keys_of_a_mapping_are_refused_with_the_nearest():
         layout_of({"shedule": "1f1b"})
     with pytest.raises(ConfigError, match="no key 1"):
         layout_of({1: 2})
+
+
+def test_words_of_other_tools_lead_to_keys_that_exist():
+    known = {field.name for field in fields(Layout)}
+    words = [word for words in run_layout.OTHER_NAMES.values() for word in words.split()]
+    assert len(set(words)) == len(words)
+    assert not known & {*words, *run_layout.NO_KEYS}
+    for key in run_layout.OTHER_NAMES:
+        Layout.parse(key if "=" in key else "pp=1")
+        assert key.partition("=")[0] in known

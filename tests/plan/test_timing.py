@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Device, LinkSpeed
 from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.stage_costs import collective_seconds, seconds_of
+from penstock.plan.stage_costs import Links, collective_seconds, seconds_of
 
 DEVICE = Device(
     memory=1e9,
@@ -24,7 +24,7 @@ LINK = LinkSpeed(2.0, 10.0)
 
 
 def taken(*works: DeviceWork, dtype: str = "bf16", group: int = 1, device: Device = DEVICE) -> float:
-    return seconds_of(works, device, dtype, group, LINK)
+    return seconds_of(works, device, dtype, Links(group, LINK))
 
 
 def test_each_kind_of_work_has_its_rate():

@@ -50,7 +50,8 @@ def small_space(seed: int) -> SmallSpace:
     )  # fmt: skip
     rates = {"bf16": draw.choice((1e11, 1e12))}
     device = Device(
-        memory=80e9, matmul=rates, memory_bandwidth=draw.choice((5e9, 5e10)), matmul_width=64, launch=draw.choice((0, 1e-5)),
+        memory=80e9, reserve=0.0, matmul=rates, memory_bandwidth=draw.choice((5e9, 5e10)), matmul_width=64,
+        launch=draw.choice((0, 1e-5)),
     )  # fmt: skip
     nodes = draw.choice((1, 2)) if devices % 2 == 0 else 1
     cluster = Cluster(

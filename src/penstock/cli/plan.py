@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction
     from penstock.plan.profile.model_profile import Profile
 
+# Reasons against other layouts that are printed without --why.
+_REASONS = 3
+
 
 @click.command(
     epilog="Example:  penstock plan my-model/config.json --cluster 'h100*8x4' --sequence 4096 --batch 512\n\n"
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
-    help="Predict this layout only. Keys: pp, dp, tp, ep, v, microbatch, schedule, recompute, zero, sequence_parallel, "
+    help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, zero, sequence_parallel, "
     "split, attention, overlap, dtype, imbalance.",
 )  # fmt: skip
 @click.option(
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 @click.option(
     "--memory-limit",
     metavar="BYTES",
-    help="Memory of a device that a plan may use, such as 70GB. Default: all.",
+    help="Memory of a device that a plan may use, such as 70GB. Default: all but 4 GB, or a tenth of a small device.",
 )
 @click.option(
     "--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Number of plans to print."
@@ -82,6 +85,9 @@ if TYPE_CHECKING:
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Page with the timeline, the memory of every rank, and time over memory of all layouts; works offline.",
 )  # fmt: skip
+@click.option(
+    "--why", is_flag=True, help="Print all reasons against other layouts. Default: the nearest three."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     *,
@@ -100,14 +106,15 @@ def command(
     out: Path | None,
     run: Path | None,
     page: Path | None,
+    why: bool,
     as_json: bool,
 ) -> None:
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
 
     MODEL is a config.json or a folder with one, a TOML file with [model], or a profile that penstock.profile_layers made of
-    your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts, virtual
-    stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan is simulated as
-    it will run. Ctrl-C ends the search with the best plans so far.
+    your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts or long
+    samples, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan
+    is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
     from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable
@@ -192,7 +199,7 @@ def command(
         ran = {} if comparison is None else {"from_run": comparison.as_dict()}
         click.echo(json.dumps(result.as_dict() | ran))
         return
-    _show(profile, cluster, result, sequence, batch)
+    _show(profile, cluster, result, sequence, batch, why)
     for line in lines:
         click.echo(line)
 
@@ -250,19 +257,35 @@ def _search(
 
 
 def _show(
-    profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
+    profile: Profile,
+    cluster: Cluster,
+    result: Prediction | SearchResult,
+    sequence: int,
+    batch: int,
+    why: bool,
 ) -> None:
-    from penstock.cli.plan_text import changes_text, memory_table, plans_table, reasons_text, summary
+    from penstock.cli.plan_text import (
+        changes_text,
+        headline,
+        memory_table,
+        plans_table,
+        reasons_text,
+        summary,
+    )
+    from penstock.plan.explore.outlook import left_out_text, limits_text
     from penstock.plan.prediction import Prediction
 
     if isinstance(result, Prediction):
         click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
+        click.echo(f"{limits_text(profile, cluster, result, sequence)}\n")
         memory_table(result)
         return
+    click.echo(f"{headline(profile, cluster, result.best, sequence)}\n")
     plans_table(result)
     click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
     memory_table(result.best)
-    click.echo(f"\nWhy not another:\n{reasons_text(result)}")
+    click.echo(f"\nWhy not another:\n{reasons_text(result, None if why else _REASONS)}")
+    click.echo(f"\n{left_out_text(result)}")
     click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")
 
 
@@ -347,9 +370,11 @@ def sizes(
 
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
-    """Return why no run can multiply in the dtype that a layout's values and the cluster choose; None if one can."""
+    """Return why no run can have a layout's values, with the cluster's dtype; None if one can."""
     from penstock.cli.plan_files import why_not_trained
     from penstock.plan.run_layout import Layout
     from penstock.plan.stage_costs import dtype_of
 
+    if values.get("cp", 1) > 1 and values.get("sequence_parallel") and values.get("tp", 1) > 1:
+        return "cp beside sequence_parallel is only predicted; plan with sequence_parallel=false to start it"
     return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))))

@@ -87,7 +87,8 @@ def run_tables(
     if costs is not None and layout.split != "even":
         config["schedule"]["split"] = list(costs.counts)
     parallel = config.setdefault("parallel", {})
-    parallel.pop("cp", None)  # layouts of a plan have whole samples
+    if layout.cp > 1 or "cp" in parallel:
+        parallel["cp"] = layout.cp
     parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
     if layout.ep > 1 or "ep" in parallel:
         parallel["ep"] = layout.ep
@@ -174,8 +175,10 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         "microbatches": str(batch // (layout.dp * layout.microbatch)),
         "schedule": json.dumps(layout.schedule),
     }
-    if layout.dp * layout.tp > 1:
-        degrees = f"pp={layout.pp}, dp={layout.dp}" + (f", tp={layout.tp}" if layout.tp > 1 else "")
+    if layout.replicas * layout.tp > 1:
+        degrees = f"pp={layout.pp}, dp={layout.dp}" + "".join(
+            f", {name}={degree}" for name, degree in (("tp", layout.tp), ("cp", layout.cp)) if degree > 1
+        )
         arguments = {"mesh": f"penstock.MeshShape({degrees})", **arguments}
     else:
         arguments = {"ranks": str(layout.pp), **arguments}
@@ -192,7 +195,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         arguments["parallel"] = "penstock.ParallelOptions(sequence_parallel=True)"
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     text = f"pipe = penstock.Pipeline(\n    model,\n    loss_fn,\n{lines})\n"
-    if layout.zero and layout.dp > 1:
+    if layout.zero and layout.replicas > 1:
         text += "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)\n"
     imports = "import torch\n\nimport penstock\n" if "torch." in text else "import penstock\n"
     return f"{header(plan)}{imports}\n{text}"
@@ -201,7 +204,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
 def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:
     """Return the lines of text that say how to start `penstock train` with a plan's config."""
     layout = plan.layout
-    if cluster.nodes == 1 and layout.dp * layout.tp == 1 and layout.pp <= 2:
+    if cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
         return [f"penstock train {out}"]
     return start_of_script(f"-m penstock train {out}", plan, cluster)
 

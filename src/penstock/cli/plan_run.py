@@ -129,10 +129,6 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
     """Return the layout, the tokens of a sample, and the samples of a step of a run, from its config."""
     from penstock.plan.run_layout import Layout
 
-    if (cp := config.get("parallel", {}).get("cp", 1)) != 1:
-        raise ConfigError(
-            f"the run in {run} has parallel.cp = {cp}, and the plan knows no layouts that divide samples"
-        )
     try:
         schedule, parallel, runtime = config["schedule"], config["parallel"], config.get("runtime", {})
         batch = config["train"]["batch"]
@@ -143,6 +139,7 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
             dp=parallel["dp"],
             tp=parallel["tp"],
             ep=parallel.get("ep", 1),
+            cp=parallel.get("cp", 1),
             v=parallel["virtual_stages"],
             microbatch=batch // schedule["microbatches"],
             schedule=schedule["name"],

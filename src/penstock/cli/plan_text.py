@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import table_console
-from penstock.show.units import batch_text, parameters_text, size_text, time_text
+from penstock.show.units import batch_text, parameters_text, reserve_text, size_text, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
@@ -54,6 +54,7 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
         "dp": [str(at.dp) for at in layouts],
         "tp": [str(at.tp) for at in layouts],
         **({"ep": [str(at.ep) for at in layouts]} if any(at.ep > 1 for at in layouts) else {}),
+        **({"cp": [str(at.cp) for at in layouts]} if any(at.cp > 1 for at in layouts) else {}),
         "v": [str(at.v) for at in layouts],
         "micro": [str(at.microbatch) for at in layouts],
         "schedule": [at.schedule for at in layouts],
@@ -71,12 +72,13 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
 def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
-    fits = "fits" if plan.fits else "does NOT fit"
+    fits = f"{'fits' if plan.fits else 'does NOT fit'} in {size_text(plan.capacity)}"
     of_sizes = "6 FLOPs per parameter and token, and attention in full"
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
-        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of {size_text(plan.capacity)}",
+        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of "
+        f"{size_text(plan.capacity + plan.reserved)}",
         f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
@@ -84,7 +86,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"{plan.mfu:.1%} ({flops}); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
-        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}",
+        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}{reserve_text(plan.reserved)}",
         *(f"assumed       {sentence}" for sentence in plan.assumptions),
     ]
     return "\n".join(lines)
@@ -114,13 +116,29 @@ def memory_table(plan: Prediction) -> None:
     table_console().print(table)
 
 
-def reasons_text(result: SearchResult) -> str:
-    """Return, for each dimension, why the other values were rejected; values with the same reason share a line."""
+def headline(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> str:
+    """Return what to run, how fast it is, and what limits it, as two lines."""
+    from penstock.plan.explore.outlook import limits_text
+
+    return (
+        f"Use {plan.layout}\n{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
+        f"{limits_text(profile, cluster, plan, sequence)}"
+    )
+
+
+def reasons_text(result: SearchResult, most: int | None = None) -> str:
+    """Return, for each dimension, why the other values were rejected; values with the same reason share a line.
+
+    With `most`, these are so many reasons, and how many more there are.
+    """
     from penstock.plan.explore.outlook import grouped_reasons
 
-    return "\n".join(
-        f"  {chosen:24} {values}: {reason}" for chosen, values, reason in grouped_reasons(result)
-    )
+    every = grouped_reasons(result)
+    shown = grouped_reasons(result, most)
+    lines = [f"  {chosen:24} {values}: {reason}" for chosen, values, reason in shown]
+    if len(shown) < len(every):
+        lines.append(f"  (the nearest of {len(every)} reasons; --why prints all)")
+    return "\n".join(lines)
 
 
 def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:

@@ -7,9 +7,11 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
     nodes = 4
     dtype = "bf16"                   # of the matrix products, unless a layout says otherwise
     error = 0.08                     # a step may take 1.08 times as long or short as predicted
+    reach = {tp = 8, sequence = 8192}  # largest tp and tokens of a sample for which error holds; it is 0.5 beyond
 
     [device]
     memory = 80e9                    # bytes
+    reserve = 4e9                    # bytes that a plan leaves free; this is the default, at most a tenth of the memory
     matmul = {bf16 = 232e12}         # FLOP/s of large matrix products
     matmul_width = 300               # size of matrices at which half of that is reached
     attention = {bf16 = 150e12}      # FLOP/s of fused attention
@@ -47,9 +49,16 @@ from penstock.plan.profile.closed_form import DTYPE_BYTES
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
+ERROR_BEYOND = 0.5
+"""Least error beyond a cluster's reach, where published steps take up to 1.49 times as long as predicted: see docs/trust.md.
+
+They are A100s with tp = 16, and H100s with samples of 131,072 tokens (1.22 times).
+"""
 UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
+# An H100's CUDA context takes about half a GB, NCCL's buffers one or two; the rest is for what the allocator fragments.
+_RESERVE, _RESERVED_SHARE = 4e9, 0.1
 _MAX_DEVICES = 1_000_000
 # Products and quotients of several such numbers are still finite.
 _LARGEST = 1e30
@@ -62,12 +71,23 @@ class Device:
     memory: float
     matmul: Mapping[str, float]
     memory_bandwidth: float
+    reserve: float | None = None
     matmul_width: float = 0.0
     attention: Mapping[str, float] | None = None
     score_bandwidth: float | None = None
     launch: float = 0.0
     optimizer_bandwidth: float | None = None
     peak: Mapping[str, float] | None = None
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of the memory that a plan leaves for the context, buffers of collectives and fragmentation."""
+        return min(_RESERVE, _RESERVED_SHARE * self.memory) if self.reserve is None else self.reserve
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the memory that a plan may use."""
+        return self.memory - self.reserved
 
     def matmul_rate(self, dtype: str, width: float) -> float:
         """Return the FLOP/s of a matrix product of the given width (see `LayerCost`)."""
@@ -117,6 +137,8 @@ class Cluster:
         node, network: links within a node and between nodes.
         dtype: default dtype of matrix products.
         error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error).
+        reach: largest "tp", and "sequence" (tokens of a sample), for which `error` holds; beyond, it is at least
+            `ERROR_BEYOND`. Without them (default), it holds for all.
         op_overhead: seconds that the runtime adds to each op of a schedule.
         step_overhead: seconds that the runtime adds to each step.
         slowdown: factor on the seconds of all ops (default 1), as from a recalibration on a run.
@@ -132,6 +154,7 @@ class Cluster:
     network: LinkSpeed = LinkSpeed()
     dtype: str = "bf16"
     error: float = 0.1
+    reach: Mapping[str, int] | None = None
     op_overhead: float = 0.0
     step_overhead: float = 0.0
     slowdown: float = 1.0
@@ -143,12 +166,33 @@ class Cluster:
         """Number of devices of all nodes."""
         return self.ranks_per_node * self.nodes
 
+    def beyond(self, tp: int, sequence: int) -> str:
+        """Return which of a layout's values are beyond the cluster's reach, as text; empty if none is."""
+        given, reach = {"tp": tp, "sequence": sequence}, self.reach or {}
+        return ", ".join(
+            f"{name}={given[name]:,} (above {most:,})" for name, most in reach.items() if given[name] > most
+        )
+
     def link(self, span: int) -> LinkSpeed:
         """Return the slowest link of a ring of `span` neighbouring ranks; between two nodes it uses all links of a node."""
         if span <= self.ranks_per_node:
             return self.node
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
         return replace(self.network, bandwidth=bandwidth)
+
+    def ring(self, ranks: int, apart: int, *, within: bool, reduces: bool = False) -> LinkSpeed:
+        """Return the slowest link of rings of `ranks` that are so many devices apart; all devices have one at the same time.
+
+        `within` says that they stay within a node; `reduces`, that gradients are reduced.
+        """
+        node = self.node.reduce_bandwidth or self.node.bandwidth if reduces else self.node.bandwidth
+        if within:
+            return LinkSpeed(self.node.latency, node)
+        network = self.network
+        bandwidth = network.reduce_bandwidth or network.bandwidth if reduces else network.bandwidth
+        # Neighbours in a ring that share a node share its links, so each of them has that many.
+        together = max(1, min(ranks, self.ranks_per_node // apart))
+        return LinkSpeed(network.latency, min(together * bandwidth, node))
 
     def exchange(self, ranks: int) -> LinkSpeed:
         """Return the latency, and the bytes that a rank sends to all of `ranks` neighbours over the seconds it takes.
@@ -207,14 +251,14 @@ def read_cluster(text: str | Path) -> Cluster:
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
-    """Return a cluster on whose devices a plan may use only so many bytes of memory."""
+    """Return a cluster on whose devices a plan may use so many bytes of memory, without a reserve."""
     most = cluster.device.memory
     if not 0 < memory <= most:
         raise ConfigError(
             f"the memory limit must be above 0 and at most {most / 1e9:.4g} GB, the memory of a device of {cluster.name}, "
             f"got {memory / 1e9:.4g} GB"
         )
-    return replace(cluster, device=replace(cluster.device, memory=float(memory)))
+    return replace(cluster, device=replace(cluster.device, memory=float(memory), reserve=0.0))
 
 
 def _from_table(table: dict[str, Any], name: str) -> Cluster:
@@ -236,6 +280,8 @@ def _from_table(table: dict[str, Any], name: str) -> Cluster:
             if not isinstance(value, bool):
                 raise ConfigError(f"{where} must be true or false, got {value!r}")
             given[key] = value
+        elif key == "reach":
+            given[key] = _reach(value, where)
         elif key in ("ranks_per_node", "nodes"):
             require_count(where, value)
             given[key] = value
@@ -269,11 +315,16 @@ def _device(table: dict[str, Any], name: str) -> Device:
                     )
             values[key] = {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in value.items()}
         else:
-            values[key] = _number(value, where, zero=key in ("launch", "matmul_width"))
+            values[key] = _number(value, where, zero=key in ("launch", "matmul_width", "reserve"))
     for key in ("memory", "matmul", "memory_bandwidth"):
         if key not in values:
             raise ConfigError(f"{name}: device.{key} is missing")
-    return Device(**values)
+    device = Device(**values)
+    if device.usable <= 0:
+        raise ConfigError(
+            f"{name}: device.reserve must be below device.memory, {device.memory:g}, got {device.reserved:g}"
+        )
+    return device
 
 
 def _link(table: object, where: str) -> LinkSpeed:
@@ -281,6 +332,16 @@ def _link(table: object, where: str) -> LinkSpeed:
         raise ConfigError(f"{where} must be a section with latency and bandwidth, got {table!r}")
     _only(table, LinkSpeed, where.rpartition(": ")[0], f"{where.rpartition(': ')[2]}.")
     return LinkSpeed(**{k: _number(v, f"{where}.{k}", zero=k == "latency") for k, v in table.items()})
+
+
+def _reach(table: object, where: str) -> dict[str, int]:
+    if not isinstance(table, dict) or not table or table.keys() - {"tp", "sequence"}:
+        raise ConfigError(
+            f"{where} must be a table with tp or sequence, as in {{tp = 8, sequence = 8192}}, got {table!r}"
+        )
+    for key, value in table.items():
+        require_count(f"{where}.{key}", value)
+    return table
 
 
 def _only(table: Mapping[str, Any], kind: type, name: str, prefix: str) -> None:

@@ -52,10 +52,10 @@ def op_costs(
     seconds[:, Kind.I] += costs.again
     if runtime is not None:
         seconds[:, Kind.F] += runtime.segment * (costs.segments - 1)
-    span = layout.dp * layout.tp
+    span = layout.replicas * layout.tp
     near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
     message = [round(size) for size in costs.messages[:-1]]
-    # A rank of the simulator is a pipeline rank, which stands for dp x tp devices of a node.
+    # A rank of the simulator is a pipeline rank, which stands for dp x cp x tp devices of a node.
     communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
     return Costs(seconds, communication=communication)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster, LinkSpeed
+from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
@@ -64,7 +64,8 @@ class Prediction:
         hardware_tflops_per_device: the same with what is recomputed.
         mfu, hfu: these two over the device's rated FLOP/s.
         memory: peak bytes of a device of every pipeline rank.
-        capacity: bytes of memory of a device.
+        capacity: bytes of a device's memory that a layout may use.
+        reserved: bytes of its memory besides, which are left free.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
@@ -90,6 +91,7 @@ class Prediction:
     parts: Mapping[str, float]
     dtype: str = "bf16"
     unit: str = "tokens"
+    reserved: float = 0.0
     assumptions: tuple[str, ...] = ()
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
@@ -120,6 +122,7 @@ class Prediction:
             "hfu": self.hfu,
             "memory": [rank.as_dict() for rank in self.memory],
             "capacity": round(self.capacity),
+            "reserved": round(self.reserved),
             "fits": self.fits,
             "bubble": self.bubble,
             "bubble_causes": dict(self.causes),
@@ -189,7 +192,7 @@ def predict(
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    factor = 1 + max(cluster.error, profile.spread)
+    factor = 1 + _error(profile, cluster, layout, sequence)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
@@ -204,7 +207,8 @@ def predict(
         mfu=model / peak_rate,
         hfu=hardware / peak_rate,
         memory=rank_memory(schedule, costs, layout, dtype),
-        capacity=cluster.device.memory,
+        capacity=cluster.device.usable,
+        reserved=cluster.device.reserved,
         bubble=sum(causes.values()),
         causes=causes,
         parts={"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
@@ -226,7 +230,7 @@ def _simulated(
     )
     if runtime is None:
         return simulate(program, alone)
-    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.dp)
+    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)
 
 
 def default_sequence(profile: Profile) -> int:
@@ -244,14 +248,16 @@ def default_sequence(profile: Profile) -> int:
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
     """Return the number of microbatches of a replica."""
     if layout.devices > cluster.devices:
+        context = f" x cp={layout.cp}" if layout.cp > 1 else ""
         raise ConfigError(
-            f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
+            f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp}{context} x tp={layout.tp}), and "
             f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
         )
-    if layout.dp * layout.tp % layout.ep:
+    if (stage := layout.replicas * layout.tp) % layout.ep:
+        product = "dp x tp" if layout.cp == 1 else "dp x cp x tp"
         raise ConfigError(
-            f"ep={layout.ep} does not divide dp x tp = {layout.dp * layout.tp}, the devices of a stage, over which experts "
-            f"are divided; take a divisor of {layout.dp * layout.tp}"
+            f"ep={layout.ep} does not divide {product} = {stage}, the devices of a stage, over which experts "
+            f"are divided; take a divisor of {stage}"
         )
     share = layout.dp * layout.microbatch
     if batch % share:
@@ -290,7 +296,7 @@ def _exposed_reduction(
     """Return the seconds by which reducing the gradients lengthens the step, and the trace with the reductions."""
     placement = program.schedule.placement
     copies = _copies(placement)
-    if layout.dp * copies == 1:
+    if layout.replicas * copies == 1:
         return 0.0, trace
     if not overlaps(cluster, layout):
         return blocking_reduction(costs, cluster, layout, dtype, placement), trace
@@ -313,7 +319,7 @@ def blocking_reduction(
 ) -> float:
     """Return the seconds to reduce the gradients after the backward, on the rank with most parameters."""
     copies = _copies(placement)
-    if layout.dp * copies == 1:
+    if layout.replicas * copies == 1:
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement) * gradient
@@ -333,7 +339,7 @@ def overlaps(cluster: Cluster, layout: Layout) -> bool:
 
 def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
     """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
-    if not layout.zero or layout.dp == 1:
+    if not layout.zero or layout.replicas == 1:
         return 0.0
     weights = weight * np.stack((costs.parameters, costs.expert_parameters)) / np.maximum(1, costs.counts)
     return max(
@@ -355,17 +361,10 @@ def _group_seconds(
     unit: str, size: float, cluster: Cluster, layout: Layout, copies: int, *, experts: bool = False
 ) -> float:
     # Replicas are so many ranks apart.
-    replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.dp, layout.tp)
+    replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.replicas, layout.tp)
     group = replicas * copies
-    link = LinkSpeed(cluster.node.latency, cluster.node.reduce_bandwidth or cluster.node.bandwidth)
-    if layout.dp * layout.tp > cluster.ranks_per_node or (
-        copies > 1 and layout.devices > cluster.ranks_per_node
-    ):
-        # Neighbours in a group that share a node share its links, so each of them has that many.
-        together = max(1, min(replicas, cluster.ranks_per_node // apart))
-        network = cluster.network
-        bandwidth = min(together * (network.reduce_bandwidth or network.bandwidth), link.bandwidth)
-        link = LinkSpeed(network.latency, bandwidth)
+    span = layout.devices if copies > 1 else layout.replicas * layout.tp
+    link = cluster.ring(replicas, apart, within=span <= cluster.ranks_per_node, reduces=True)
     return collective_seconds(unit, size, group, link)
 
 
@@ -399,6 +398,10 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
                 f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "
                 "number of rows (imbalance); layers wait for each exchange of rows."
             )
+        if layout.cp > 1 and layout.sequence_parallel:
+            sentences.append(
+                "Sequence parallelism beside cp is only predicted: Pipeline refuses them together."
+            )
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(
             f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
@@ -414,19 +417,30 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
             f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
         )
-    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
+    if layout.overlap is None and not cluster.overlap and layout.replicas > 1:
         sentences.append(
             f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
             "overlap=true predicts reductions that hide behind it."
         )
-    sentences.append(_interval(profile, cluster))
+    sentences.append(_interval(profile, cluster, layout, sequence))
     if layout.devices < cluster.devices:
         sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
     return tuple(sentences)
 
 
-def _interval(profile: Profile, cluster: Cluster) -> str:
-    error = max(cluster.error, profile.spread)
+def _error(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> float:
+    """Return the error that a prediction may have."""
+    least = ERROR_BEYOND if profile.shape is not None and cluster.beyond(layout.tp, sequence) else 0.0
+    return max(cluster.error, profile.spread, least)
+
+
+def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> str:
+    error = _error(profile, cluster, layout, sequence)
+    if error > max(cluster.error, profile.spread):
+        return (
+            f"The interval is the step divided and multiplied by {1 + error:.3g}: no published step is near "
+            f"{cluster.beyond(layout.tp, sequence)}."
+        )
     of_profile = profile.spread > cluster.error
     source = f"the spread of the measured {profile.name}" if of_profile else f"the error of {cluster.name}"
     again = "; measure again on a quiet machine" if error > UNSTEADY and cluster.name not in PRESETS else ""

@@ -77,7 +77,7 @@ def updated_parameters(parameters: Parameters, experts: Parameters, layout: Layo
     """Return the number of parameters that one device updates: its share of them with ZeRO, or all."""
     if not layout.zero:
         return parameters
-    return (parameters - experts) / layout.dp + experts / layout.expert_replicas
+    return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
 
 
 def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
@@ -132,7 +132,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
         # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
-        buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.dp > 1 else 0.0
+        buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.replicas > 1 else 0.0
         ranks.append(
             RankMemory(
                 weights=weight * parameters,

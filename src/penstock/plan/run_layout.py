@@ -16,6 +16,45 @@ Recompute = str | int
 # Negative numbers, too, so that the error says that they are too small.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _MOST_IMBALANCE = 1_000_000
+OTHER_NAMES = {
+    "attention=fused": "flash flash_attention flash_attn sdpa use_flash_attn",
+    "cp": "context context_length_parallel context_parallel context_parallel_degree context_parallel_size "
+    "cp_degree cp_size ring",
+    "dp": "data data_parallel data_parallel_size ddp dp_degree dp_size replicas",
+    "dtype": "amp mixed_precision precision",
+    "dtype=bf16": "bf16 bfloat16",
+    "dtype=fp16": "fp16 float16 half",
+    "dtype=fp8": "fp8 float8",
+    "ep": "ep_degree ep_size expert expert_model_parallel_size expert_parallel expert_parallel_size experts moe",
+    "microbatch": "accumulate accumulation gradient_accumulation_steps mbs micro micro_batch micro_batch_size "
+    "microbatch_size",
+    "overlap": "overlap_grad_reduce overlap_reduce",
+    "pp": "num_stages pipeline pipeline_model_parallel_size pipeline_parallel pp_degree pp_size stages",
+    "recompute": "activation_checkpoint activation_checkpointing activation_recompute checkpointing "
+    "gradient_checkpointing recomputation remat",
+    "schedule": "order pipeline_schedule schedule_name",
+    "sequence_parallel=true": "sp",
+    "split": "blocks layers partition",
+    "tp": "tensor tensor_model_parallel_size tensor_parallel tensor_parallel_size tp_degree tp_size",
+    "v": "chunks interleave interleaving num_virtual_stages virtual virtual_pipeline virtual_stages vp vpp",
+    "zero=true": "distributed_optimizer use_distributed_optimizer zero1 zero_1",
+}
+"""Names that people and other tools have for a key, or for a key with a value."""
+_NO_SHARDS = "gradients and weights, which a plan does not; zero=true divides the optimizer's state (ZeRO-1)"
+NO_KEYS = {
+    "batch": "samples of a step are the option --batch", "devices": "it is the option --devices",
+    "gpus": "the number of devices is the option --devices", "memory": "bytes of a device are the option --memory-limit",
+    "nodes": "the number of nodes is part of --cluster, as in h100*8x4",
+    "seq": "tokens of a sample are the option --sequence", "seq_length": "tokens of a sample are the option --sequence",
+    "sequence": "tokens of a sample are the option --sequence; cp=2 divides them over two devices, and "
+    "sequence_parallel=true divides activations over tp",
+    "zero2": f"it divides {_NO_SHARDS}", "zero3": f"it divides {_NO_SHARDS}", "fsdp": f"it divides {_NO_SHARDS}",
+    "fsdp2": f"it divides {_NO_SHARDS}", "hsdp": f"it divides {_NO_SHARDS}",
+    "offload": "no plan moves states to the host; take more devices, zero=true or recompute=full",
+    "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
+}  # fmt: skip
+"""What names mean that are no key of a layout."""
+
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -27,7 +66,8 @@ class Layout:
         pp: pipeline ranks (default 1).
         dp: replicas of the pipeline that share each batch (default 1).
         tp: devices that share every matrix of a stage (default 1).
-        ep: devices that divide the experts of a stage: a divisor of dp * tp, whose devices they are (default 1).
+        ep: devices that divide the experts of a stage: a divisor of dp * cp * tp, whose devices they are (default 1).
+        cp: devices that divide the tokens of each sample (default 1).
         v: stages per rank; None (default) is the schedule family's number.
         microbatch: samples of a microbatch (default 1).
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
@@ -45,6 +85,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     v: int | None = None
     microbatch: int = 1
     schedule: str = "1f1b"
@@ -58,7 +99,7 @@ class Layout:
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("pp", "dp", "tp", "ep", "microbatch", "v"):
+        for key in ("pp", "dp", "tp", "ep", "cp", "microbatch", "v"):
             value = getattr(self, key)
             if key == "v" and value is None:
                 continue
@@ -71,7 +112,10 @@ class Layout:
         for key in ("zero", "sequence_parallel", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
-                raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
+                stage = " (a plan has ZeRO-1, zero=true, which divides the optimizer's state alone)"
+                raise ConfigError(
+                    f"layout: {key} must be true or false, got {value!r}{stage if key == 'zero' else ''}"
+                )
         if not isinstance(self.schedule, str):
             raise ConfigError(
                 f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
@@ -97,13 +141,18 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices: pp * dp * tp."""
-        return self.pp * self.dp * self.tp
+        """Number of devices: pp * dp * cp * tp."""
+        return self.pp * self.replicas * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices with the same parameters, whose gradients are summed: dp * cp."""
+        return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
-        """Number of devices of a stage that have the same experts: dp * tp / ep."""
-        return self.dp * self.tp // self.ep
+        """Number of devices of a stage that have the same experts: dp * cp * tp / ep."""
+        return self.replicas * self.tp // self.ep
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys with their values."""
@@ -140,9 +189,9 @@ def layout_values(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for pair in filter(None, (pair.strip() for pair in text.split(","))):
         key, equals, value = (part.strip() for part in pair.partition("="))
+        require_key(key, value)
         if not equals:
             raise ConfigError(f"layout: {pair!r} has no value; write key=value with commas between")
-        _require_key(key)
         if key in values:
             raise ConfigError(f"layout: {key} is given twice")
         values[key] = _value(key, value)
@@ -150,19 +199,26 @@ def layout_values(text: str) -> dict[str, Any]:
     return values
 
 
-def _require_key(key: object) -> None:
+def require_key(key: object, value: object = "") -> None:
+    """Raise `ConfigError` unless a layout has such a key; it names the key that other tools' names stand for."""
     known = [f.name for f in fields(Layout)]
-    if key not in known:
-        raise ConfigError(
-            f"layout: no key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}"
-        )
+    if key in known:
+        return
+    name = str(key).lower().strip("-").replace("-", "_")
+    if name in NO_KEYS:
+        raise ConfigError(f"layout: no key {key!r}: {NO_KEYS[name]}")
+    near = next((ours for ours, others in OTHER_NAMES.items() if name in others.split()), "")
+    if near and "=" not in near and value != "":
+        near = f"{near}={value}"
+    hint = f" (did you mean {near!r}?)" if near else nearest(str(key), known)
+    raise ConfigError(f"layout: no key {key!r}{hint}; the keys are {', '.join(known)}")
 
 
 def _value(key: str, text: str) -> Any:
     if key in ("zero", "sequence_parallel", "overlap"):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
-        raise ConfigError(f"layout: {key} must be true or false, got {text!r}")
+        return text
     if key in ("schedule", "attention", "dtype"):
         return text
     if key == "split":
@@ -203,6 +259,6 @@ def layout_of(values: Mapping[str, Any] | str | Layout) -> Layout:
         return Layout.parse(values)
     if not isinstance(values, Mapping):
         raise ConfigError(f"a layout must be text, a mapping or a Layout, got {values!r}")
-    for key in values:
-        _require_key(key)
+    for key, value in values.items():
+        require_key(key, value)
     return Layout(**values)

@@ -36,7 +36,7 @@ class LayerTimes:
     weight_grad: Table
     backward: Table
     again: Table
-    # Model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
+    # Model FLOPs that recomputing a layer repeats, over all devices of tp and cp, shape (layers,).
     repeats: Table
     # Bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
     saved: Table
@@ -47,7 +47,7 @@ class LayerTimes:
     parameters: Table
     expert_parameters: Table
     outputs: Table
-    model_flops: Table  # FLOPs of the forward, over all tensor-parallel devices, shape (layers,)
+    model_flops: Table  # FLOPs of the forward, over all devices of tp and cp, shape (layers,)
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
 
 
@@ -73,6 +73,7 @@ def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) 
         attention="unfused" if attention_of(profile, cluster, layout) == "unfused" else "fused",
         ep=layout.ep,
         imbalance=layout.imbalance,
+        cp=layout.cp,
     )
 
 
@@ -107,17 +108,14 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         raise ConfigError(
             f"sequence_parallel divides samples of {sequence} tokens over tp={layout.tp}; take a multiple of {layout.tp}"
         )
+    if layout.cp > 1:
+        _require_divided(profile, layout, sequence)
     table = profile.table(load)
-    link = cluster.link(layout.tp)
+    links = Links.of(cluster, layout)
     kinds = table.kinds
 
     def seconds(works: str) -> Table:
-        each = [
-            seconds_of(
-                getattr(cost, works), cluster.device, load.dtype, layout.tp, link, cluster.exchange(layout.ep)
-            )
-            for cost in table.costs
-        ]
+        each = [seconds_of(getattr(cost, works), cluster.device, load.dtype, links) for cost in table.costs]
         return cluster.slowdown * _spread(each, kinds)
 
     def column(name: str) -> Table:
@@ -150,27 +148,60 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     )
 
 
-def seconds_of(
-    works: Iterable[DeviceWork],
-    device: Device,
-    dtype: str,
-    group: int,
-    link: LinkSpeed,
-    exchange: LinkSpeed = _NO_LINK,
-) -> float:
-    """Return the seconds of operations that follow each other; collectives run among `group` tensor-parallel ranks."""
-    return sum(_seconds(work, device, dtype, group, link, exchange) for work in works)
+def _require_divided(profile: Profile, layout: Layout, sequence: int) -> None:
+    """Raise `ConfigError` unless the tokens of a sample can be divided over `cp` devices."""
+    if profile.shape is None:
+        raise ConfigError(
+            f"the layers of {profile.name} were profiled with whole samples, so cp must be 1, got {layout.cp}; plan a model "
+            "of given sizes with cp"
+        )
+    if sequence % (2 * layout.cp):
+        raise ConfigError(
+            f"cp={layout.cp} divides samples of {sequence} tokens into 2 x cp chunks; take a multiple of {2 * layout.cp} "
+            "tokens"
+        )
 
 
-def _seconds(
-    work: DeviceWork, device: Device, dtype: str, group: int, link: LinkSpeed, exchange: LinkSpeed
-) -> float:
+@dataclass(frozen=True)
+class Links:
+    """Groups of a layout's devices that work on one layer, and their links.
+
+    Attributes:
+        tp, cp: number of devices that divide matrices, and tokens of samples.
+        tensor, context: slowest link of a ring of these.
+        exchange: of the devices that divide experts, as `Cluster.exchange` returns it.
+    """
+
+    tp: int = 1
+    tensor: LinkSpeed = _NO_LINK
+    cp: int = 1
+    context: LinkSpeed = _NO_LINK
+    exchange: LinkSpeed = _NO_LINK
+
+    @classmethod
+    def of(cls, cluster: Cluster, layout: Layout) -> Links:
+        tp, cp = layout.tp, layout.cp
+        ring = cluster.ring(cp, tp, within=cp * tp <= cluster.ranks_per_node)
+        return cls(tp, cluster.link(tp), cp, ring, cluster.exchange(layout.ep))
+
+
+def seconds_of(works: Iterable[DeviceWork], device: Device, dtype: str, links: Links) -> float:
+    """Return the seconds of operations that follow each other."""
+    return sum(_seconds(work, device, dtype, links) for work in works)
+
+
+_OF_CONTEXT = {"context_gather": "all_gather", "context_scatter": "reduce_scatter"}
+
+
+def _seconds(work: DeviceWork, device: Device, dtype: str, links: Links) -> float:
     if work.unit == "seconds":
         return work.amount
     if work.unit == "all_to_all":
-        return work.calls * exchange.latency + work.amount / exchange.bandwidth
+        return work.calls * links.exchange.latency + work.amount / links.exchange.bandwidth
     if work.unit in ("all_reduce", "all_gather", "reduce_scatter"):
-        return work.calls * collective_seconds(work.unit, work.amount / work.calls, group, link)
+        return work.calls * collective_seconds(work.unit, work.amount / work.calls, links.tp, links.tensor)
+    if work.unit in _OF_CONTEXT:
+        return collective_seconds(_OF_CONTEXT[work.unit], work.amount, links.cp, links.context)
     launch = work.calls * device.launch
     if work.unit in ("memory", "scores"):
         bandwidth = device.score_bandwidth if work.unit == "scores" else None
@@ -219,7 +250,7 @@ class StageCosts:
     parameters: Table
     expert_parameters: Table  # part of `parameters`
     messages: Table  # bytes of the value that each stage hands on; 0 for the last
-    # FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
+    # FLOPs of the forward, and of what is recomputed, over all devices of tp and cp.
     model_flops: Table
     repeated_flops: Table
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import changes, grouped_reasons
+from penstock.plan.explore.outlook import changes, grouped_reasons, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
 from penstock.plan.profile.model_profile import Profile
@@ -24,7 +24,15 @@ from penstock.show.figures import figures, height_of_ranks
 from penstock.show.page import MAX_ROWS, fill_template, write_page
 from penstock.show.page_data import step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
-from penstock.show.units import Unit, batch_text, parameters_text, size_text, time_text, unit_of_seconds
+from penstock.show.units import (
+    Unit,
+    batch_text,
+    parameters_text,
+    reserve_text,
+    size_text,
+    time_text,
+    unit_of_seconds,
+)
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
@@ -182,9 +190,10 @@ def _page(
         plan_figures(plan, outcomes, unit),
         title=f"{profile.name} on {cluster.name}",
         counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
-        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch_text(batch, sequence, plan.unit)} a step",
+        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity + plan.reserved)}; "
+        f"{batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
-        sentences=_sentences(plan, search),
+        sentences=_sentences(plan, search, limits_text(profile, cluster, plan, sequence)),
         layout=_layout(plan),
         plans=None if search is None else _plans(search),
         step={
@@ -199,6 +208,7 @@ def _page(
         parts=[MEMORY_PARTS[name] for name in _parts(plan.memory)],
         memory=_memory(plan.memory),
         reasons=[] if search is None else grouped_reasons(search),
+        left_out="" if search is None else left_out_text(search),
         changes=[] if search is None else _changes(profile, cluster, search, sequence, batch),
         assumptions=plan.assumptions,
     )
@@ -223,14 +233,18 @@ def _cards(plan: Prediction) -> list[tuple[str, str]]:
     ]
 
 
-def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
+def _sentences(plan: Prediction, search: SearchResult | None, limits: str) -> list[str]:
     sentences = []
     if not plan.fits:
         sentences.append(
             f"This layout does not fit: the fullest device needs {size_text(plan.peak_bytes - plan.capacity)} more."
         )
     parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in plan.parts.items() if seconds)
-    sentences.append(f"The step's time: {parts}.")
+    sentences.append(f"The step's time: {parts}. {limits}")
+    if plan.reserved:
+        sentences.append(
+            f"A layout may use {size_text(plan.capacity)} of a device{reserve_text(plan.reserved)}."
+        )
     if search is not None:
         sentences.append(
             f"{search.evaluated:,} layouts were compared and {search.simulated:,} simulated in {search.seconds:.1f} s. "
@@ -245,6 +259,7 @@ def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
 
 _MEANINGS = {
     "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
+    "ep": "devices that divide experts", "cp": "devices that divide the tokens of a sample",
     "v": "stages per rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
     "recompute": "activations computed again", "zero": "optimizer's state divided over replicas (ZeRO-1)",
     "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
@@ -273,15 +288,15 @@ def _runs(counts: Sequence[int]) -> str:
 
 def _plans(search: SearchResult) -> dict[str, Any]:
     heads = (
-        "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step", "slower",
-        f"{search.best.unit}/s", "MFU", "memory", "idle",
+        "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step",
+        "slower", f"{search.best.unit}/s", "MFU", "memory", "idle",
     )  # fmt: skip
     rows = []
     for plan in search.plans:
         at = plan.layout
         rows.append(
             (
-                at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
+                at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
                 "yes" if at.sequence_parallel else "", time_text(plan.step_seconds),
                 f"{plan.step_seconds / search.best.step_seconds - 1:.1%}", f"{plan.tokens_per_second:,.0f}",
                 f"{plan.mfu:.1%}", size_text(plan.peak_bytes), f"{plan.bubble:.1%}",

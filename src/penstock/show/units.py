@@ -82,6 +82,11 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def reserve_text(reserved: float) -> str:
+    """Return a remark on bytes of a device that a plan leaves free; empty if there are none."""
+    return f" ({size_text(reserved)} in reserve; see --memory-limit)" if reserved else ""
+
+
 def batch_text(samples: int, sequence: int, unit: str) -> str:
     """Return the size of a batch, as in ``512 samples of 4,096 tokens``; without tokens if the unit is "samples"."""
     return f"{samples:,} samples" + ("" if unit == "samples" else f" of {sequence:,} tokens")

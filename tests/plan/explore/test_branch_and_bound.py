@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, read_cluster
 from penstock.plan.explore import branch_and_bound
 from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.outlook import grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
@@ -30,16 +32,11 @@ def found(small: SmallSpace, top: int = 3) -> SearchResult:
 )
 def test_no_layout_of_a_small_space_is_quicker(seed: int):
     small = small_space(seed)
-    quickest: dict[tuple[object, ...], float] = {}
-    for plan in sorted(every_plan(small), key=lambda plan: plan.step_seconds):
-        at = plan.layout
-        if plan.fits:
-            key = (at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule)
-            quickest.setdefault(key, plan.step_seconds)
+    quickest = branch_and_bound.distinct(plan for plan in every_plan(small) if plan.fits)
     result = found(small)
     assert result.complete
     assert [plan.step_seconds for plan in result.plans] == pytest.approx(
-        sorted(quickest.values())[:3], rel=1e-9
+        [plan.step_seconds for plan in quickest[:3]], rel=1e-9
     )
     assert all(plan.fits for plan in result.plans)
 
@@ -99,7 +96,7 @@ def test_a_search_that_ended_before_a_plan_says_so():
     [
         (4, 9, {"dp": 8}, "a batch of 9 does not divide over 8 devices with dp=8; the nearest batch that does is 8 or 16"),
         (2, 3, {"tp": 1}, "a batch of 3 does not divide over 8 devices with tp=1; the nearest batch that does is 4"),
-        (4, 8, {"pp": 8}, "medium cannot run on 8 devices with pp=8: pp x dp x tp must be the devices, pp at most its 4"),
+        (4, 8, {"pp": 8}, "medium cannot run on 8 devices with pp=8: pp x dp x cp x tp must be the devices, pp at most"),
     ],
 )  # fmt: skip
 def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, object], message: str):
@@ -124,6 +121,46 @@ def test_fixed_values_are_kept(fixed: dict[str, object]):
         assert {key: getattr(plan.layout, key) for key in fixed} == fixed
 
 
+def test_schedules_with_one_order_are_one_plan():
+    """On one stage a rank, zb-h1 and interleaved-zb are the same order."""
+    profile, cluster = medium(), read_cluster("h100*2")
+    given = {"pp": 2, "v": 1, "microbatch": 1, "recompute": "none"}
+    both = [
+        search(profile, cluster, sequence=2048, batch=8, fixed=given, schedules=names)
+        for names in (["interleaved-zb", "zb-h1"], ["zb-h1"], ["1f1b", "zb-h1"])
+    ]
+    shown = [[plan.layout.schedule for plan in result.plans] for result in both]
+    assert shown == [["zb-h1"], ["zb-h1"], ["zb-h1", "1f1b"]]
+
+
+def test_the_nearest_reasons_are_simulated_ones_of_different_dimensions():
+    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=32)
+    every, three = grouped_reasons(result), grouped_reasons(result, 3)
+    slower = [[result.rejections[name.split("=")[0]][values.split(", ")[0]] for name, values, _ in three]]
+    assert {(values, text) for _, values, text in three} < {(values, text) for _, values, text in every}
+    assert len({name for name, _, _ in three}) == 3
+    assert all(reason.exact for reason in slower[0])
+    assert [reason.slower for reason in slower[0]] == sorted(reason.slower for reason in slower[0])
+
+
+def test_shares_of_a_step_name_what_limits_it():
+    profile, cluster = medium(), read_cluster("h100*8")
+    slow = replace(cluster, node=replace(cluster.node, bandwidth=1e9))
+    layouts = {
+        "links": (slow, "tp=8"),
+        "bubble": (cluster, "pp=8,microbatch=4"),
+        "compute": (cluster, "pp=2,dp=4,schedule=zb-v"),
+    }
+    for name, (machines, layout) in layouts.items():
+        plan = predict(profile, machines, layout, sequence=2048, batch=8 if name == "bubble" else 64)
+        shares = time_shares(profile, machines, plan, 2048)
+        assert sum(shares.values()) == pytest.approx(1)
+        assert max(shares, key=lambda part: shares[part]) == name
+    again = predict(profile, cluster, "pp=8,recompute=full", sequence=2048, batch=64)
+    shares = time_shares(profile, cluster, again, 2048)
+    assert shares["recompute"] == pytest.approx(shares["compute"] / 3, rel=0.1)
+
+
 def test_sequence_parallelism_and_the_split_are_dimensions():
     """A large vocabulary makes the last stage slow, so that a split by cost is quicker than an even one."""
     profile = medium(24, vocabulary=256_000)
@@ -131,8 +168,8 @@ def test_sequence_parallelism_and_the_split_are_dimensions():
     result = search(profile, read_cluster("h100*8"), sequence=2048, batch=64, fixed=given)
     layout = result.best.layout
     assert (layout.sequence_parallel, layout.split) == (True, "cost")
-    assert result.rejections["sequence_parallel"]["false"].endswith("slower")
-    assert result.rejections["split"]["even"].endswith("slower")
+    assert result.rejections["sequence_parallel"]["false"].text.endswith("slower")
+    assert result.rejections["split"]["even"].text.endswith("slower")
     for key, other in (("sequence_parallel", False), ("split", "even")):
         fixed = {**given, key: other}
         slower = search(profile, read_cluster("h100*8"), sequence=2048, batch=64, fixed=fixed).best
@@ -223,7 +260,9 @@ def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
     plan = predict(small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch)
     assert plan.peak_bytes == size
     assert least <= size <= 1.05 * least
-    with pytest.raises(ConfigError, match=r"the smallest needs [\d.]+ [GM]B per device: pp=\d"):
+    with pytest.raises(
+        ConfigError, match=r"the smallest needs [\d.]+ [GM]B of [\d.]+ [GM]B per device: pp=\d"
+    ):
         _ = result.best
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.context import SequencePart, dividing
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.tensor import tensor_parallel
@@ -214,14 +215,17 @@ def saved_by_torch(module: torch.nn.Module, value: torch.Tensor) -> tuple[int, t
     return sum(sizes.values()), output
 
 
+BUILT_IN = ModelConfig(vocabulary=512, width=128, layers=1, heads=4, kv_heads=2, hidden=352)
+OF_BUILT_IN = ModelShape(
+    name="built-in", layers=1, hidden=128, heads=4, kv_heads=2, head_size=32, ffn=352, vocabulary=512
+)
+
+
 @pytest.mark.parametrize(("samples", "sequence"), [(1, 64), (2, 64), (3, 128)])
 def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, sequence: int):
     """In 32 bits: norms save their normalised input and its scale besides, and the gate its activation."""
-    config = ModelConfig(vocabulary=512, width=128, layers=1, heads=4, kv_heads=2, hidden=352)
-    shape = ModelShape(
-        name="built-in", layers=1, hidden=128, heads=4, kv_heads=2, head_size=32, ffn=352, vocabulary=512
-    )
-    first, block, _ = (layer.build() for layer in layers(config))
+    shape = OF_BUILT_IN
+    first, block, _ = (layer.build() for layer in layers(BUILT_IN))
     load, tokens = Workload(microbatch=samples, sequence=sequence, dtype="fp32"), samples * sequence
     saved, value = saved_by_torch(first, torch.randint(0, 512, (samples, sequence)))
     assert saved == embedding_cost(shape, load).saved_bytes
@@ -229,6 +233,34 @@ def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, 
     rotary = 2 * 4 * sequence * shape.head_size / 2  # tables that all microbatches share
     added = 4 * tokens * (2 * (shape.hidden + 1) + shape.ffn)
     assert saved - rotary == block_cost(shape, load).saved_bytes + added
+
+
+class OneOf:
+    """Exchange of equal parts, so that one process is enough."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part] * self.parts)
+
+    def sum_parts(self, whole: torch.Tensor) -> torch.Tensor:
+        return self.parts * whole[0]
+
+
+@pytest.mark.parametrize(("samples", "sequence", "cp"), [(1, 64, 2), (2, 64, 2), (2, 128, 4)])
+def test_with_divided_samples_torch_saves_the_closed_form(samples: int, sequence: int, cp: int):
+    """Besides what kernels add without cp, as above, the CPU's attention saves the mask of each of two chunks in 32 bits."""
+    shape, own = OF_BUILT_IN, sequence // cp
+    _, block, _ = (layer.build() for layer in layers(BUILT_IN))
+    value = torch.randn(samples, own, shape.hidden, requires_grad=True)
+    with dividing(SequencePart(0, cp), OneOf(cp)):
+        saved, _ = saved_by_torch(block, value)
+    rotary = 2 * 4 * own * shape.head_size / 2
+    masks = 4 * (own // 2) ** 2 * (1 + 2 * cp)
+    added = 4 * samples * own * (2 * (shape.hidden + 1) + shape.ffn)
+    load = Workload(microbatch=samples, sequence=sequence, dtype="fp32", cp=cp)
+    assert saved - rotary - masks == block_cost(shape, load).saved_bytes + added
 
 
 BIASED = {"attention_bias": True, "mlp_bias": True}

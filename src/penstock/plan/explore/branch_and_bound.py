@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -24,7 +24,7 @@ from penstock.base.errors import PenstockError, ScheduleError
 from penstock.plan.cluster import Cluster, with_memory
 from penstock.plan.explore.rejections import Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
-from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
+from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
 from penstock.plan.profile.model_profile import Profile
@@ -38,6 +38,7 @@ from penstock.plan.stage_costs import (
     require_inputs,
     work_shares,
 )  # fmt: skip
+from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -75,7 +76,7 @@ def search(
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
         schedules: names of families, or paths of CSV files (default: all families that build their order without a search).
         devices: number of devices that a layout uses (default: all).
-        memory: bytes of a device that a plan may use, at most all of it (default).
+        memory: bytes of a device that a plan may use, at most all of it (default: all but the device's reserve).
         top: number of plans to return (default 10).
         limit: seconds after which the search ends with the best so far (default: none).
         progress: function of the numbers of layouts evaluated and simulated, and the best plan so far; called often.
@@ -107,7 +108,7 @@ def search(
     except KeyboardInterrupt:
         complete = False
     plans = run.plans()
-    reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
+    reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
     return SearchResult(
         plans=plans,
         evaluated=run.evaluated,
@@ -117,7 +118,29 @@ def search(
         rejections=reasons,
         smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
         outcomes=run.outcomes(),
+        not_compared=not_compared(space),
+        capacity=cluster.device.usable,
+        reserved=cluster.device.reserved,
     )
+
+
+def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
+    """Return the quickest plan for each choice of degrees, microbatch and schedule, the quickest first.
+
+    Schedules with the same step and memory, as two whose orders are the same for these counts, are one: the first in the
+    catalogue.
+    """
+    places = {name: n for n, name in enumerate(FAMILIES)}
+    keyed = [(float(f"{p.step_seconds:.9g}"), places.get(p.layout.schedule, -1), p) for p in plans]
+    chosen: dict[Any, Prediction] = {}
+    schedules: set[Any] = set()
+    for seconds, _, plan in sorted(keyed, key=lambda entry: entry[:2]):
+        at = plan.layout
+        counts = (at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch)
+        if (*counts, at.schedule) not in schedules:
+            schedules.add((*counts, at.schedule))
+            chosen.setdefault((*counts, seconds, f"{plan.peak_bytes:.9g}"), plan)
+    return list(chosen.values())
 
 
 @dataclass(order=True, kw_only=True)
@@ -177,7 +200,7 @@ class _Search:
     def _begin(self) -> None:
         """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
         sized = [(least_bytes(self.space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
-        roomy = [c for size, c in sized if size < self.space.cluster.device.memory / 2]
+        roomy = [c for size, c in sized if size < self.space.cluster.device.usable / 2]
         roomy.sort(key=lambda c: c.bound * c.point.layout.pp * c.point.microbatches)  # soon simulated
         for candidate in (*roomy[:DIVES], *(c for _, c in sorted(sized)[:DIVES])):
             opened = [order for group in self._open(candidate) for order in self._open(group)]
@@ -191,7 +214,7 @@ class _Search:
         seen: set[tuple[int, ...]] = set()
         for candidate in sorted(self._heap):
             layout = candidate.point.layout
-            degrees = (layout.pp, layout.dp, layout.tp, layout.ep)
+            degrees = (layout.pp, layout.dp, layout.tp, layout.ep, layout.cp)
             if degrees in seen or len(seen) == DIVES or candidate.bound >= self._threshold():
                 continue
             opened = [order for group in self._open(candidate) for order in self._open(group)]
@@ -243,13 +266,9 @@ class _Search:
             self.rejections.add_too_large(plan.layout, plan.peak_bytes)
 
     def _ranked(self) -> list[Prediction]:
-        """Return the plans so far, the quickest first: one for each choice of degrees, microbatch and schedule."""
+        """Return the plans so far, the quickest first; see `distinct`."""
         if self._ranking is None:
-            quickest: dict[Any, Prediction] = {}
-            for plan in sorted(self._simulations.values(), key=lambda plan: plan.step_seconds):
-                at = plan.layout
-                quickest.setdefault((at.pp, at.dp, at.tp, at.ep, at.v, at.microbatch, at.schedule), plan)
-            self._ranking = list(quickest.values())
+            self._ranking = distinct(self._simulations.values())
         return self._ranking
 
     def _threshold(self) -> float:
@@ -272,7 +291,7 @@ class _Search:
         layout = point.layout
         times = self._times_of(layout)
         size = least_bytes(self.space, point, times)
-        if size > self.space.cluster.device.memory:
+        if size > self.space.cluster.device.usable:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
             return
@@ -336,7 +355,7 @@ class _Search:
     ) -> bool:
         """Return whether a layout exceeds the memory with any of some schedules of one placement."""
         largest = least_placed_bytes(self.space, layout, placement, costs)
-        if largest <= self.space.cluster.device.memory:
+        if largest <= self.space.cluster.device.usable:
             return False
         for order in orders:
             self.rejections.add_too_large(replace(layout, schedule=order.name), largest, False)
@@ -350,7 +369,7 @@ class _Search:
                 size = self._peak_bytes(layout, candidate)
             except ScheduleError:
                 return  # the family does not allow the counts
-            if size > self.space.cluster.device.memory:
+            if size > self.space.cluster.device.usable:
                 self.rejections.add_too_large(layout, size)
                 return  # without ZeRO, it needs more
             self._keep(self._quick_prediction(layout, candidate.point.microbatches, order))
@@ -371,7 +390,7 @@ class _Search:
         if order.family is None or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
-        if first > self.space.cluster.device.memory:
+        if first > self.space.cluster.device.usable:
             return first
         # Schedules without a steady state, such as gpipe, hold more with every microbatch.
         growth = max(0.0, peak(few + layout.pp) - first)

@@ -14,9 +14,11 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 DIMENSIONS = (
-    "pp", "dp", "tp", "ep", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
+    "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
+SAME = 1e-9
+"""Share below which a difference in seconds is rounding."""
 # Each of these layouts may cost a prediction in `smallest_layout`.
 _MOST_BOUNDS = 48
 
@@ -42,6 +44,20 @@ class Smallest(NamedTuple):
     layout: Layout
     size: float
     exact: bool
+
+
+class Reason(NamedTuple):
+    """Reason why a value of a dimension was rejected.
+
+    Attributes:
+        text: the reason in words.
+        slower: share by which layouts with the value are slower, or at least so much; infinite if none fits or can run.
+        exact: True if the best layout with the value was simulated.
+    """
+
+    text: str
+    slower: float = math.inf
+    exact: bool = False
 
 
 @dataclass
@@ -88,7 +104,7 @@ class Rejections:
             for seen in self._values(chosen):
                 seen.bound = min(seen.bound, bound)
 
-    def reasons(self, best: Prediction, capacity: float) -> dict[str, dict[str, str]]:
+    def reasons(self, best: Prediction, capacity: float) -> dict[str, dict[str, Reason]]:
         """Return, for every dimension, the reason against each value other than the best plan's."""
         chosen = vars(best.layout)
         return {
@@ -115,11 +131,12 @@ def _order(value: Any) -> tuple[bool, float, str]:
     return (not number, value if number else 0, str(value))
 
 
-def _reason(seen: _Seen, best: float, capacity: float) -> str:
+def _reason(seen: _Seen, best: float, capacity: float) -> Reason:
+    slower = min(seen.seconds, seen.bound) / best - 1
     if seen.seconds < math.inf and seen.seconds <= seen.bound:
-        return f"{seen.seconds / best - 1:.1%} slower"
+        return Reason(f"{slower:.1%} slower" if slower > SAME else "as fast", slower, True)
     if seen.bound < math.inf:
-        return f"at least {seen.bound / best - 1:.1%} slower"
+        return Reason(f"at least {slower:.1%} slower", slower)
     if seen.smallest < math.inf:
-        return f"does not fit: at least {seen.smallest / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
-    return "cannot run"
+        return Reason(f"does not fit: at least {seen.smallest / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
+    return Reason("cannot run")

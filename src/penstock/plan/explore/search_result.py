@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
-from penstock.plan.explore.rejections import Smallest
+from penstock.plan.explore.rejections import Reason, Smallest
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
@@ -34,6 +35,8 @@ class SearchResult:
         rejections: reasons why the other values of each dimension were rejected.
         smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
+        not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
+        capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
     """
 
     plans: tuple[Prediction, ...]
@@ -41,9 +44,12 @@ class SearchResult:
     simulated: int
     seconds: float
     complete: bool
-    rejections: Mapping[str, Mapping[str, str]]
+    rejections: Mapping[str, Mapping[str, Reason]]
     smallest: Smallest | None = None
     outcomes: tuple[SimulatedLayout, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    capacity: float = math.inf
+    reserved: float = 0.0
 
     @property
     def best(self) -> Prediction:
@@ -66,9 +72,14 @@ class SearchResult:
             )
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
+        reserved = (
+            f" besides the {_text(self.reserved)} in reserve, which --memory-limit can allow"
+            if self.reserved
+            else ""
+        )
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{_text(size)} per device: {layout}. Take more "
-            "devices, devices with more memory, or a smaller batch or sequence"
+            f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
+            f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +90,11 @@ class SearchResult:
             "simulated": self.simulated,
             "seconds": self.seconds,
             "complete": self.complete,
-            "rejections": {dimension: dict(reasons) for dimension, reasons in self.rejections.items()},
+            "rejections": {
+                dimension: {value: reason.text for value, reason in reasons.items()}
+                for dimension, reasons in self.rejections.items()
+            },
+            "not_compared": list(self.not_compared),
         }
 
 

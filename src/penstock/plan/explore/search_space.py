@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import Any
 
-from penstock.base.counts import require_count
-from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
+from penstock.base.counts import plural, require_count
+from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
 from penstock.plan.profile.closed_form import require_divisible
 from penstock.plan.profile.model_profile import Profile
-from penstock.plan.run_layout import Layout, Recompute
-from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
+from penstock.plan.run_layout import Layout, Recompute, require_key
+from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -25,6 +25,11 @@ from penstock.schedule.text import is_csv, read_csv
 
 MAX_MICROBATCH = 32
 MAX_VIRTUAL_STAGES = 12
+LEAST_PART = 4096
+"""Tokens of a sample that each of `cp` devices has at least: cp > 1 is tried from 8,192 tokens on, as Megatron-LM advises.
+
+Shorter parts save little memory, which recompute saves as well, and the search would bound more layouts for nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,23 +67,23 @@ class Space:
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
-        for pp, dp, tp in self._degrees():
+        for pp, dp, tp, cp in self._degrees():
             share = self.batch // dp
             for microbatch in self._values("microbatch", divisors(share, MAX_MICROBATCH)):
                 if share % microbatch:
                     continue
                 choices = product(
-                    self._values("ep", self._expert_degrees(dp * tp)),
+                    self._values("ep", self._expert_degrees(dp * cp * tp)),
                     self._values("recompute", self._recomputes()),
-                    self._values("sequence_parallel", self._sequence_parallel(tp)),
+                    self._values("sequence_parallel", self._sequence_parallel(tp, cp)),
                 )
                 for ep, recompute, sequence_parallel in choices:
-                    if dp * tp % ep:
+                    if dp * cp * tp % ep:
                         continue
                     # `zero` and `split` are chosen last; see `variants` and `splits`.
                     layout = Layout(
-                        pp=pp, dp=dp, tp=tp, ep=ep, v=None, microbatch=microbatch, recompute=recompute,
-                        zero=self.fixed.get("zero", dp > 1),
+                        pp=pp, dp=dp, tp=tp, ep=ep, cp=cp, v=None, microbatch=microbatch, recompute=recompute,
+                        zero=self.fixed.get("zero", dp * cp > 1),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
                         attention=self.fixed.get("attention"),
@@ -112,7 +117,7 @@ class Space:
 
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
         """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights."""
-        if "zero" in self.fixed or layout.dp == 1:
+        if "zero" in self.fixed or layout.replicas == 1:
             return (layout,)
         return (replace(layout, zero=True), replace(layout, zero=False))
 
@@ -196,7 +201,8 @@ class Space:
                 if placement.stages <= self.profile.blocks:
                     yield Order(family, name, v, placement, family.splits_backward)
 
-    def _degrees(self) -> Iterator[tuple[int, int, int]]:
+    def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield every (pp, dp, tp, cp)."""
         per_node = self.cluster.ranks_per_node
         shape = self.profile.shape
         for tp in self._values("tp", [t for t in divisors(per_node) if self.devices % t == 0]):
@@ -205,12 +211,21 @@ class Space:
             if self.devices % tp or not divides or (whole and tp > 1):
                 continue
             rest = self.devices // tp
-            for pp in self._values("pp", divisors(rest)):
-                if rest % pp or pp > self.profile.blocks:
+            for cp, pp in product(self._context_degrees(rest), self._values("pp", divisors(rest))):
+                if rest % (cp * pp) or pp > self.profile.blocks:
                     continue
-                dp = rest // pp
+                dp = rest // (cp * pp)
                 if self.fixed.get("dp", dp) == dp and self.batch % dp == 0:
-                    yield pp, dp, tp
+                    yield pp, dp, tp, cp
+
+    def _context_degrees(self, devices: int) -> Sequence[int]:
+        """Return the numbers of devices that may divide samples."""
+        if self.profile.shape is None:
+            return self._values("cp", [1])
+        most = max(1, self.sequence // LEAST_PART)
+        return self._values(
+            "cp", [cp for cp in divisors(devices, most) if cp == 1 or self.sequence % (2 * cp) == 0]
+        )
 
     def _expert_degrees(self, devices: int) -> list[int]:
         """Return the numbers of devices that can divide the experts of a stage on so many."""
@@ -224,8 +239,9 @@ class Space:
         )
         return ("none", "selective", 2, "full") if unfused else ("none", 2, "full")
 
-    def _sequence_parallel(self, tp: int) -> tuple[bool, ...]:
-        return (True, False) if tp > 1 and self.sequence % tp == 0 else (False,)
+    def _sequence_parallel(self, tp: int, cp: int) -> tuple[bool, ...]:
+        # `Pipeline` refuses it beside cp, which divides the same tokens.
+        return (True, False) if tp > 1 and cp == 1 and self.sequence % tp == 0 else (False,)
 
     def _values(self, key: str, default: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else default
@@ -250,12 +266,8 @@ def make_space(
     devices: int | None,
 ) -> Space:
     """Check the inputs of a search and return its space."""
-    known = [f.name for f in fields(Layout)]
-    for key in fixed:
-        if key not in known:
-            raise ConfigError(
-                f"no dimension {key!r}{nearest(key, known)} to fix; there are {', '.join(known)}"
-            )
+    for key, value in fixed.items():
+        require_key(key, value)
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
     if profile.shape is not None:
         require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", 1))
@@ -294,6 +306,48 @@ def make_space(
     return space
 
 
+def not_compared(space: Space) -> tuple[str, ...]:
+    """Return what a search left out, each with the value that asks for it."""
+    profile, cluster, fixed = space.profile, space.cluster, space.fixed
+    found = []
+    if profile.shape is not None:
+        at = Layout(dtype=fixed.get("dtype"), attention=fixed.get("attention"))
+        ours = dtype_of(profile, cluster, at)
+        if "dtype" not in fixed:
+            found += [f"dtype={dtype}" for dtype in cluster.device.matmul if dtype != ours]
+        if "attention" not in fixed:
+            unfused = attention_of(profile, cluster, at) == "unfused"
+            found.append(f"attention={'fused' if unfused else 'unfused'}")
+    else:
+        found.append(f"tp above 1 (the profile of {profile.name} is for tp=1)")
+    if "overlap" not in fixed:
+        found.append(f"overlap={'false' if cluster.overlap else 'true'}")
+    shape = profile.shape
+    across = 2 * cluster.ranks_per_node
+    sizes = () if shape is None or shape.is_whole else (shape.heads, shape.kv_heads, shape.ffn)
+    if (
+        sizes
+        and not any(size % across for size in sizes)
+        and "tp" not in fixed
+        and space.devices % across == 0
+    ):
+        found.append(f"tp across nodes, as tp={across}")
+    if shape is not None and "cp" not in fixed and space.sequence < 2 * LEAST_PART:
+        found.append(f"cp above 1 (samples are shorter than {2 * LEAST_PART:,} tokens)")
+    if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES:
+        found.append(f"v above {MAX_VIRTUAL_STAGES}")
+    if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:
+        found.append(f"microbatch above {MAX_MICROBATCH}")
+    if "recompute" not in fixed:
+        found.append("recompute=3 and more")
+    if "split" not in fixed:
+        found.append("split by numbers")
+    left = [name for name, family in FAMILIES.items() if name not in space.schedules and not family.searches]
+    if left and "schedule" not in fixed:
+        found.append(f"{plural(len(left), 'schedule')} that --schedule leaves out")
+    return (*found, "orders that are searched (--search-orders)")
+
+
 def _require_own_order(space: Space) -> None:
     """Raise unless one of the user's families allows the counts of some layout; they are the only ones to search."""
     if any(space.orders(point.layout.pp, point.microbatches) for point in space.points()):
@@ -321,10 +375,10 @@ def _why_empty(space: Space) -> str:
     near = " or ".join(str(n) for n in (below, above) if n is not None)
     if near:
         return f"a batch of {space.batch} does not divide over {on}; the nearest batch that does is {near}"
-    experts = ", and ep must divide dp x tp" if space.fixed.get("ep", 1) > 1 else ""
+    experts = ", and ep must divide dp x cp x tp" if space.fixed.get("ep", 1) > 1 else ""
     return (
-        f"{space.profile.name} cannot run on {on}: pp x dp x tp must be the devices, pp at most its {space.profile.blocks} "
-        "blocks, and tp must divide its heads and the devices of a node"
+        f"{space.profile.name} cannot run on {on}: pp x dp x cp x tp must be the devices, pp at most its "
+        f"{space.profile.blocks} blocks, and tp must divide its heads and the devices of a node"
         f"{experts}; fix other values"
     )
 

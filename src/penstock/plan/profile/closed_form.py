@@ -48,10 +48,12 @@ class Workload:
     attention: AttentionKernel = "fused"  # "fused" if scores stay within the kernel, else "unfused"
     ep: int = 1  # devices that divide the experts
     imbalance: float = 1.0  # rows of experts on the fullest of them, over the mean
+    cp: int = 1  # devices that divide the tokens of each sample
 
     @property
     def tokens(self) -> int:
-        return self.microbatch * self.sequence
+        """Tokens of one device."""
+        return self.microbatch * self.sequence // self.cp
 
     @property
     def element(self) -> int:
@@ -172,6 +174,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
             DeviceWork("matmul", 2 * attention_flops, width, 4),
             DeviceWork("scores", _SCORE_BACKWARD * e / 2 * scores, calls=3),
         )
+    gathered, gather, scatter = _context(shape, load)
     value = tokens * hidden * e
     into = (*_collectives("gather", value, load), *_collectives("gather", value, load)) if t > 1 else ()
     out = (*_collectives("reduce", value, load), *_collectives("reduce", value, load)) if t > 1 else ()
@@ -180,7 +183,12 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     masks = 2 * shard / e if shape.dropout else 0
     kept_whole = (2 + 2) * shard + masks
     inner = query + key + values + attended + latents + (ups + 1) * active_ffn + 2 * copies
-    kept_divided = inner * tokens * e / t
+    inputs_divided = inner * tokens * e / t
+    kept_divided = inputs_divided
+    if load.cp > 1:
+        # Attention keeps keys and values of whole samples in place of those of its own tokens, and its outputs for the two
+        # chunks, which are then copied into the input of the last matrix.
+        kept_divided += gathered * (1 - 1 / load.cp) + attended * tokens * e / t
     # Fused attention keeps the logarithm of each row's sum, in 32 bits.
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
     # Outputs of softmax and dropout, and the mask in one byte: 5 bytes in 16 bits (2205.05198).
@@ -194,21 +202,35 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         else (*matmuls[: len(products)], *_feed_forward(shape, replace(load, imbalance=1.0), ups))
     )
     return LayerCost(
-        forward=(*matmuls, *attention, elementwise, *into, *out, *exchange),
-        input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out, *exchange),
+        forward=(*matmuls, *attention, elementwise, *into, *out, *exchange, *gather),
+        input_grad=(*matmuls, *attention_grad, backward_elementwise, *into, *out, *exchange, *scatter),
         weight_grad=matmuls,
         selective=attention if load.attention == "unfused" else (),
         saved_bytes=selective + statistics + kept_scores,
         selective_bytes=selective + statistics,
         # Inputs of the four matrices, and the gradients of their outputs.
-        waiting_bytes=4 * shard + kept_divided,
+        waiting_bytes=4 * shard + inputs_divided,
         input_bytes=shard,
         output_bytes=shard,
         parameters=(shape.block_parameters - experts - whole) / t + whole + experts / load.ep,
         expert_parameters=experts / load.ep,
-        model_flops=t * (sum(work.amount for work in mean) + attention_flops),
-        attention_flops=t * attention_flops,
+        model_flops=t * load.cp * (sum(work.amount for work in mean) + attention_flops),
+        attention_flops=t * load.cp * attention_flops,
     )
+
+
+def _context(
+    shape: ModelShape, load: Workload
+) -> tuple[float, tuple[DeviceWork, ...], tuple[DeviceWork, ...]]:
+    """Return the bytes of gathered keys and values of whole samples, and the works of gathering and of summing gradients."""
+    if load.cp == 1:
+        return 0.0, (), ()
+    _, key, values = shape.attention_sizes
+    gathered = (key + values) * load.tokens * load.cp * load.element / load.tp
+    # The parts are put in the order of the tokens twice: chunks of two halves, and then along the sequence.
+    copies = DeviceWork("memory", 4 * gathered, calls=4)
+    gather, scatter = (DeviceWork(unit, gathered) for unit in ("context_gather", "context_scatter"))
+    return gathered, (copies, gather), (copies, scatter)
 
 
 def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWork]:
@@ -256,7 +278,7 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
         waiting_bytes=shard + e * logits,
         transient_bytes=e * logits,
         parameters=shape.hidden * (shape.vocabulary / t + shape.final_norm_weights),
-        model_flops=t * product.amount,
+        model_flops=t * load.cp * product.amount,
         recomputes=False,
     )
 

@@ -17,6 +17,8 @@ Unit = Literal[
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "context_gather",
+    "context_scatter",
     "seconds",
 ]
 
@@ -28,7 +30,8 @@ class DeviceWork(NamedTuple):
         unit: part of the device that does the work: "matmul" (matrix multiplication), "attention" (matrix products of
             fused attention), "memory" (elementwise operations, limited by bandwidth), "scores" (the same on stored scores
             of attention), a collective among the tensor-parallel ranks, "all_to_all" (among the ranks that divide experts),
-            or "seconds" (measured).
+            "context_gather" or "context_scatter" (a gather, or a sum of the parts, among the ranks that divide samples), or
+            "seconds" (measured).
         amount: FLOPs of matmul and attention; bytes read and written of memory and scores; bytes of the whole tensor of
             a collective, or that a rank sends in exchanges, its own part included; seconds if measured.
         width: smallest dimension of the matrices, on which their efficiency depends (default 0).
@@ -61,7 +64,7 @@ class LayerCost:
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
         parameters: number of parameters on this device.
         expert_parameters: part of `parameters` that is experts'.
-        model_flops: FLOPs of the forward over all tensor-parallel devices, in the usual convention: matrix products only,
+        model_flops: FLOPs of the forward over all devices of tp and cp, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
         attention_flops: part of `model_flops` that selective recompute does again.
         recomputes: True if the layer runs again with full recompute.
