@@ -43,6 +43,7 @@ FOLLOWED = {
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
 FOLLOWED_HERE = (
     "checkpoints.md",
+    "long_context.md",
     "operations.md",
     "parallelism.md",
     "planning.md",
