@@ -203,3 +203,55 @@ def test_a_layer_that_fails_on_one_replica_ends_the_step_on_all_and_loses_nothin
             assert "told to fail" in failed
             assert "told to fail" in evaluated
             assert loss == told[0][2] == again
+
+
+def own_model(rank: int, shard: str) -> tuple:
+    """A model with its own forward, whose first step is compared with its layers', and a weight of both ends."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_positions=32,
+            n_embd=32,
+            n_layer=6,
+            n_head=4,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+    )
+    x = torch.randint(0, 64, (M, 16), generator=torch.Generator().manual_seed(3))
+    with Pipeline(
+        model,
+        microbatches=M // 2,
+        schedule="interleaved-1f1b",
+        virtual_stages=2,
+        mesh=MeshShape(2, 2),
+        timeout=120,
+        parallel=ParallelOptions(shard=shard, bucket_bytes=10_000),
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=1.0)
+        losses = []
+        for _ in range(3):
+            losses.append(float(pipe.step({"input_ids": x, "labels": x}).loss))
+            optimizer.step()
+        state = pipe.full_state_dict()
+        losses.append(float(pipe.evaluate({"input_ids": x, "labels": x}).loss))
+        again = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.01)
+        losses.append(float(pipe.step({"input_ids": x, "labels": x}).loss))
+        again.step()
+    return losses, state, {n: p.detach().clone() for n, p in pipe.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tied_weight_and_its_own_forward_and_a_second_optimizer(processes: LocalProcesses):
+    pytest.importorskip("transformers")
+    expected = processes.run(4, own_model, "optimizer")
+    for shard in ("weights", "gradients"):
+        for ours, theirs in zip(processes.run(4, own_model, shard), expected, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+            for k in (1, 2):  # the whole model's, and what the process has once the pipeline is closed
+                for name, value in ours[k].items():
+                    torch.testing.assert_close(value, theirs[k][name], rtol=1e-5, atol=1e-5)
