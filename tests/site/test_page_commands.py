@@ -29,7 +29,6 @@ FOLLOWED = {
     "fine_tuning.md": "tests/huggingface/test_fine_tuning_page.py",
     "watching.md": "tests/test_watching_page.py",
     "huggingface.md": "tests/huggingface/test_huggingface_page.py",
-    "stability.md": "tests/project/test_release_check.py",
     "start.md": "tests/pages/test_guides.py",
     "memory.md": "tests/pages/test_guides.py",
     "clusters.md": "tests/pages/test_guides.py",
