@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import PenstockError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
@@ -205,7 +205,7 @@ def test_a_layer_that_fails_on_one_replica_ends_the_step_on_all_and_loses_nothin
             assert loss == told[0][2] == again
 
 
-def own_model(rank: int, shard: str) -> tuple:
+def own_model(rank: int, sharding: dict[str, Any]) -> tuple:
     """A model with its own forward, whose first step is compared with its layers', and a weight of both ends."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -230,7 +230,7 @@ def own_model(rank: int, shard: str) -> tuple:
         virtual_stages=2,
         mesh=MeshShape(2, 2),
         timeout=120,
-        parallel=ParallelOptions(shard=shard, bucket_bytes=10_000),
+        parallel=ParallelOptions(bucket_bytes=10_000, **sharding),
     ) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=1.0)
         losses = []
@@ -248,10 +248,67 @@ def own_model(rank: int, shard: str) -> tuple:
 @pytest.mark.slow
 def test_a_model_with_a_tied_weight_and_its_own_forward_and_a_second_optimizer(processes: LocalProcesses):
     pytest.importorskip("transformers")
-    expected = processes.run(4, own_model, "optimizer")
-    for shard in ("weights", "gradients"):
-        for ours, theirs in zip(processes.run(4, own_model, shard), expected, strict=True):
+    expected = processes.run(4, own_model, {"shard": "optimizer"})
+    for sharding in ({"shard": "weights", "reduce_every": 2}, {"shard": "gradients", "reduce_every": 1}):
+        for ours, theirs in zip(processes.run(4, own_model, sharding), expected, strict=True):
             assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
             for k in (1, 2):  # the whole model's, and what the process has once the pipeline is closed
                 for name, value in ours[k].items():
-                    torch.testing.assert_close(value, theirs[k][name], rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(value, theirs[k][name], rtol=1e-5, atol=1e-4)
+
+
+def between_steps(rank: int, shard: str) -> tuple:
+    """What a program may do between two steps."""
+    with pipe_on(MeshShape(2, 2), None, "interleaved-1f1b", {"shard": shard}) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        losses = [float(pipe.step(*tokens(0)).loss)]
+        optimizer.step()
+        refused = ""
+        if shard != "optimizer":
+            groups = [{"match": "norm|embedding|head|bias", "optimizer": torch.optim.SGD, "lr": 0.1}]
+            with pytest.raises(ConfigError) as caught:
+                PipelineOptimizer(pipe, torch.optim.Muon, groups=groups, lr=0.1)
+            refused = str(caught.value)
+        losses.append(float(pipe.evaluate(*tokens(1)).loss))  # the first optimizer's shards are still used
+        pipe.step(*tokens(1))
+        pipe.zero_grad()  # drops what was reduced, too
+        optimizer.zero_grad()
+        losses.append(float(pipe.step(*tokens(1)).loss))
+        norm = float(pipe.clip_grad_norm_(1e9))
+        optimizer.step()
+        for value in pipe.state_dict().values():
+            value.mul_(0.5)  # these tensors are those that train
+        losses.append(float(pipe.step(*tokens(2)).loss))
+        return losses, norm, refused
+
+
+def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProcesses):
+    expected = processes.run(4, between_steps, "optimizer")
+    for shard in ("weights", "gradients"):
+        for (losses, norm, refused), (wanted, of_whole, _) in zip(
+            processes.run(4, between_steps, shard), expected, strict=True
+        ):
+            assert losses == pytest.approx(wanted, rel=1e-5)
+            assert norm == pytest.approx(of_whole, rel=1e-5)
+            assert f"which shard={shard!r} does not divide; use shard='optimizer'" in refused
+
+
+def leaving(rank: int) -> str:
+    """One rank's own code fails between two steps, while the others are in the next one."""
+    try:
+        with pipe_on(MeshShape(2, 2), None, "interleaved-1f1b", WEIGHTS) as pipe:
+            optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+            pipe.step(*tokens(0))
+            optimizer.step()
+            if rank == 0:
+                raise KeyError("a mistake of the program")
+            pipe.step(*tokens(1))
+    except (KeyError, PenstockError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_error_of_one_program_ends_the_others_with_an_error(processes: LocalProcesses):
+    told = processes.run(4, leaving)
+    assert told[0] == "KeyError"
+    assert set(told[1:]) <= {"PeerError", "CallOrderError"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
@@ -182,6 +182,7 @@ class Engine:
                     # 4. What the step did to buffers reaches all copies.
                     self._copies.after_step(trains)
                     if check is not None:
+                        self.wait_for_parameters(whole=True)  # it reads those of all processes
                         check(batch)
             except BaseException:
                 if trains and self._rank_threads is not None:
@@ -311,13 +312,28 @@ class Engine:
         Args:
             whole: have all of them in memory, also with sharded weights; every replica calls it then.
         """
-        if self.shards is not None:
-            (self.shards.gather_all if whole else self.shards.wait_all)()
+        if self.shards is None:
+            return
+        if not whole or not self.sharded_weights:
+            self.shards.wait_all()
+            return
+        with self.calling("pipe.gather_weights()"):
+            self.shards.gather_all()
 
     def take_written_parameters(self) -> None:
         """Take over values that were written into parameters."""
         if self.shards is not None:
             self.shards.written()
+
+    @property
+    def sharded_weights(self) -> bool:
+        """Whether this process keeps a part of its weights between steps."""
+        return self.shards is not None and self.shards.sharded_weights
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that replicas have divided."""
+        if self.shards is not None:
+            self.shards.drop()
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
@@ -362,8 +378,13 @@ class Engine:
             return None
         return join_loads(self._world.gather(exchange.load(), "run", "count the tokens of experts"))
 
-    def close(self) -> None:
-        """End the threads or the connections; may be called twice."""
+    def close(self, gathers: bool = True) -> None:
+        """End the threads or the connections; may be called twice.
+
+        Args:
+            gathers: whether this process's weights are made whole if they are sharded, which all ranks do together
+                (default True).
+        """
         if self.closed:
             return
         self.closed = True
@@ -372,19 +393,23 @@ class Engine:
                 self.wait_for_parameters(whole=False)
         finally:
             # A rank in another call is told so, and this one does not wait for it.
-            with (
-                suppress(CallOrderError),
-                self.calling("pipe.close()") if self._status == "idle" else nullcontext(),
-            ):
-                pass
-            self._end()
+            together = self._status == "idle"
+            try:
+                with self.calling("pipe.close()") if together else nullcontext():
+                    # The communicators of replicas have no names for their calls: another one there would end the process.
+                    if together and gathers and self.sharded_weights and self._world is not None:
+                        self._world.gather(None, "run", "close the pipeline")
+            except CallOrderError:
+                together = False
+            together = together and (gathers or not self.sharded_weights)
+            self._end(together)
 
-    def _end(self) -> None:
+    def _end(self, together: bool) -> None:
         self._drop_executors()
         self.local_stages.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
         if self.local_stages.replica_reduction is not None:
-            self.local_stages.replica_reduction.detach(wait=self._status == "idle")
+            self.local_stages.replica_reduction.detach(wait=together)
         if self._rank_threads is not None:
             self._rank_threads.close()
         # Before the registry closes the descriptors that the watchdog polls.

@@ -31,7 +31,7 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import ReplicaReduction
-from penstock.runtime.weights.resident import ResidentReduction
+from penstock.runtime.weights.resident import ResidentReduction, require_divisible
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.layer_exchange import LayerExchange
@@ -237,18 +237,22 @@ class LocalStages:
 
     def make_buckets(self, world: World, zero: bool, whole: Collection[nn.Parameter]) -> None:
         """Make the buckets of this process's gradients, or make them again; every replica calls it."""
+        reducer = world.replicas()
+        resident = zero and self._options.sharding.comes_and_goes
+        if resident and reducer is not None:  # before the reduction that is replaced ends
+            require_divisible(self._of_rank(world.rank).values(), whole, self._options.sharding)
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
         shared = {group.number: group.parameters for group in self.shared_groups[world.rank]}
         exchange = partial(world.gather, over="dp and tp", action="end the step on all replicas")
         modules, options = self._of_rank(world.rank), self._options
-        if zero and options.sharding.comes_and_goes and (reducer := world.replicas()) is not None:
+        if resident and reducer is not None:
             self.replica_reduction = ResidentReduction(
-                reducer, exchange, modules, shared, options.bucket_bytes, options.sharding, whole=whole
+                reducer, exchange, modules, shared, options.bucket_bytes, options.sharding
             )
             return
         self.replica_reduction = ReplicaReduction(
-            world.replicas(),
+            reducer,
             exchange,
             modules,
             shared,

@@ -36,7 +36,7 @@ class Gradients(Protocol):
         """Mark this rank's gradients of a stage as complete."""
 
 
-class Weights(Protocol):
+class Weights(Gradients, Protocol):
     """Weights that are gathered before ops read them, and dropped after."""
 
     def unshard(self, stage: int) -> None:
@@ -170,7 +170,10 @@ class OpCompiler:
                 after[:] = later
                 later.clear()
 
-        for line in self._program.instructions(self._rank):
+        lines = list(self._program.instructions(self._rank))
+        # With several reductions of a stage a step, what else waits for its gradients waits for the last.
+        last = {line.number: line for line in lines if line.action is Action.REDUCE}
+        for line in lines:
             match line.action:
                 case Action.RECV | Action.TAKE:
                     close()
@@ -181,7 +184,11 @@ class OpCompiler:
                 case Action.SEND | Action.HAND:
                     sends.setdefault(line.row, []).append(self._compile_send(line))
                 case Action.REDUCE:
-                    after += [partial(each.complete, line.number) for each in self._gradients]
+                    after += [
+                        partial(each.complete, line.number)
+                        for each in self._gradients
+                        if each is self._weights or line is last[line.number]
+                    ]
                     # It runs beside the next op, and then its memory is given back.
                     later[:] = [] if self._weights is None else [self._weights.settle]
                 case Action.UNSHARD if self._weights is not None:

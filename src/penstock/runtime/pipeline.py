@@ -466,6 +466,9 @@ class Pipeline(PipelineModel):
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.
 
+        With ``ParallelOptions(shard="weights")`` all ranks call it together, and gather their weights; after a failed step,
+        or when an error leaves the ``with`` block, they do not, and these weights are NaN.
+
         Threads also end when the pipeline is garbage collected; connections to other processes end with this process.
         """
         self._engine.close()
@@ -474,7 +477,8 @@ class Pipeline(PipelineModel):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        # Within an error the other ranks may be in a step, in which they do not give this one their part of its weights.
+        self._engine.close(gathers=error[0] is None)
 
     def _require_open(self) -> None:
         if self._engine.closed:

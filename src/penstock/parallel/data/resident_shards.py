@@ -128,7 +128,7 @@ class StageBucket:
 
     def written(self) -> None:
         """Take over this replica's part of values that were written."""
-        if self.comes_and_goes:
+        if self.comes_and_goes and self.full:
             self.part.copy_(part_of(self._values, self.reducer.rank, self.reducer.size))
 
     def reduce(self) -> None:
@@ -236,13 +236,17 @@ class ResidentShards(Shards):
         self._of_stage: dict[int | None, list[StageBucket]] = {}
         for bucket in self.buckets:
             self._of_stage.setdefault(bucket.stage, []).append(bucket)
+        self.sharded_weights = weights
         self._left: deque[Collective] = deque()
         self._step = 0
-        self._active = False
+        self._active = self._lent = False
 
     def begin(self, step: int, collectives: Iterable[Collective]) -> None:
         """Begin a step, whose calls of `unshard` and `reduce` are given in their order."""
         self._step, self._left, self._active = step, deque(collectives), True
+        if self._lent:  # values that were read may have been written, too
+            self.written()
+            self._lent = False
         # The same on every replica, whatever was read since the last step.
         for bucket in self.buckets:
             bucket.reshard()
@@ -379,6 +383,7 @@ class ResidentShards(Shards):
                 bucket.reshard()
             elif bucket.trains:
                 bucket.collect()
+        self._lent = False
 
     def wait_all(self) -> None:
         for bucket in self.buckets:
@@ -388,6 +393,7 @@ class ResidentShards(Shards):
         for bucket in self.buckets:
             bucket.unshard()
         self.wait_all()
+        self._lent = True
 
     def in_memory(self, parameter: Tensor) -> bool:
         each = self.find(parameter)

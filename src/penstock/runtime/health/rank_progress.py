@@ -44,6 +44,7 @@ CALL_NAMES = (
     "pipe.sum_over_ranks()",
     "pipe.gather_trace()",
     "pipe.gather_expert_load()",
+    "pipe.gather_weights()",
     CLOSE,
     "PipelineOptimizer()",
     "PipelineOptimizer.step()",

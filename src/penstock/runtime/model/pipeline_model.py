@@ -33,6 +33,9 @@ class StageWeights(Protocol):
     def take_written_parameters(self) -> None:
         """Take over values that were written into parameters."""
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients that replicas have divided."""
+
 
 class PipelineModel:
     """Parameters, state and modes of the stages of one process.
@@ -205,6 +208,7 @@ class PipelineModel:
         """Set the gradients of this process's parameters to None."""
         for _, parameter in self._parameters.named_parameters():
             parameter.grad = None
+        self._weights.drop_gradients()
 
     def stage_modules(self) -> list[StageModule]:
         """Return the modules of all stages that run in this process, copies included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -27,6 +27,27 @@ def collectives_of(program: Program, rank: int) -> list[Collective]:
     ]
 
 
+def require_divisible(
+    modules: Iterable[StageModule], whole: Collection[nn.Parameter], sharding: Sharding
+) -> None:
+    """Check that all parameters can be divided by elements.
+
+    Args:
+        whole: parameters whose optimizer needs them whole.
+    """
+    needs_whole = set(whole)
+    for name, parameter in (pair for module in modules for pair in module.whole_model_parameters()):
+        reason = None
+        if has_local_uses(parameter):
+            reason = "is a stack of divided experts (ep)"
+        elif parameter in needs_whole:
+            reason = "has an optimizer that needs whole matrices"
+        if reason is not None:
+            raise ConfigError(
+                f"{name} {reason}, which shard={sharding.shard!r} does not divide; use shard='optimizer'"
+            )
+
+
 class ResidentReduction(ReplicaReduction):
     """`ReplicaReduction` whose gradients are sharded, and whose weights may be; see `penstock.schedule.residency`.
 
@@ -41,22 +62,10 @@ class ResidentReduction(ReplicaReduction):
         shared: Mapping[int, Sequence[nn.Parameter]],
         bucket_bytes: int,
         sharding: Sharding,
-        *,
-        whole: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__(None, exchange, modules, shared, bucket_bytes)
         self.sharding = sharding
         named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
-        for name, parameter in named.values():
-            reason = None
-            if has_local_uses(parameter):
-                reason = "is a stack of divided experts (ep)"
-            elif parameter in set(whole):
-                reason = "has an optimizer that needs whole matrices"
-            if reason is not None:
-                raise ConfigError(
-                    f"{name} {reason}, which shard={sharding.shard!r} does not divide; use shard='optimizer'"
-                )
         alone = {
             id(p): (p, min(self._stages_of[id(p)]))
             for _, p in named.values()
