@@ -327,7 +327,7 @@ class Engine:
 
     @property
     def sharded_weights(self) -> bool:
-        """Whether this process keeps a part of its weights between steps."""
+        """True if this process keeps a part of its weights between steps."""
         return self.shards is not None and self.shards.sharded_weights
 
     def drop_gradients(self) -> None:
