@@ -215,7 +215,7 @@ def limited(rank: int, sharding: dict[str, Any]) -> str:
 def measure(options: argparse.Namespace) -> Figures:
     """Measure all rows."""
     yield (
-        f"{'':58}{'bytes':>10}{'formula':>10}{'ZeRO-1':>10}{'gathers':>8}{'planned':>8}{'loss':>8}{'weight':>8}{'time':>6}"
+        f"{'':70}{'bytes':>11}{'formula':>11}{'ZeRO-1':>11}{'gathers':>8}{'planned':>8}{'loss':>8}{'weight':>8}{'time':>6}"
     )
     rows: dict[str, dict[str, Any]] = {}
     with LocalProcesses(4) as pool:
@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 "time": ratio(told[0]["times"]["ours"], told[0]["times"]["zero"]),
             }
             yield (
-                f"{name:58}{found['bytes']:10,}{found['formula']:10,}{found['zero']:10,}{found['gathers']:8}"
+                f"{name:70}{found['bytes']:11,}{found['formula']:11,}{found['zero']:11,}{found['gathers']:8}"
                 f"{found['of program']:8}{found['loss']:8.0e}{found['weight']:8.0e}{found['time']:6.2f}"
             )
         beside = pool.run(4, beside_fsdp2, options.rounds, timeout=1200)[0]
