@@ -88,7 +88,8 @@ class Contestant:
         self.losses: list[float] = []
 
     def _watch(self, reduction: ResidentReduction) -> None:
-        buckets = reduction.resident.buckets
+        resident = reduction.resident
+        buckets = resident.buckets
 
         def look() -> None:
             self.peak = max(self.peak, sum(bucket.bytes for bucket in buckets))
@@ -101,7 +102,7 @@ class Contestant:
 
             return run
 
-        unshard = reduction.unshard
+        unshard = resident.unshard
 
         def counted(stage: int) -> None:
             self.gathers += 1
@@ -109,12 +110,12 @@ class Contestant:
 
         # Every moment at which weights or gradients come or go, and the end of every op.
         for name, call in (
-            ("reshard", reduction.reshard),
-            ("complete", reduction.complete),
-            ("settle", reduction.settle),
+            ("reshard", resident.reshard),
+            ("complete", resident.complete),
+            ("settle", resident.settle),
         ):
-            setattr(reduction, name, looking(call))
-        reduction.unshard = counted  # type: ignore[method-assign]
+            setattr(resident, name, looking(call))
+        resident.unshard = counted  # type: ignore[method-assign]
         self.pipe.wrap_ops(lambda _, op: looking(op))
 
     def step(self, number: int) -> float:

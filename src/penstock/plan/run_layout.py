@@ -53,7 +53,7 @@ NO_KEYS = {
     "offload": "no plan moves states to the host; take more devices, zero=true or recompute=full",
     "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
 }  # fmt: skip
-"""What names mean that are no key of a layout."""
+"""Names that are no key of a layout, with the keys that they mean."""
 
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 

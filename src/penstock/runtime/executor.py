@@ -78,8 +78,8 @@ class Executor:
         self.records = OpRecords(count, clock(self.device, 2 * count))
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
-        gradients = [each for each in (shared, replica_reduction) if each is not None]
-        resident = replica_reduction if isinstance(replica_reduction, ResidentReduction) else None
+        resident = replica_reduction.resident if isinstance(replica_reduction, ResidentReduction) else None
+        gradients = [each for each in (shared, resident or replica_reduction) if each is not None]
         self._collectives = collectives_of(program, rank) if resident is not None else []
         compiler = OpCompiler(
             program,

@@ -52,6 +52,7 @@ from penstock.runtime.validation import (
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
+from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
@@ -171,9 +172,10 @@ class Pipeline(PipelineModel):
         self.ranks, self.steps = self.schedule.ranks, 0
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
-        # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.
-        check(self.schedule, sharding=parallel.sharding)
         program = check(self.schedule).program
+        # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.
+        if parallel.sharding.comes_and_goes:
+            make_residency(self.schedule, parallel.sharding)
         self.layers = given.layers
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)

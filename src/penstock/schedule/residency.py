@@ -35,7 +35,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 
 Shard = Literal["none", "optimizer", "gradients", "weights"]
-"""What replicas divide, each with what comes before it: optimizer state, summed gradients, weights."""
+"""Kinds of sharding over replicas; each also divides what the one before it does."""
 
 _READS_WEIGHTS = (Kind.F, Kind.B, Kind.I, Kind.R)
 _ENDS = (Kind.B, Kind.W)

@@ -1,8 +1,8 @@
 """Parameters whose gradients, or whose values too, a replica holds in full for a part of a step only (ZeRO stages 2 and 3).
 
 Parameters of one stage are in buckets. Each replica keeps its part of every bucket's values and summed gradients, and
-updates it. `unshard` gathers a stage's values from the other replicas, `reshard` drops them, and `reduce` sums its gradients
-and drops all but this replica's part (see `penstock.schedule.residency`). Replicas must call these in the same order.
+updates it. `unshard` gathers a stage's values from the other replicas, `reshard` drops them, and `complete` sums its
+gradients and drops all but this replica's part (see `penstock.schedule.residency`). Replicas must call these in the same order.
 
 A parameter without its values keeps its shape, but all its elements are one NaN: what reads it by mistake is not finite,
 which a step refuses, and a write into it is an error.
@@ -242,7 +242,7 @@ class ResidentShards(Shards):
         self._active = self._lent = False
 
     def begin(self, step: int, collectives: Iterable[Collective]) -> None:
-        """Begin a step, whose calls of `unshard` and `reduce` are given in their order."""
+        """Begin a step, whose calls of `unshard` and `complete` are given in their order."""
         self._step, self._left, self._active = step, deque(collectives), True
         if self._lent:  # values that were read may have been written, too
             self.written()
@@ -262,7 +262,7 @@ class ResidentShards(Shards):
         for bucket in self._of_stage.get(stage, ()):
             bucket.reshard()
 
-    def reduce(self, stage: int) -> None:
+    def complete(self, stage: int) -> None:
         """Start to sum a stage's gradients."""
         self._next("reduce", stage)
         self._reduce(stage)

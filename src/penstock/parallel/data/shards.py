@@ -134,7 +134,7 @@ class Shards(ABC):
         """Take over values that were written into parameters, all of them in memory."""
 
     sharded_weights = False
-    """Whether this replica keeps a part of the values between steps."""
+    """True if this replica keeps only a part of the values between steps."""
 
     def in_memory(self, parameter: Tensor) -> bool:
         """Return whether all values of a parameter are in memory."""

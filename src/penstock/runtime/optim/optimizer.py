@@ -269,8 +269,6 @@ class PipelineOptimizer:
         self._set_accumulated(0)
         self._balance.clear()
         self.pipe.zero_grad()
-        if self.shards is not None:
-            self.shards.drop()
 
     def _set_accumulated(self, steps: int) -> None:
         self._accumulated = steps

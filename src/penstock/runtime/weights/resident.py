@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from torch import nn
 
@@ -19,12 +20,8 @@ from penstock.stage.split_backward.intercepted import has_local_uses
 
 def collectives_of(program: Program, rank: int) -> list[Collective]:
     """Return the gathers and reductions of one rank's step, in their order."""
-    names = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
-    return [
-        (names[line.action], line.number)  # type: ignore[misc]  # the two names of a Collective
-        for line in program.instructions(rank)
-        if line.action in names
-    ]
+    names: dict[Action, Literal["unshard", "reduce"]] = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
+    return [(names[line.action], line.number) for line in program.instructions(rank) if line.action in names]
 
 
 def require_divisible(
@@ -101,25 +98,6 @@ class ResidentReduction(ReplicaReduction):
         except BaseException:  # an interrupt does not wait for the other replicas
             self.resident.reset()
             raise
-
-    def unshard(self, stage: int) -> None:
-        """Start to gather a stage's weights."""
-        self.resident.unshard(stage)
-
-    def complete(self, stage: int) -> None:
-        self.resident.reduce(stage)
-
-    def wait(self, stage: int) -> None:
-        """Wait for a stage's weights."""
-        self.resident.wait(stage)
-
-    def reshard(self, stage: int) -> None:
-        """Drop a stage's weights."""
-        self.resident.reshard(stage)
-
-    def settle(self) -> None:
-        """Wait for the reductions so far, and drop what they have summed."""
-        self.resident.settle()
 
     def finish(self) -> None:
         self.resident.finish()
