@@ -2,7 +2,7 @@
 
 Parameters of one stage are in buckets. Each replica keeps its part of every bucket's values and summed gradients, and
 updates it. `unshard` gathers a stage's values from the other replicas, `reshard` drops them, and `complete` sums its
-gradients and drops all but this replica's part (see `penstock.schedule.residency`). Replicas must call these in the same order.
+gradients and drops all but this replica's part (see `penstock.schedule.residency`). Replicas call these in the same order.
 
 A parameter without its values keeps its shape, but all its elements are one NaN: what reads it by mistake is not finite,
 which a step refuses, and a write into it is an error.
