@@ -1,9 +1,9 @@
 """Stages of almost no work: the overhead of running an op, ours and the peers'.
 
 Stages are one linear layer of width 64 on a sequence of 16; 2 ranks, 32 microbatches. In processes the peer is
-torch.distributed.pipelining; in threads, for GPipe, torchgpipe.
+torch.distributed.pipelining; in threads, for GPipe, torchgpipe. On CUDA with one device, one process has all stages.
 
-    python -m bench.overhead [--rounds N] [--quick] [--json]
+    python -m bench.overhead [--device cuda] [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
 from torch import nn
 
 from bench.compare import Figures, alternate, main, ratio
-from bench.peer import Job, race, single_step, torchgpipe_step
+from bench.peer import Job, add_device, race, ranks_on, single_step, timed, torchgpipe_step
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 
@@ -25,7 +24,7 @@ MICROBATCHES, RANKS = 32, 2
 CASES = (("interleaved-1f1b", 4), ("1f1b", 1))
 
 
-def job(schedule: str, virtual: int) -> Job:
+def job(schedule: str, virtual: int, device: str) -> Job:
     """Return a job with one linear layer per stage."""
     return Job(
         blocks=RANKS * virtual,
@@ -36,42 +35,36 @@ def job(schedule: str, virtual: int) -> Job:
         schedule=schedule,
         virtual=virtual,
         tiny=True,
+        device=device,
     )
 
 
-def timed(step: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
-    begin = perf_counter()
-    step()
-    return perf_counter() - begin
-
-
-def threads(schedule: str, virtual: int, rounds: int) -> dict[str, list[float]]:
+def threads(one: Job, rounds: int) -> dict[str, list[float]]:
     """Return seconds of a step in threads, of the unsplit model and, for GPipe, of torchgpipe, round by round."""
-    one = job(schedule, virtual)
     x, y = one.batch()
     with Pipeline(
-        one.model(), nn.functional.mse_loss, microbatches=MICROBATCHES, schedule=schedule, ranks=RANKS,
-        virtual_stages=virtual,
+        one.model(), nn.functional.mse_loss, microbatches=MICROBATCHES, schedule=one.schedule, ranks=RANKS,
+        virtual_stages=one.virtual, device=one.device,
     ) as pipe:  # fmt: skip
         runs: dict[str, Callable[[], object]] = {
             "ours": lambda: pipe.step(x, y),
             "unsplit": single_step(one, MICROBATCHES),
         }
-        if schedule == "gpipe":
+        if one.schedule == "gpipe":
             runs["torchgpipe"] = torchgpipe_step(one, RANKS)
-        return alternate({name: lambda run=run: timed(run) for name, run in runs.items()}, rounds)
+        return alternate({name: lambda run=run: timed(one, run) for name, run in runs.items()}, rounds)
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Measure every case in processes, then in threads."""
     rows: dict[str, dict[str, float]] = {}
     yield f"{'processes':22} {'ours ms':>9} {'peer ms':>9} {'ours/peer':>10} {'our us/op':>10}"
-    with LocalProcesses(RANKS) as pool:
+    ranks = ranks_on(options.device, RANKS)
+    with LocalProcesses(ranks) as pool:
         for schedule, virtual in CASES:
-            one = job(schedule, virtual)
+            one = job(schedule, virtual, options.device)
             contest = {"ours": ("ours", one), "peer": ("peer", one), "half": ("half", one)}
-            times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
+            times = pool.run(ranks, race, ranks, contest, options.rounds, timeout=600)[0]
             ours, peer, half = (statistics.median(times[k]) for k in ("ours", "peer", "half"))
             ops = 2 * MICROBATCHES * virtual
             key = f"{schedule} v={virtual}"
@@ -85,7 +78,7 @@ def measure(options: argparse.Namespace) -> Figures:
             yield f"{key:22} {ours * 1e3:9.1f} {peer * 1e3:9.1f} {rows[key]['ratio']:10.3f} {extra:10.0f}"
     torch.set_num_threads(1)
     for schedule, virtual in (*CASES, ("gpipe", 1)):
-        times = threads(schedule, virtual, options.rounds)
+        times = threads(job(schedule, virtual, options.device), options.rounds)
         middle = {name: statistics.median(seconds) for name, seconds in times.items()}
         row = rows.setdefault(f"{schedule} v={virtual}", {})
         row |= {"threads": middle["ours"], "unsplit": middle["unsplit"]}
@@ -100,4 +93,4 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__, rounds=15)
+    main(measure, __doc__, rounds=15, add=add_device)

@@ -6,6 +6,7 @@ run in one thread per stage, but all its backwards in one, because autograd has 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -45,6 +46,7 @@ class Job:
         blocks, width, sequence: sizes of the model; a transformer, or if `tiny` one linear layer per block.
         microbatches, rows: a step has microbatches * rows sequences.
         schedule, virtual: schedule, and number of stages per rank.
+        device, dtype: where the model and the batch are, and their dtype.
     """
 
     blocks: int
@@ -55,26 +57,55 @@ class Job:
     schedule: str
     virtual: int = 1
     tiny: bool = False
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> nn.Sequential:
         """Return the blocks, the same on every call."""
         torch.manual_seed(0)
         if self.tiny:
-            return nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.blocks)])
-        return nn.Sequential(
-            *[
+            blocks: list[nn.Module] = [nn.Linear(self.width, self.width) for _ in range(self.blocks)]
+        else:
+            blocks = [
                 nn.TransformerEncoderLayer(
                     self.width, 8, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
                 )
                 for _ in range(self.blocks)
             ]
-        )
+        return nn.Sequential(*blocks).to(self.device, self.dtype)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return input and target of one step."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.microbatches * self.rows, self.sequence, self.width)
-        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        x, y = (torch.randn(shape, generator=generator) for _ in range(2))
+        return x.to(self.device, self.dtype), y.to(self.device, self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait for what the device has been given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def ranks_on(device: str, ranks: int) -> int:
+    """Return the number of processes for these ranks: NCCL takes one for each device, and one process has all stages."""
+    return ranks if device == "cpu" or torch.cuda.device_count() >= ranks else 1
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says where the contestants compute."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)"
+    )
+
+
+def timed(job: Job, step: Callable[[], object]) -> float:
+    """Return the seconds of one call, what it leaves to the device included."""
+    job.synchronize()
+    begin = perf_counter()
+    step()
+    job.synchronize()
+    return perf_counter() - begin
 
 
 def single_step(job: Job, microbatches: int) -> Callable[[], None]:
@@ -110,8 +141,12 @@ def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
     each = job.blocks // stages
     v_shaped = job.schedule == "zb-v"
     mine = [rank, stages - 1 - rank] if v_shaped else list(range(rank, stages, ranks))
+    # Ranks on devices talk over NCCL; the processes here meet over gloo.
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl") if job.device == "cuda" else None
     parts = [
-        PipelineStage(nn.Sequential(*net[s * each : (s + 1) * each]), s, stages, torch.device("cpu"))
+        PipelineStage(
+            nn.Sequential(*net[s * each : (s + 1) * each]), s, stages, torch.device(job.device), group=group
+        )
         for s in mine
     ]
     schedule = kind(parts if several else parts[0], job.microbatches, loss_fn=nn.functional.mse_loss)
@@ -129,7 +164,7 @@ def torchgpipe_step(job: Job, ranks: int) -> Callable[[], None]:
     pipe = GPipe(
         net,
         [job.blocks // ranks] * ranks,
-        devices=["cpu"] * ranks,
+        devices=[job.device if job.device == "cpu" else f"{job.device}:0"] * ranks,
         chunks=job.microbatches,
         checkpoint="never",
     )
@@ -151,12 +186,14 @@ def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -
         rounds: number of rounds.
     """
     pipes, runs = [], {}
+    if next(iter(jobs.values()))[1].device == "cuda":
+        torch.cuda.set_device(rank)
     for name, (who, job) in jobs.items():
         if who == "ours":
             virtual = job.virtual if job.schedule != "zb-v" else 1
             pipe = Pipeline(
                 job.model(), nn.functional.mse_loss, microbatches=job.microbatches, schedule=job.schedule,
-                ranks=ranks, virtual_stages=virtual,
+                ranks=ranks, virtual_stages=virtual, device=job.device,
             )  # fmt: skip
             x, y = job.batch()
             pipes.append(pipe)
@@ -168,15 +205,14 @@ def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -
         else:
             runs[name] = single_step(job, job.microbatches // ranks)
 
-    def timed(step: Callable[[], object]) -> float:
+    def slowest(step: Callable[[], object]) -> float:
+        job.synchronize()
         dist.barrier()
-        begin = perf_counter()
-        step()
-        seconds = torch.tensor([perf_counter() - begin], dtype=torch.float64)
+        seconds = torch.tensor([timed(job, step)], dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
 
-    times = alternate({name: (lambda run=run: timed(run)) for name, run in runs.items()}, rounds)
+    times = alternate({name: (lambda run=run: slowest(run)) for name, run in runs.items()}, rounds)
     for pipe in pipes:
         pipe.close()
     return times

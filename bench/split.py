@@ -1,9 +1,10 @@
 """Cost of splitting the backward: I + W over B, ours and torch.distributed.pipelining's, in one thread.
 
 The mid-size block is a transformer block of width 256 on 4 sequences of 128. The tiny one has 48 parameters (24 linear
-layers of width 16) and a batch of 4. "with forward" includes the forward's share of the cost.
+layers of width 16) and a batch of 4. "with forward" includes the forward's share of the cost. On CUDA the mid-size block has
+width 2048 and sequences of 1024, in bf16.
 
-    python -m bench.split [--rounds N] [--quick] [--json]
+    python -m bench.split [--device cuda] [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bench.compare import Figures, alternate, main, ratio
+from bench.peer import add_device
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
@@ -28,16 +30,26 @@ from penstock.train.model.llama import LlamaBlock
 MICROBATCHES = 8
 
 
-def mid_size() -> tuple[nn.Module, torch.Tensor]:
+def mid_size(device: str) -> tuple[nn.Module, torch.Tensor]:
     """Return a block of the built-in model, and an input."""
     torch.manual_seed(0)
-    return LlamaBlock(ModelConfig(width=256, heads=8, kv_heads=8, hidden=1024)), torch.randn(4, 128, 256)
+    width, sequence, dtype = (256, 128, torch.float32) if device == "cpu" else (2048, 1024, torch.bfloat16)
+    block = LlamaBlock(ModelConfig(width=width, heads=8, kv_heads=8, hidden=4 * width))
+    return block.to(device, dtype), torch.randn(4, sequence, width, device=device, dtype=dtype)
 
 
-def tiny() -> tuple[nn.Module, torch.Tensor]:
+def tiny(device: str) -> tuple[nn.Module, torch.Tensor]:
     """Return a block of 48 tiny parameters, and an input."""
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)]), torch.randn(4, 16)
+    net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)])
+    return net.to(device), torch.randn(4, 16, device=device)
+
+
+def now(x: torch.Tensor) -> float:
+    """Return the time in seconds at which the device of `x` is done with what it was given."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return perf_counter()
 
 
 def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
@@ -48,18 +60,18 @@ def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
         if n == 0:
             forward = backward = 0.0
         message = (Message((x.clone(),), None, (True,)),)
-        begin = perf_counter()
+        begin = now(x)
         (out,) = stage.forward(n, message, split)
-        middle = perf_counter()
+        middle = now(x)
         grad = (Message((torch.ones_like(out.leaves[0]),)),)
-        start = perf_counter()
+        start = now(x)
         if split:
             stage.backward_input(n, grad)
             stage.backward_weight(n)
         else:
             stage.backward(n, grad)
         forward += middle - begin
-        backward += perf_counter() - start
+        backward += now(x) - start
     block.zero_grad()
     return forward, backward
 
@@ -69,22 +81,22 @@ def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     forward = backward = 0.0
     for _ in range(MICROBATCHES):
         leaf = x.clone().requires_grad_()
-        begin = perf_counter()
+        begin = now(x)
         out = block(leaf)
-        middle = perf_counter()
+        middle = now(x)
         grad = torch.ones_like(out)
-        start = perf_counter()
+        start = now(x)
         _, groups = stage_backward_input([out], [grad], [leaf], iter(block.parameters()))
         stage_backward_weight(iter(block.parameters()), groups)
         forward += middle - begin
-        backward += perf_counter() - start
+        backward += now(x) - start
     block.zero_grad()
     return forward, backward
 
 
-def compared(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> dict[str, float]:
+def compared(made: tuple[nn.Module, torch.Tensor], rounds: int) -> dict[str, float]:
     """Return ratios to the full backward, from alternating runs."""
-    block, x = make()
+    block, x = made
     seen: dict[str, list[tuple[float, float]]] = {"whole": [], "halves": [], "peer": []}
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         "whole": lambda: ours(block, x, False),
@@ -115,7 +127,7 @@ def measure(options: argparse.Namespace) -> Figures:
     yield f"{'(I + W) / B':20}" + "".join(f"{c:>19}" for c in columns)
     rows = {}
     for name, make in (("mid-size block", mid_size), ("48 tiny parameters", tiny)):
-        row = rows[name] = compared(make, options.rounds)
+        row = rows[name] = compared(make(options.device), options.rounds)
         yield f"{name:20}" + "".join(f"{row[c]:19.3f}" for c in columns)
     yield f"{options.rounds} rounds"
     first = rows["mid-size block"]
@@ -128,4 +140,4 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__, rounds=25)
+    main(measure, __doc__, rounds=25, add=add_device)

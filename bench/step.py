@@ -12,22 +12,25 @@ The column threads/plain has our ranks as two threads of one process over plain,
 Interleaved 1F1B runs with two stages per rank, as the other schedules of several stages do, and with four, where its bubble
 is half as long.
 
-    python -m bench.step [--rounds N] [--schedule NAME ...] [--quick] [--json]
+On CUDA the model has blocks of width 2048 in bf16 and sequences of 1024. With one device, one process has all stages: there
+is nothing to wait for, and what is measured is what a schedule costs the host and the device.
+
+    python -m bench.step [--device cuda] [--rounds N] [--schedule NAME ...] [--quick] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
+import torch
 from torch import nn
 
 from bench.compare import Figures, alternate, main, ratio
-from bench.peer import SCHEDULES, Job, plain_step, race, single_step
+from bench.peer import SCHEDULES, Job, add_device, plain_step, race, ranks_on, single_step, timed
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 
@@ -35,9 +38,9 @@ RANKS = 2
 QUICK = ("1f1b", "zb-v")
 
 
-def cases(schedules: Sequence[str], quick: bool) -> dict[str, Job]:
+def cases(schedules: Sequence[str], device: str, quick: bool) -> dict[str, Job]:
     """Return the mid-size model, or if quick a small one, under each schedule, by the name of its row."""
-    width, sequence = (32, 32) if quick else (256, 128)
+    width, sequence = (32, 32) if quick else (256, 128) if device == "cpu" else (2048, 1024)
     found = {}
     for name in schedules:
         found[name] = Job(
@@ -48,6 +51,8 @@ def cases(schedules: Sequence[str], quick: bool) -> dict[str, Job]:
             rows=4,
             schedule=name,
             virtual=2 if SCHEDULES[name][1] else 1,
+            device=device,
+            dtype=torch.float32 if device == "cpu" else torch.bfloat16,
         )
         if name == "interleaved-1f1b":
             found[f"{name} v=4"] = replace(found[name], virtual=4)
@@ -61,28 +66,21 @@ def alone(rank: int, one: Job, rounds: int) -> list[float]:
     step, times = single_step(one, one.microbatches), []
     step()
     for _ in range(rounds):
-        begin = perf_counter()
-        step()
-        times.append(perf_counter() - begin)
+        times.append(timed(one, step))
     return times
 
 
 def beside_plain(one: Job, rounds: int) -> float:
     """Return the step of ranks that are threads over plain PyTorch's, with as many threads per operation as ranks."""
 
-    def timed(step: Callable[[], object]) -> float:
-        begin = perf_counter()
-        step()
-        return perf_counter() - begin
-
     x, y = one.batch()
     with Pipeline(
         one.model(), nn.functional.mse_loss, microbatches=one.microbatches, schedule=one.schedule,
-        ranks=RANKS, virtual_stages=one.virtual if one.schedule != "zb-v" else 1,
+        ranks=RANKS, virtual_stages=one.virtual if one.schedule != "zb-v" else 1, device=one.device,
     ) as pipe:  # fmt: skip
         runs = {
-            "threads": partial(timed, partial(pipe.step, x, y)),
-            "plain": partial(timed, plain_step(one, RANKS)),
+            "threads": partial(timed, one, partial(pipe.step, x, y)),
+            "plain": partial(timed, one, plain_step(one, RANKS)),
         }
         times = alternate(runs, rounds)
     return ratio(times["threads"], times["plain"])
@@ -106,11 +104,12 @@ def measure(options: argparse.Namespace) -> Figures:
         return f"{name:22}" + "".join(f"{row[c]:14.3f}" for c in columns)
 
     yield f"{'schedule':22}" + "".join(f"{c:>14}" for c in columns)
-    with LocalProcesses(RANKS) as pool:
-        for name, one in cases(schedules, options.quick).items():
-            ideal = statistics.median(pool.run(RANKS, alone, one, 3, timeout=300)[0]) / RANKS
+    ranks = ranks_on(options.device, RANKS)
+    with LocalProcesses(ranks) as pool:
+        for name, one in cases(schedules, options.device, options.quick).items():
+            ideal = statistics.median(pool.run(ranks, alone, one, 3, timeout=300)[0]) / ranks
             contest = {who: (who, one) for who in ("ours", "peer", "half", "plain")}
-            times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
+            times = pool.run(ranks, race, ranks, contest, options.rounds, timeout=600)[0]
             rows[name] = {
                 "ours/ideal": statistics.median(times["ours"]) / ideal,
                 "peer/ideal": statistics.median(times["peer"]) / ideal,
@@ -133,6 +132,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
+    add_device(parser)
     parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), help="schedules (default all)")
 
 
