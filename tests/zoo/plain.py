@@ -15,7 +15,17 @@ from penstock.stage.rng.isolated_rng import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS
 from tests.zoo.record import copied, dense
-from tests.zoo.subject import layer_names, loss_of, make_batch, make_layers, make_optimizer, own_model, shares
+from tests.zoo.subject import (
+    DEVICE,
+    layer_names,
+    loss_of,
+    make_batch,
+    make_layers,
+    make_optimizer,
+    own_model,
+    seed_all,
+    shares,
+)
 
 
 class Plain:
@@ -90,9 +100,9 @@ class Plain:
         value, target = part[0].clone(), part[1]
         before = set_context(context)
         try:
-            with torch.autocast("cpu", dtype=torch.bfloat16) if self.case.autocast else nullcontext():
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16) if self.case.autocast else nullcontext():
                 for name, layer in zip(self.names, layers, strict=True):
-                    torch.default_generator.manual_seed(seed_of(self.case.seed, step, number, name))
+                    seed_all(seed_of(self.case.seed, step, number, name))
                     named = context.named
                     targets = () if self.criterion is not None else (target,)
                     value = layer(value, *targets, **{k: named[k] for k in names_taken(layer) if k in named})

@@ -1,7 +1,11 @@
-"""The model and the batches of a case, the same each time they are made."""
+"""The model and the batches of a case, the same each time they are made.
+
+They are on the device that ZOO_DEVICE names, the CPU by default. On CUDA, give CUBLAS_WORKSPACE_CONFIG=:4096:8, too.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +19,24 @@ from tests.zoo.case import Case
 from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.kind import WIDTH
 
+DEVICE = torch.device(os.environ.get("ZOO_DEVICE", "cpu"))
+if DEVICE.type == "cuda":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of the CPU and, if cases run there, of the GPU; torch.manual_seed takes 1 ms."""
+    torch.default_generator.manual_seed(number)
+    if DEVICE.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
+
 
 @contextmanager
 def seeded(*parts: object) -> Iterator[random.Random]:
     """torch's default generator, seeded for a while, and a generator of Python's."""
     chance = random.Random(" ".join(map(str, parts)))
     with torch.random.fork_rng(()):
-        torch.default_generator.manual_seed(chance.getrandbits(32))  # torch.manual_seed takes 1 ms
+        torch.default_generator.manual_seed(chance.getrandbits(32))
         yield chance
 
 
@@ -57,7 +72,7 @@ def make_layers(case: Case) -> list[nn.Module]:
     for n in range(case.stages - len(blocks)):
         with seeded(case.seed, "between", n) as chance:
             placed.append((chance.uniform(-1, len(case.kinds)), [Between()]))
-    return [layer for _, run in sorted(placed, key=lambda pair: pair[0]) for layer in run]
+    return [layer.to(DEVICE) for _, run in sorted(placed, key=lambda pair: pair[0]) for layer in run]
 
 
 def loss_of(case: Case, model: nn.Module | None) -> Callable[[Any, Tensor], Any] | None:
@@ -76,7 +91,7 @@ def own_model(case: Case, layers: list[nn.Module]) -> nn.Module | None:
     if case.own is None:
         return None
     with seeded(case.seed, "own", case.forward):
-        return case.own.build(layers)
+        return case.own.build(layers).to(DEVICE)
 
 
 def as_model(case: Case, layers: list[nn.Module]) -> object:
@@ -112,7 +127,7 @@ def make_batch(case: Case, step: int) -> Batch:
         sizes[1] = 0
     with seeded(case.seed, "batch", step):
         x, y = torch.randn(sum(sizes), WIDTH), torch.randn(sum(sizes), WIDTH)
-    x, y = HABITS[case.habit].batch(step, x, y)
+    x, y = HABITS[case.habit].batch(step, x.to(DEVICE), y.to(DEVICE))
     xs, ys = x.split(sizes), y.split(sizes)
     parts = [(a.clone(), b.clone()) for a, b in zip(xs, ys, strict=True)]
     inputs: dict[str, object] = dict(case.own.inputs(x)) if case.own is not None else {}
