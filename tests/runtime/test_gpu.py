@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import ConfigError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
@@ -151,6 +152,7 @@ def test_freed_memory_is_not_used_again_before_every_stream_is_done_with_it():
         equal_to_plain(pipe, other)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_in_threads_does_not_wait_for_the_device():
     x, y = (part.cuda() for part in plain.batch(0, 16))
     execution = ExecutionOptions(check_finite=False)  # checking for NaN synchronizes
@@ -158,8 +160,8 @@ def test_a_step_in_threads_does_not_wait_for_the_device():
         plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, device="cuda", execution=execution
     ) as pipe:
         pipe.step(x, y)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             pipe.step(x, y)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -237,3 +239,65 @@ def test_processes_over_nccl_equal_plain_pytorch(processes, family):
         assert torch.allclose(found, losses.cpu(), rtol=1e-5)
         for name, gradient in gradients.items():
             assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_clipping_gives_the_bits_that_torch_gives_on_the_device():
+    x, y = plain.batch(0, 16)
+    with Pipeline(
+        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda"
+    ) as pipe:
+        pipe.step(x, y)
+        others = [nn.Parameter(p.detach().clone()) for p in pipe.parameters()]
+        for other, p in zip(others, pipe.parameters(), strict=True):
+            other.grad = p.grad.clone()
+        wanted = nn.utils.clip_grad_norm_(others, 0.1)
+        assert torch.equal(pipe.clip_grad_norm_(0.1).cpu(), wanted.cpu())
+        for other, p in zip(others, pipe.parameters(), strict=True):
+            assert torch.equal(p.grad, other.grad)
+
+
+class Scaled(nn.Module):
+    """A stage without parameters."""
+
+    def forward(self, x):
+        return torch.tanh(x) @ x.new_ones(x.shape[-1], x.shape[-1])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_stage_without_parameters_computes_under_autocast(recompute):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), Scaled(), Scaled())
+    x, y = plain.batch(0, 16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected = [
+            nn.functional.mse_loss(net.cuda()(a), b)
+            for a, b in zip(x.cuda().chunk(8), y.cuda().chunk(8), strict=True)
+        ]
+    with Pipeline(
+        net.cpu(), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-h1", device="cuda",
+        autocast=torch.bfloat16, recompute=recompute,
+    ) as pipe:  # fmt: skip
+        assert torch.equal(pipe.step(x, y).losses, torch.stack(expected).detach())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_draws_the_same_for_any_split(recompute):
+    def losses(ranks: int, schedule: str, recompute: str) -> torch.Tensor:
+        net = nn.Sequential(*[nn.Sequential(block, nn.Dropout(0.3)) for block in plain.model(8)])
+        with Pipeline(
+            net, nn.functional.mse_loss, microbatches=8, ranks=ranks, schedule=schedule, device="cuda", seed=3,
+            recompute=recompute,
+        ) as pipe:  # fmt: skip
+            return pipe.step(*plain.batch(0, 16)).losses
+
+    assert torch.equal(losses(4, "zb-v", recompute), losses(1, "1f1b", "none"))
+
+
+def on_one_gpu(rank: int) -> None:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, device="cuda:0"):
+        pass
+
+
+def test_two_processes_of_a_pipeline_on_one_gpu_are_refused(processes):
+    with pytest.raises(ConfigError, match="ranks 0, 1 of a pipeline compute on one GPU .* LOCAL_RANK"):
+        processes.run(2, on_one_gpu, timeout=300)

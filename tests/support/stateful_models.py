@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +28,7 @@ class Counting(Tower):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = itertools.count()
+        self.calls = iter(range(1000))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * (1 + 0.1 * next(self.calls))

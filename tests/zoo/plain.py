@@ -11,19 +11,18 @@ from torch import Tensor, nn
 
 from penstock.forward.loss_piece import loss_in
 from penstock.stage.named import Context, names_taken, set_context
-from penstock.stage.rng.isolated_rng import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS
 from tests.zoo.record import copied, dense
 from tests.zoo.subject import (
     DEVICE,
+    drawing,
     layer_names,
     loss_of,
     make_batch,
     make_layers,
     make_optimizer,
     own_model,
-    seed_all,
     shares,
 )
 
@@ -102,10 +101,12 @@ class Plain:
         try:
             with torch.autocast(DEVICE.type, dtype=torch.bfloat16) if self.case.autocast else nullcontext():
                 for name, layer in zip(self.names, layers, strict=True):
-                    seed_all(seed_of(self.case.seed, step, number, name))
                     named = context.named
                     targets = () if self.criterion is not None else (target,)
-                    value = layer(value, *targets, **{k: named[k] for k in names_taken(layer) if k in named})
+                    with drawing(self.case.seed, step, number, name):
+                        value = layer(
+                            value, *targets, **{k: named[k] for k in names_taken(layer) if k in named}
+                        )
                 found = loss_in(value) if self.criterion is None else self.criterion(value, target)
             parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
             for name, loss in context.losses.items():

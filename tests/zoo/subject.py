@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.stage.rng.isolated_rng import isolated_rng, seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.kind import WIDTH
@@ -24,11 +25,12 @@ if DEVICE.type == "cuda":
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def seed_all(number: int) -> None:
-    """Seed the generators of the CPU and, if cases run there, of the GPU; torch.manual_seed takes 1 ms."""
-    torch.default_generator.manual_seed(number)
-    if DEVICE.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
+def drawing(seed: int, step: int, number: int, name: str) -> AbstractContextManager[object]:
+    """Random numbers of a layer: on the CPU as plain torch draws them after a seed; a GPU's dropout draws others."""
+    if DEVICE.type != "cpu":
+        return isolated_rng(seed, step, number, name)
+    torch.default_generator.manual_seed(seed_of(seed, step, number, name))  # torch.manual_seed takes 1 ms
+    return nullcontext()
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.validation import (
     LossScale,
+    device_type,
     local_device,
     make_settings,
     program_for,
@@ -191,7 +192,7 @@ class Pipeline(PipelineModel):
             },
         )  # fmt: skip
         self.world = (
-            world.join(self.timeout, axes, waits.first, compare)
+            world.join(self.timeout, axes, waits.first, compare, device_type(self.device, given.layers))
             if world is not None and self.in_processes
             else None
         )

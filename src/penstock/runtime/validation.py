@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 from penstock.stage.compute.recompute import require_policy
 from penstock.stage.compute.runner import Settings
+from penstock.stage.layers import Layer
 from penstock.stage.rng.random_state import RandomState
 
 
@@ -136,8 +138,17 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
             )
         if in_processes and str(chosen) == "cuda":  # without an index
             chosen = torch.device("cuda", own_device(torch.cuda.device_count()))
+        if in_processes:
             torch.cuda.set_device(chosen)
     return chosen
+
+
+def device_type(device: torch.device | None, layers: Sequence[Layer]) -> str:
+    """Return the type of the device that weights will be on: of the given one, or where they are or will be made."""
+    if device is not None:
+        return device.type
+    made = (p for layer in layers if layer.module is not None for p in layer.module.parameters())
+    return next((p.device.type for p in made if not p.is_meta), torch.get_default_device().type)
 
 
 class LossScale(Protocol):

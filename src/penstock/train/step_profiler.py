@@ -42,7 +42,7 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         # torch includes threads that exist already only by this private option.
         with profile(
-            activities=activities, experimental_config=Experimental(profile_all_threads=True)
+            activities=activities, experimental_config=Experimental(profile_all_threads=True), acc_events=True
         ) as profiler:
             yield
         path = self.run / FOLDER / f"step-{step:06}.rank-{self.rank}.json"

@@ -66,19 +66,25 @@ class GlobalNorm:
             count, dtype=torch.float64
         )  # of experts, to add over all that divide them
         present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
+        found: list[tuple[Tensor, int, Tensor]] = []
         for position, parameter, counts, tensor_parallel, expert in gradients:
             if parameter.grad is None or not counts:
                 continue
             norm, dtype = _norm_of(parameter, parameter.grad, is_shard=tensor_parallel or expert)
             present[dtype, position] = 1.0
             if expert:
-                expert_squares[position] = norm.square()
+                found.append((expert_squares, position, norm.square()))
             elif tensor_parallel:
-                tensor_squares[position] = norm.square()
+                found.append((tensor_squares, position, norm.square()))
             elif shards is not None:
-                zero_squares[position] = norm.square()
+                found.append((zero_squares, position, norm.square()))
             else:
-                norms[position] = norm
+                found.append((norms, position, norm))
+        device = found[0][2].device if found else torch.device("cpu")
+        if found:  # one copy from a GPU, for which the host waits once
+            values = torch.stack([norm.to(device) for _, _, norm in found]).cpu()
+            for (column, position, _), value in zip(found, values, strict=True):
+                column[position] = value
         if world is not None:
             for column in (tensor_squares, zero_squares, present) if shards is not None else ():
                 world.all_reduce_dp(column)
@@ -89,7 +95,7 @@ class GlobalNorm:
             for column in (norms, tensor_squares, zero_squares, expert_squares, present):
                 world.all_reduce(column)
         norms += (tensor_squares + zero_squares + expert_squares).sqrt()
-        total = _total(norms, present)
+        total = _total(norms.to(device), present.to(device))
         clipped = [_Gradient(real_values(local(p.grad))) for _, p, *_ in gradients if p.grad is not None]
         nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]  # which needs .grad alone
         return total
@@ -108,8 +114,10 @@ def _norm_of(parameter: nn.Parameter, grad: Tensor, is_shard: bool) -> tuple[Ten
         with torch.no_grad():
             return full_tensor(torch.linalg.vector_norm(grad)).double(), _DTYPES.index(grad.dtype)
     grad = local(grad)
-    norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad)).double()
-    return norm, _DTYPES.index(grad.dtype)
+    values = grad if grad.is_complex() else real_values(grad)
+    # As torch's own norm of all gradients does on a GPU; it adds in another order than the function for one tensor.
+    norm = torch._foreach_norm([values])[0] if values.is_cuda else torch.linalg.vector_norm(values)
+    return norm.double(), _DTYPES.index(grad.dtype)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -171,6 +171,10 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
         if len(sys.modules) > modules:  # the function's module was imported, or the last call imported some
             end_loading()
             modules = len(sys.modules)
+        os.environ |= {
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }  # which GPU is a process's own
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
             dist.barrier()  # a quick rank must not close connections that another one is still opening

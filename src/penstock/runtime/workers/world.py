@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from penstock.base.counts import plural
-from penstock.base.errors import CallOrderError, ScheduleError, TransportError
+from penstock.base.errors import CallOrderError, ConfigError, ScheduleError, TransportError
 from penstock.parallel.context import SequencePart
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer
@@ -111,6 +112,7 @@ class World:
         mesh: MeshShape | Mesh | None = None,
         first: float | None = None,
         compare: Callable[[Collectives], None] = lambda collectives: None,
+        device: str = "cpu",
     ) -> World:
         """Open the communicators; every process of the mesh calls it.
 
@@ -118,8 +120,9 @@ class World:
             mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
                 was made already, which may have some of the processes only.
             compare: function that is called once all processes have met, before what depends on their arguments.
+            device: type of the devices that have the weights (default "cpu").
         """
-        self.timeout = Timeout(timeout, first)
+        self.timeout, self._device_type = Timeout(timeout, first), device
         self._peer_registry = PeerRegistry()
         self._collectives = Collectives(self.timeout, self._peer_registry)
         if not dist.is_initialized():
@@ -145,7 +148,7 @@ class World:
                     order=mesh.order,
                     ep=mesh.ep,
                     cp=mesh.cp,
-                    device=_device_kind(),
+                    device=device,
                 )
             )
         if mesh is not None:
@@ -311,7 +314,7 @@ class World:
         from torch.distributed.device_mesh import DeviceMesh
 
         assert self._experts is not None, "experts are divided"
-        return DeviceMesh.from_group(self._experts, _device_kind(), mesh_dim_names=("ep",))
+        return DeviceMesh.from_group(self._experts, self._device_type, mesh_dim_names=("ep",))
 
     def connect(
         self,
@@ -326,6 +329,8 @@ class World:
             device: device of the stages' values, with a communicator for each directed edge; None on the CPU (default).
         """
         assert self._messages is not None, "joined"
+        if device is not None:
+            self._require_own_gpu(device, backend)
         sizes = self._edge_sizes(program, holders)
         self._edges = sizes.keys()
         self.channel = ProcessChannel(
@@ -339,6 +344,24 @@ class World:
         )
         self._register_peers(self.channel)
         return self.channel
+
+    def _require_own_gpu(self, device: torch.device, backend: str) -> None:
+        """Raise ConfigError on every process if two of a pipeline compute on one GPU, which NCCL does not connect."""
+        if backend != "nccl":
+            return
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        owners: dict[tuple[int, str, str], list[int]] = {}
+        for key, rank in self.collectives.gather(
+            ((min(self._ranks), socket.gethostname(), gpu), self.rank), None, "compare GPUs"
+        ):
+            owners.setdefault(key, []).append(rank)
+        for (_, name, _), ranks in owners.items():
+            if len(ranks) > 1:
+                raise ConfigError(
+                    f"ranks {', '.join(map(str, ranks))} of a pipeline compute on one GPU of host {name}, and NCCL connects "
+                    "processes that have a GPU each; start as many processes on a host as it has GPUs, with LOCAL_RANK set "
+                    "as torchrun does, or run the ranks as threads of one process, which may share a GPU"
+                )
 
     def widen(self, program: Program, holders: Sequence[Sequence[int]]) -> None:
         """Make room on this rank's edges for the messages of another Program of the same placement."""
@@ -515,10 +538,6 @@ def _backends() -> str | None:
     """
     config = dist.get_backend_config(None)
     return None if "cpu:" in config else f"cpu:gloo,{config}"
-
-
-def _device_kind() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class LocalGroups:

@@ -171,11 +171,14 @@ class Runner:
         self._rng_free.clear()
         self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
+        self._device_type = next((p.device.type for p in self.module.parameters()), "")
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
         input_grads = InputGrads()
+        if not self._device_type:  # layers without parameters compute where their input is
+            leaves = (leaf for message in inputs for leaf in message.leaves)
+            self._device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
         transform = None
         known = (segment.start, segment.stop, self._modes) in self.in_place.passthrough
         # A compiled module would be compiled once for copies, and again for its later inputs.

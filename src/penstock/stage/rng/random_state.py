@@ -112,7 +112,7 @@ class RandomState:
         """
         before = default_states() if self._trusts_audits else None
         yield
-        if before is not None and default_states() != before:
+        if before is not None and advanced(before, default_states()):
             self._trusts_audits = False
             for audit in self._audits.values():
                 audit.valid = False
@@ -139,7 +139,7 @@ class RandomState:
         isolated = isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint)
         with lock, no_forward_mode, isolated as mode:
             result = _run_watched(key[0], audit, call) if _suffers_from_modes() else _run_within(audit, call)
-        if cuda_states() != before:
+        if advanced(before, cuda_states()):
             raise ConfigError(
                 f"{refused_draw(name, 'an extension that torch does not see')}; set its dropout to 0"
             )
@@ -155,7 +155,7 @@ class RandomState:
         """Run a compiled layer and watch the default generators; a mode would prevent its compilation."""
         before = default_states()
         result = call()
-        if default_states() != before:
+        if advanced(before, default_states()):
             raise ConfigError(
                 f"{refused_draw(name, 'its compiled code')} (or another thread drew from it meanwhile); set its dropout to "
                 "0, or do not compile it"
@@ -192,7 +192,7 @@ def _run_without_modes(layer: object, call: Callable[[], T]) -> tuple[T, bool]:
     restore_buffers = snapshot_buffers(layer)
     before = default_states()
     result = call()
-    drew = default_states() != before
+    drew = advanced(before, default_states())
     if drew:
         restore_buffers()
         torch.set_rng_state(cpu_state)
@@ -216,7 +216,7 @@ def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
     """
     before = default_states()
     result = call()
-    if default_states() != before:
+    if advanced(before, default_states()):
         places = buffer_places([layer] if isinstance(layer, nn.Module) else [])
         # Clones, since the buffers may have been saved for the backward, which forbids writes to them.
         clones = [buffer.clone() for buffer in get_buffers(places)]
@@ -255,6 +255,11 @@ def _settings(module: nn.Module | None) -> tuple[bool | float, ...]:
 def default_states() -> tuple[Any, ...]:
     """Return the states of the CPU's default generator and, if CUDA is in use, of every device's."""
     return torch.get_rng_state().numpy().tobytes(), *cuda_states()
+
+
+def advanced(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Return whether a generator has drawn between two moments; CUDA's may appear with the first use of CUDA."""
+    return now[: len(before)] != before or any(offset for _, offset in now[len(before) :])
 
 
 def cuda_states() -> tuple[Any, ...]:
@@ -298,7 +303,7 @@ class Audit(TorchDispatchMode):
             return func(*args, **kwargs)
         before = default_states()
         result = func(*args, **kwargs)
-        if default_states() != before:
+        if advanced(before, default_states()):
             raise ConfigError(
                 f"{refused_draw(self._layer, str(func))}; draw its random numbers outside, by torch.rand, and pass them "
                 "in, or set its dropout to 0"
