@@ -299,5 +299,5 @@ def on_one_gpu(rank: int) -> None:
 
 
 def test_two_processes_of_a_pipeline_on_one_gpu_are_refused(processes):
-    with pytest.raises(ConfigError, match="ranks 0, 1 of a pipeline compute on one GPU .* LOCAL_RANK"):
+    with pytest.raises(ConfigError, match=r"ranks 0, 1 of a pipeline compute on one GPU .* LOCAL_RANK"):
         processes.run(2, on_one_gpu, timeout=300)
