@@ -112,7 +112,8 @@ def test_the_host_does_not_wait_for_the_device(processes: LocalProcesses):
 def trains(rank: int, zero: bool) -> dict[str, torch.Tensor]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     with Pipeline(
-        on_device(), nn.functional.mse_loss, microbatches=1, mesh=MeshShape(dp=2), timeout=300, device=torch.device("cuda")
+        on_device(), nn.functional.mse_loss, microbatches=1, mesh=MeshShape(dp=2), timeout=300,
+        device=torch.device("cuda", rank % torch.cuda.device_count()),
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=zero and "overlap")
         for n in range(4):

@@ -6,6 +6,7 @@ late: before it passes a value on it keeps the device busy for much longer than 
 
 from __future__ import annotations
 
+import copy
 from time import perf_counter
 
 import pytest
@@ -301,3 +302,28 @@ def on_one_gpu(rank: int) -> None:
 def test_two_processes_of_a_pipeline_on_one_gpu_are_refused(processes):
     with pytest.raises(ConfigError, match=r"ranks 0, 1 of a pipeline compute on one GPU .* LOCAL_RANK"):
         processes.run(2, on_one_gpu, timeout=300)
+
+
+def test_offloading_has_the_same_bits_and_holds_less():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
+    x, y = torch.randn(8192, 512), torch.randn(8192, 512)
+    found = []
+    for offload in (False, True):
+        with Pipeline(
+            copy.deepcopy(net), nn.functional.mse_loss, microbatches=8, ranks=1, schedule="gpipe", device="cuda",
+            execution=ExecutionOptions(offload=offload),
+        ) as pipe:  # fmt: skip
+            pipe.step(x, y)
+            pipe.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            losses = pipe.step(x, y).losses
+            found.append(
+                (losses, [p.grad.clone() for p in pipe.parameters()], torch.cuda.max_memory_allocated())
+            )
+    (losses, gradients, peak), (others, offloaded, lower) = found
+    assert torch.equal(losses, others)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, offloaded, strict=True))
+    # Input and activation of every block but the last microbatch's, 2 MB each.
+    assert peak - lower > 7 * 8 * 2 * 2**20 * 0.8

@@ -14,7 +14,17 @@ from penstock.train.loop import train
 from penstock.train.run_log import Reporter
 from tests.support.tiny_run import tiny
 
-TIMES = ("tokens_per_second", "bubble", "seconds", "time", "step_seconds", "rss", "rss_peak")
+TIMES = (
+    "tokens_per_second",
+    "bubble",
+    "seconds",
+    "time",
+    "step_seconds",
+    "rss",
+    "rss_peak",
+    "memory",
+    "memory_peak",
+)
 
 
 class Said(Reporter):

@@ -138,6 +138,12 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
             )
         if in_processes and str(chosen) == "cuda":  # without an index
             chosen = torch.device("cuda", own_device(torch.cuda.device_count()))
+        count = torch.cuda.device_count()
+        if chosen.index is not None and chosen.index >= count:
+            raise ConfigError(
+                f"device={str(device)!r} is {chosen} for this process, by its LOCAL_RANK if no number was given, and torch "
+                f"sees {plural(count, 'GPU')} here; start as many processes on a host as it has GPUs"
+            )
         if in_processes:
             torch.cuda.set_device(chosen)
     return chosen

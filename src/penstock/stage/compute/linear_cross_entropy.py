@@ -482,6 +482,8 @@ class _Chunks(torch.autograd.Function):
             x = hidden[rows].to(grad.dtype) * counts
             if weight_grad is not None and grad.dtype is dtype:
                 weight_grad.addmm_(grad.t(), x)
+            elif weight_grad is not None and grad.is_cuda:  # the product adds in fp32 by itself
+                torch.addmm(weight_grad, grad.t(), x, out_dtype=dtype, out=weight_grad)
             elif weight_grad is not None:
                 weight_grad += grad.t() @ x
             if bias_grad is not None:

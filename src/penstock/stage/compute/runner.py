@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
 from penstock.stage.compute.linear_cross_entropy import CHUNKS, PostponedLogits, log_probs, postponing
+from penstock.stage.compute.offload import offloaded
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
@@ -363,7 +363,7 @@ class Runner:
 
     @contextmanager
     def _offloading(self) -> Iterator[None]:
-        with transforms_refused("offload=False"), save_on_cpu(self._device_type != "cpu"):
+        with transforms_refused("offload=False"), offloaded(self.module.parameters()):
             yield
 
 
