@@ -23,6 +23,7 @@ from penstock import (
 )
 from penstock.base.errors import BatchError, ConfigError, PenstockError
 from penstock.huggingface.loss import causal_lm_loss
+from penstock.parallel import context
 from penstock.parallel.context import SequencePart
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
@@ -136,6 +137,7 @@ class Case(NamedTuple):
     causal: bool = True
     ignored: bool = False
     chunked: bool = False
+    least: int = context._LEAST  # bytes of a group of heads
 
 
 class Result(NamedTuple):
@@ -171,6 +173,7 @@ def plain(case: Case) -> Result:
 
 
 def divided(rank: int, case: Case) -> Result:
+    context._LEAST = case.least
     with Pipeline(
         model(case.causal), LinearCrossEntropy() if case.chunked else loss_of, timeout=120,
         microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes),
@@ -198,14 +201,15 @@ def divided(rank: int, case: Case) -> Result:
 TWO = [
     Case({"cp": 2}),
     Case({"cp": 2}, schedule="zb-h1", recompute="full", zero=True),
-    Case({"cp": 2}, causal=False),
+    Case({"cp": 2}, causal=False, least=0),
+    Case({"cp": 2}, least=0),
     Case({"cp": 2}, ignored=True, chunked=True),
 ]
 FOUR = [
     Case({"pp": 2, "cp": 2}),
-    Case({"pp": 2, "cp": 2}, schedule="zb-v", ignored=True),
+    Case({"pp": 2, "cp": 2}, schedule="zb-v", ignored=True, least=0),
     Case({"cp": 4}, zero=True),
-    Case({"dp": 2, "cp": 2}, recompute="full", ignored=True),
+    Case({"dp": 2, "cp": 2}, recompute="full", ignored=True, least=0),
 ]
 
 
@@ -355,6 +359,65 @@ def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: Loca
     for case, ranks in zip(WRONG, run_cases(processes, 2, wrong, [(case,) for case in WRONG]), strict=True):
         for message in ranks:
             assert re.search(case.message, message), (case, message)
+
+
+class Recorded:
+    """Exchange of equal parts in one process, which records what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def start_gather(self, part: Tensor) -> context.Finish:
+        self.told.append("gather")
+        return lambda: self._end("gathered", torch.stack([part, part]))
+
+    def start_sum(self, whole: Tensor) -> tuple[Tensor, context.Finish]:
+        self.told.append("sum")
+        total = torch.full_like(whole[0], float("nan"))  # until it is waited for
+        return total, lambda: self._end("summed", total.copy_(whole.sum(0)))
+
+    def _end(self, what: str, value: Tensor) -> Tensor:
+        self.told.append(what)
+        return value
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, told):
+        ctx.told = told
+        told.append("attention")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.told.append("backward")
+        return grad, None
+
+
+@pytest.mark.parametrize("mask", ["none", "shared", "of each head"])
+def test_the_next_heads_keys_come_while_attention_is_computed(monkeypatch: pytest.MonkeyPatch, mask: str):
+    """And the bits are those of all heads at once."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 6, 4, requires_grad=True) for heads in (8, 4, 4))
+    masks = {"none": None, "shared": torch.randn(2, 1, 6, 12), "of each head": torch.randn(2, 8, 6, 12)}
+    exchange, found = Recorded(), []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None):
+        return _Noted.apply(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=m, enable_gqa=True), exchange.told
+        )
+
+    division = context.Division(SequencePart(0, 2), exchange)
+    for least in (1 << 20, 0):
+        monkeypatch.setattr(context, "_LEAST", least)
+        exchange.told.clear()
+        out = division.attend(query, key, value, masks[mask], attention, -3)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), (query, key, value))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert exchange.told == [
+        "gather", *["gather", "gathered", "attention"] * 3, "gathered", "attention",
+        *["backward", "sum"] * 4, *["summed"] * 4,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("parts", [2, 4])

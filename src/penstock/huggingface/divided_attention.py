@@ -73,9 +73,16 @@ def _attention(
     division = current_division()
     assert division is not None, "set in its context alone"
     own = _own_attention(module)
-    if _thread.own == "eager" or attention_mask is not None:
-        key, value = division.keys_and_values(key, value)
-    return own(module, query, key, value, attention_mask, **options)
+    if _thread.own == "eager":  # it may have numbers for each head, which groups of heads would not find
+        return own(module, query, *division.keys_and_values(key, value), attention_mask, **options)
+    if attention_mask is None:
+        return own(module, query, key, value, None, **options)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = own(module, q, k, v, mask, **options)[0]
+        return out
+
+    return division.attend(query, key, value, attention_mask, attention, 2), None
 
 
 def _own_attention(module: nn.Module) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,15 +22,18 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import BatchError, PenstockError
 
+Finish = Callable[[], Tensor]
+"""Waits for a collective, and returns its result."""
+
 
 class PartExchange(Protocol):
     """Collectives of the processes that divide a sample; every one of them makes the same calls in the same order."""
 
-    def gather_parts(self, part: Tensor) -> Tensor:
-        """Return the tensors of all processes, along a new dimension 0."""
+    def start_gather(self, part: Tensor) -> Finish:
+        """Gather the tensors of all processes, along a new dimension 0."""
 
-    def sum_parts(self, whole: Tensor) -> Tensor:
-        """Return the sum over the processes of this one's row in dimension 0."""
+    def start_sum(self, whole: Tensor) -> tuple[Tensor, Finish]:
+        """Sum this process's row in dimension 0 over the processes; return the tensor that will have it, too."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,9 @@ class SequencePart:
         return length * self.parts
 
 
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
 class Division:
     """The division of samples that the layers at work on a thread compute with.
 
@@ -100,9 +107,13 @@ class Division:
 
     def whole(self, own: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
+        (part,), sums = _cut(own.movedim(dim, -2), 1)
+        return self._joined(part, self._exchange.start_gather(part.detach()), sums).movedim(-2, dim)
+
+    def _joined(self, part: Tensor, gathered: Finish, sums: list[Finish]) -> Tensor:
         # Torch does not annotate `apply`.
-        joined: Tensor = _Gathered.apply(own.movedim(dim, -2), self.part, self._exchange)  # type: ignore[no-untyped-call]
-        return joined.movedim(-2, dim)
+        joined: Tensor = _Gathered.apply(part, gathered, sums, self.part, self._exchange)  # type: ignore[no-untyped-call]
+        return joined
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of the whole sequence, which is dimension -2."""
@@ -110,6 +121,39 @@ class Division:
             raise PenstockError(f"{key.shape[-2]} keys have {value.shape[-2]} values; leave cp at 1")
         key, value = self.whole(torch.cat([key, value], -1), -2).split([key.shape[-1], value.shape[-1]], -1)
         return key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention, dim: int
+    ) -> Tensor:
+        """Return attention to the whole sequence, by groups of heads: while one is computed, the next one's keys come.
+
+        In the backward, likewise, the gradients of one group's keys are summed while the next group's are computed.
+
+        Args:
+            query: shape (..., heads, tokens, width).
+            key, value: of this part's tokens; their heads divide the query's.
+            mask: what `attention` gets; a dimension of heads is cut.
+            attention: function of query, key, value and mask, with the keys of the whole sequence.
+            dim: dimension of the heads in what it returns.
+        """
+        if key.shape[-2] != value.shape[-2]:
+            raise PenstockError(f"{key.shape[-2]} keys have {value.shape[-2]} values; leave cp at 1")
+        both = torch.cat([key, value], -1)
+        groups = _groups(both, query, self.part.parts)
+        parts, sums = _cut(both, groups)
+        masks = [mask] * groups
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] == query.shape[-3]:
+            masks = list(mask.chunk(groups, -3))
+        queries = query.chunk(groups, -3) if groups > 1 else [query]
+        out: list[Tensor] = []
+        coming = self._exchange.start_gather(parts[0].detach())
+        for n, part in enumerate(parts):
+            gathered = coming
+            if n + 1 < groups:
+                coming = self._exchange.start_gather(parts[n + 1].detach())
+            keys, values = self._joined(part, gathered, sums).split([key.shape[-1], value.shape[-1]], -1)
+            out.append(attention(queries[n], keys, values, masks[n]))
+        return torch.cat(out, dim) if groups > 1 else out[0]
 
 
 _thread = threading.local()
@@ -198,16 +242,28 @@ def _attention(  # noqa: PLR0917 (after the first one, the arguments of torch's 
             f"attention with a mask of shape {tuple(attn_mask.shape)} is not divided over the tokens of a sample; give it "
             f"the {length} keys of the whole sample in its last dimension, use is_causal=True, or leave cp at 1"
         )
+    options["dropout_p"] = dropout_p
+    masked = attn_mask is not None or not is_causal
+    attention = partial(_masked if masked else _causal_attention, part, options)
     if key.shape[-2] != length or value.shape[-2] != length:  # a caller may have gathered them
         if query.shape[-2] != key.shape[-2]:
             raise PenstockError(
                 f"attention of {query.shape[-2]} queries to {key.shape[-2]} keys is not divided over the tokens of a "
                 "sample, where each token has one of each; leave cp at 1"
             )
-        key, value = division.keys_and_values(key, value)
-    options["dropout_p"] = dropout_p
-    if attn_mask is not None or not is_causal:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        return division.attend(query, key, value, attn_mask, attention, -3)
+    return attention(query, key, value, attn_mask)
+
+
+def _masked(
+    _: SequencePart, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def _causal_attention(
+    part: SequencePart, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, _: Tensor | None
+) -> Tensor:
     chunk = query.shape[-2] // 2
     out = []
     for queries, number in zip(
@@ -230,15 +286,65 @@ def _causal(queries: int, keys: int, like: Tensor) -> Any:
     return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
 
 
+def _groups(both: Tensor, query: Tensor, parts: int) -> int:
+    """Return the number of groups of heads whose keys and values are gathered one after another."""
+    if both.dim() < 4 or query.shape[-3] % both.shape[-3]:
+        return 1
+    size = both.numel() * both.element_size() * parts
+    return next(n for n in _GROUPS if n == 1 or (both.shape[-3] % n == 0 and size >= n * _LEAST))
+
+
+_GROUPS = (4, 2, 1)
+"""With 4 groups a quarter of the bytes comes before the first product; more leave each product little work."""
+_LEAST = 1 << 20
+"""Bytes of a group from which on it gains: fewer take about as long as a message without any."""
+
+
+def _cut(both: Tensor, groups: int) -> tuple[list[Tensor], list[Finish]]:
+    """Cut the heads into groups; return these, and the list of sums that are under way in their backward."""
+    sums: list[Finish] = []
+    # Torch does not annotate `apply`.
+    parts: tuple[Tensor, ...] = _Groups.apply(both, groups, sums)  # type: ignore[no-untyped-call]
+    return list(parts), sums
+
+
+class _Groups(torch.autograd.Function):
+    """Groups of heads, dimension -3; its backward waits for the sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, groups: int, sums: list[Finish]) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.groups = sums, groups
+        return both.chunk(groups, -3) if groups > 1 else (both.view_as(both),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        for finish in ctx.sums:
+            finish()
+        ctx.sums.clear()
+        return torch.cat(grads, -3) if ctx.groups > 1 else grads[0], None, None
+
+
 class _Gathered(torch.autograd.Function):
-    """The whole sequence, dimension -2, from all parts; its gradients are summed where the tokens are."""
+    """The whole sequence, dimension -2, from all parts; its gradients are summed where the tokens are.
+
+    The gradient that the backward returns is there only when `_Groups`, which alone takes it, has waited for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, part: SequencePart, exchange: PartExchange) -> Tensor:
-        ctx.args = part, exchange
-        return part.join(exchange.gather_parts(own), own.dim() - 2)
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        gathered: Finish,
+        sums: list[Finish],
+        part: SequencePart,
+        exchange: PartExchange,
+    ) -> Tensor:
+        ctx.args = sums, part, exchange
+        return part.join(gathered(), own.dim() - 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        part, exchange = ctx.args
-        return exchange.sum_parts(part.divide(grad, grad.dim() - 2)), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sums, part, exchange = ctx.args
+        total, finish = exchange.start_sum(part.divide(grad, grad.dim() - 2))
+        sums.append(finish)
+        return total, None, None, None, None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import SequencePart, dividing
+from penstock.parallel.context import Finish, SequencePart, dividing
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.tensor import tensor_parallel
@@ -241,11 +241,12 @@ class OneOf:
     def __init__(self, parts: int) -> None:
         self.parts = parts
 
-    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.stack([part] * self.parts)
+    def start_gather(self, part: torch.Tensor) -> Finish:
+        return lambda: torch.stack([part] * self.parts)
 
-    def sum_parts(self, whole: torch.Tensor) -> torch.Tensor:
-        return self.parts * whole[0]
+    def start_sum(self, whole: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        total = self.parts * whole[0]
+        return total, lambda: total
 
 
 @pytest.mark.parametrize(("samples", "sequence", "cp"), [(1, 64, 2), (2, 64, 2), (2, 128, 4)])

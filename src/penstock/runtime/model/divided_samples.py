@@ -176,7 +176,7 @@ class DividedLoss:
         whole = [_whole(x, 2 * _PROBED, self._part, self._exchange) for x in few]
         with torch.no_grad(), torch.random.fork_rng([]):
             expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
-        every = self._exchange.gather_parts(torch.stack([own[0], own[1]])[None])[:, 0]
+        every = self._exchange.start_gather(torch.stack([own[0], own[1]])[None])()[:, 0]
         total = (every[:, 0] * every[:, 1]).nansum() / (
             1.0 if self._reduction == "sum" else every[:, 1].sum()
         )
@@ -229,7 +229,7 @@ def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> A
     """Return the tokens of all parts, of a tensor with `size` of them; other values as they are."""
     if not isinstance(few, Tensor) or few.dim() < 2 or few.shape[1] != size:
         return few
-    return _like(few, part.join(exchange.gather_parts(local(few)), 1))
+    return _like(few, part.join(exchange.start_gather(local(few))(), 1))
 
 
 def _like(model: Tensor, values: Tensor) -> Tensor:

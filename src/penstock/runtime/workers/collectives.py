@@ -80,26 +80,9 @@ class Collectives:
         self, collective: Callable[..., Any], values: Tensor, group: dist.ProcessGroup | None, action: str
     ) -> Callable[[], object]:
         start = partial(collective, values, group=group or self.everyone, async_op=True)
-        return self._started(start, values, group, action)
+        return self.start(start, values, group, action)
 
-    def run(
-        self,
-        start: Callable[[], Any],
-        values: Tensor,
-        group: dist.ProcessGroup | None,
-        action: str,
-        look: Callable[[], None],
-    ) -> None:
-        """Run a collective; every process of the group calls it.
-
-        Args:
-            start: function that starts it, and returns its handle.
-            values: a tensor of it.
-            look: function that is called repeatedly during a long wait on the CPU, and may raise.
-        """
-        self._started(start, values, group, action, look)()
-
-    def _started(
+    def start(
         self,
         start: Callable[[], Any],
         values: Tensor,
@@ -107,6 +90,13 @@ class Collectives:
         action: str,
         look: Callable[[], None] = lambda: None,
     ) -> Callable[[], object]:
+        """Start a collective, and return a function that waits for it; every process of the group calls both.
+
+        Args:
+            start: function that starts it, and returns its handle.
+            values: a tensor of it.
+            look: function that is called repeatedly during a long wait on the CPU, and may raise.
+        """
         visit = self.enter(group)
         try:
             work = start()

@@ -130,21 +130,19 @@ class LayerExchange:
             self._run(start, out, group, "join the tokens that experts have computed")
         return out
 
-    def gather_parts(self, part: Tensor) -> Tensor:
-        """Return the tensors of all processes that divide the tokens of a sample, along a new dimension 0."""
+    def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
+        """Gather the tensors of all processes that divide the tokens of a sample, along a new dimension 0."""
         group = self.groups["cp"]
         out = part.new_empty(dist.get_world_size(group), *part.shape)
         start = partial(_ALL_GATHER, out.flatten(0, 1), part.contiguous(), group=group, async_op=True)
-        self._run(start, out, group, "gather keys and values")
-        return out
+        return self._start(start, out, group, "gather keys and values")
 
-    def sum_parts(self, whole: Tensor) -> Tensor:
-        """Return the sum, over the processes that divide the tokens of a sample, of this one's row in dimension 0."""
+    def start_sum(self, whole: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Sum this process's row in dimension 0 over those that divide the tokens; return its tensor at once, too."""
         group = self.groups["cp"]
         out = whole.new_empty(whole.shape[1:])
         start = partial(_REDUCE_SCATTER, out, whole.contiguous().flatten(0, 1), group=group, async_op=True)
-        self._run(start, out, group, "add up gradients of keys and values")
-        return out
+        return out, self._start(start, out, group, "add up gradients of keys and values")
 
     @contextmanager
     def _timed(self, out: Tensor) -> Iterator[None]:
@@ -157,12 +155,23 @@ class LayerExchange:
         ends.append(mark())
 
     def _run(self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str) -> None:
+        self._start(start, out, group, action)()
+
+    def _start(
+        self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str
+    ) -> Callable[[], Tensor]:
         if not self._active:
             raise PenstockError(
                 "a layer whose experts or tokens are divided over processes was called outside of a step of the pipeline; "
                 "call pipe.evaluate on all ranks, or use a saved model in one process"
             )
-        self._collectives.run(start, out, group, action, self._require_none_failed)
+        finish = self._collectives.start(start, out, group, action, self._require_none_failed)
+
+        def finished() -> Tensor:
+            finish()
+            return out
+
+        return finished
 
 
 _WAITED_FOR = {
