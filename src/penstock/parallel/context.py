@@ -108,9 +108,9 @@ class Division:
     def whole(self, own: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
         (part,), sums = _cut(own.movedim(dim, -2), 1)
-        return self._joined(part, self._exchange.start_gather(part.detach()), sums).movedim(-2, dim)
+        return self._joined(part, self._exchange.start_gather(part.detach())(), sums).movedim(-2, dim)
 
-    def _joined(self, part: Tensor, gathered: Finish, sums: list[Finish]) -> Tensor:
+    def _joined(self, part: Tensor, gathered: Tensor, sums: list[Finish]) -> Tensor:
         # Torch does not annotate `apply`.
         joined: Tensor = _Gathered.apply(part, gathered, sums, self.part, self._exchange)  # type: ignore[no-untyped-call]
         return joined
@@ -148,7 +148,7 @@ class Division:
         out: list[Tensor] = []
         coming = self._exchange.start_gather(parts[0].detach())
         for n, part in enumerate(parts):
-            gathered = coming
+            gathered = coming()  # before the next one starts, which would take half of the link from it
             if n + 1 < groups:
                 coming = self._exchange.start_gather(parts[n + 1].detach())
             keys, values = self._joined(part, gathered, sums).split([key.shape[-1], value.shape[-1]], -1)
@@ -334,13 +334,13 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any,
         own: Tensor,
-        gathered: Finish,
+        gathered: Tensor,
         sums: list[Finish],
         part: SequencePart,
         exchange: PartExchange,
     ) -> Tensor:
         ctx.args = sums, part, exchange
-        return part.join(gathered(), own.dim() - 2)
+        return part.join(gathered, own.dim() - 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,184 @@
+"""Context parallelism over a slow link: how much of the gathers of keys and values a step waits for, and their bytes.
+
+Two hosts divide a sample (cp 2). Attention sleeps, so that its time is known and takes no core: for each group of heads a
+share of it, in the backward twice as long. The time of a group's gather, and of the sum of its gradients, is measured alone
+on the same link. From these the step is simulated: a gather runs under the attention of the group before, the sums under
+the backwards that are left, one at a time on the link. Bytes are those that the network card of a host has sent.
+
+The hosts are namespaces of this machine (`tests.support.hosts`).
+
+    python -m bench.context [--rounds N] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.support.hosts.hosts import Hosts, every, missing
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from bench.compare import Figures, main
+from penstock.parallel import context
+from penstock.parallel.context import current_division
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ExecutionOptions
+from penstock.runtime.pipeline import Pipeline
+
+TOKENS, HEADS, WIDTH, LAYERS, BACKWARD = 4096, 4, 64, 3, 2.0
+RATE = 64e6
+"""Bytes a second of the link in each direction."""
+ATTENTION = (0.02, 0.1, 0.3)
+"""Seconds of a layer's attention in the forward; the gathers of its four groups take 0.07 s on the link."""
+
+
+class _Slept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD * ctx.seconds)
+        return grad, None
+
+
+class Attention(nn.Module):
+    """Gathers keys and values, and takes a known time for a mean of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(())), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attention(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+            out = _Slept.apply(
+                query + key.mean(-2, True) + value.mean(-2, True), self.seconds * key.shape[-3] / HEADS
+            )
+            slept: Tensor = out
+            return slept
+
+        division = current_division()
+        heads = (self.scale * x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        if division is None:  # the first step compares a few tokens
+            out = attention(heads, heads, heads, None)
+        else:
+            out = division.attend(heads, heads, heads, None, attention, 1)
+        return out.transpose(1, 2).flatten(2)
+
+
+def sent() -> int:
+    """Return the bytes that this host has sent to others."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def rank(seconds: list[float], rounds: int) -> None:
+    """Time steps with each time of attention, grouped or not; print seconds and bytes of each, and the collectives alone."""
+    torch.set_num_threads(1)
+    x, y = torch.randn(1, TOKENS, HEADS * WIDTH), torch.zeros(1, TOKENS, HEADS * WIDTH)
+    net = nn.Sequential(*[Attention() for _ in range(LAYERS)])
+    told: dict[str, Any] = {"steps": [], "alone": {}}
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=1, mesh=MeshShape(cp=2), timeout=120,
+        execution=ExecutionOptions(check_finite=False),
+    ) as pipe:  # fmt: skip
+        assert pipe.world is not None, "started as one of two processes"
+
+        def step() -> tuple[float, int]:
+            dist.barrier()
+            before, begun = sent(), time.perf_counter()
+            pipe.step(x, y)
+            dist.barrier()
+            return time.perf_counter() - begun, sent() - before
+
+        for groups, least in ((4, 0), (1, 1 << 40)):
+            context._LEAST = least
+            for each in (0.0, *seconds):
+                for layer in net:
+                    layer.seconds = each
+                found = [step() for _ in range(rounds + 1)][1:]
+                told["steps"].append((groups, each, found))
+    group = dist.new_group()
+    for groups in (4, 1):
+        own = torch.randn(HEADS // groups, TOKENS // 2, 2 * WIDTH)
+        whole, out = torch.randn(2, *own.shape), torch.empty(2, *own.shape)
+        for name, call in (
+            ("gather", lambda: dist.all_gather_into_tensor(out.flatten(0, 1), own, group=group)),
+            ("sum", lambda: dist.reduce_scatter_tensor(own, whole.flatten(0, 1), group=group)),
+        ):
+            times = []
+            for _ in range(rounds + 1):
+                dist.barrier()
+                before, begun = sent(), time.perf_counter()
+                call()
+                times.append((time.perf_counter() - begun, sent() - before))
+            told["alone"][f"{name} {groups}"] = statistics.median(t for t, _ in times[1:]), times[-1][1]
+    os.write(1, json.dumps(told).encode())
+
+
+def exposed(groups: int, attention: float, gather: float, total: float) -> float:
+    """Return the seconds of a layer's forward and backward beyond its attention.
+
+    Args:
+        attention: seconds of the forward's attention.
+        gather, total: seconds of a group's gather, and of the sum of its gradients.
+    """
+    each = attention / groups
+    forward = gather + (groups - 1) * max(0.0, gather - each)
+    free = 0.0
+    for n in range(groups):
+        free = max(free, (n + 1) * BACKWARD * each) + total
+    return forward + free - BACKWARD * attention
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure every time of attention, with four groups of heads and with one."""
+    if missing():
+        raise SystemExit(missing())
+    seconds = list(ATTENTION[1:2] if options.quick else ATTENTION)
+    with Hosts(2, apart=False, imports=("torch._dynamo", "bench.context")) as hosts:
+        hosts.link(delay=0.0005, rate=RATE)
+        jobs = hosts.spread("bench.context:rank", seconds, options.rounds, per_host=1)
+        if any(every(jobs, timeout=500)):
+            raise SystemExit("".join(job.err for job in jobs)[-4000:])
+    told = json.loads(jobs[0].out)
+    yield f"{'groups':>6}{'attention, ms':>15}{'waits for, ms':>15}{'simulated':>11}{'differs':>9}{'hidden':>8}{'bytes':>12}{'formula':>9}"
+    rows: list[dict[str, float]] = []
+    # Keys and values of a layer: this process sends its half in the forward, and the other half's gradients back.
+    formula = LAYERS * 2 * 2 * (TOKENS // 2) * HEADS * WIDTH * 4
+    idle = {
+        groups: statistics.median(t for t, _ in found) for groups, each, found in told["steps"] if not each
+    }
+    for groups, each, found in told["steps"]:
+        if not each:
+            continue
+        gather, total = (told["alone"][f"{name} {groups}"][0] for name in ("gather", "sum"))
+        simulated = LAYERS * exposed(groups, each, gather, total)
+        measured = statistics.median(t for t, _ in found) - LAYERS * (1 + BACKWARD) * each
+        unhidden = LAYERS * exposed(groups, 0.0, gather, total)
+        moved = statistics.median(n for _, n in found)
+        row = {
+            "groups": groups, "attention": each, "exposed": measured, "simulated": simulated,
+            "difference": measured / simulated - 1, "hidden": 1 - measured / idle[groups], "bytes": moved / formula - 1,
+        }  # fmt: skip
+        rows.append(row)
+        yield (
+            f"{groups:6}{1e3 * each:15.0f}{1e3 * measured:15.1f}{1e3 * simulated:11.1f}{row['difference']:9.1%}"
+            f"{row['hidden']:8.0%}{moved:12,.0f}{row['bytes']:9.1%}  {unhidden:.3f} {idle[groups]:.3f}"
+        )
+    yield str(told["alone"])
+    yield f"largest difference {max(abs(row['difference']) for row in rows):.1%}; {options.rounds} steps, medians"
+    return {"rows": rows}
+
+
+if __name__ == "__main__":
+    main(measure, __doc__, rounds=5)
