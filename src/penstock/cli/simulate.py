@@ -5,29 +5,47 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import COSTS, LATENCY, priced
+from penstock.cli.cost_arguments import COSTS, GATHER, LATENCY, price_shards, priced
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
-from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
+from penstock.cli.schedule_arguments import (
+    find_schedule,
+    named_values,
+    need_counts,
+    schedule_options,
+    sharding_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.schedule.residency import Sharding
     from penstock.schedule.schedule import Schedule
     from penstock.show.planned import PlannedStep
+    from penstock.simulate.costs import Costs
     from penstock.simulate.metrics import Metrics
+    from penstock.simulate.simulator import SimulatedStep
+
+
+class _Run(NamedTuple):
+    """A simulated schedule."""
+
+    metrics: Metrics
+    plan: PlannedStep
+    step: SimulatedStep
 
 
 @click.command(
     epilog="Example:  penstock simulate 1f1b --ranks 4 --microbatches 8 --costs 1,1,1 --latency 0.1\n\n"
     "          penstock simulate --compare 1f1b,zb-h1,zb-v -p 8 -m 24 --costs costs.toml\n\n"
-    "          penstock simulate zb-v -p 4 -m 8 --out zb-v.pdf --width 6.9 --font 8"
+    "          penstock simulate zb-v -p 4 -m 8 --out zb-v.pdf --width 6.9 --font 8\n\n"
+    "          penstock simulate breadth-first -p 4 -m 8 -v 4 --shard weights --window 2 --gather 2 --reduce 1"
 )
 @click.argument("schedule", required=False)
 @schedule_options
@@ -41,8 +59,10 @@ if TYPE_CHECKING:
 @click.option(
     "--reduce", "reduction", type=click.FloatRange(0), metavar="R",
     help="Seconds that a rank spends on reducing its gradients over replicas, shared out over its stages; prints how much "
-    "of that is exposed. Default: no reduction.",
+    "of that is exposed. With --shard, each reduction takes so long. Default: no reduction.",
 )  # fmt: skip
+@GATHER
+@sharding_options
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -61,6 +81,8 @@ def command(
     latency: str | None,
     memory_limit: int | None,
     reduction: float | None,
+    gather: float | None,
+    sharding: Sharding,
     compare: str | None,
     html: Path | None,
     out: Path | None,
@@ -84,8 +106,11 @@ def command(
     require_outputs([page, figure and figure.output], [costs, *names])
     if figure is not None and len(names) > 1:
         raise click.UsageError("--out draws one schedule; name one and leave --compare out, or write --html")
-    if reduction is not None and compare is not None:
-        raise click.UsageError("--reduce takes one schedule and does not work with --compare")
+    shards = sharding.comes_and_goes
+    if reduction is not None and compare is not None and not shards:
+        raise click.UsageError(
+            "--reduce takes one schedule and does not work with --compare, unless with --shard"
+        )
     values = named_values(options)
     if compare is not None:
         _check_options(values, names)
@@ -104,23 +129,26 @@ def command(
             latency=latency,
             memory_limit=memory_limit,
         )
-        runs.append(_run(built, costs, latency, memory_limit))
-    exposed = None if reduction is None else _exposed(runs[0][1], reduction)
+        table = price_shards(
+            priced(costs, latency, built.placement), built.placement, sharding, gather, reduction
+        )
+        runs.append(_run(built, table, memory_limit, sharding))
+    exposed = None if reduction is None or shards else _exposed(runs[0].plan, reduction)
     if html is not None:
         _write_page(html, runs, costs, latency, memory_limit)
     if figure is not None:
-        write_figure(runs[0][1].trace, figure)
+        write_figure(runs[0].step.trace, figure)
     if as_json:
-        figures = [metrics.as_dict() for metrics, _ in runs]
+        figures = [run.metrics.as_dict() | ({"sharding": _of_shards(run)} if shards else {}) for run in runs]
         if exposed is not None:
             figures[0]["reduction"] = exposed
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
-        _show(*runs[0])
+        _show(runs[0])
         if exposed is not None:
             _show_exposed(exposed)
     else:
-        _show_side_by_side([metrics for metrics, _ in runs])
+        _show_side_by_side([run.metrics for run in runs])
     if html is not None and not as_json:
         click.echo(f"\npage: {html}")
     if figure is not None and not as_json:
@@ -158,7 +186,7 @@ def _show_exposed(reduction: Mapping[str, Any]) -> None:
 
 def _write_page(
     path: Path,
-    runs: Sequence[tuple[Metrics, PlannedStep]],
+    runs: Sequence[_Run],
     costs: str,
     latency: str | None,
     memory_limit: int | None,
@@ -168,10 +196,12 @@ def _write_page(
 
     limit = {} if memory_limit is None else {"limit": memory_limit}
     steps = [
-        StepAnalysis(metrics.schedule, replace(step.trace, info={**step.trace.info, **limit}), step)
-        for metrics, step in runs
+        StepAnalysis(
+            run.metrics.schedule, replace(run.plan.trace, info={**run.plan.trace.info, **limit}), run.plan
+        )
+        for run in runs
     ]
-    names = [metrics.schedule for metrics, _ in runs]
+    names = [run.metrics.schedule for run in runs]
     settings = {"costs": costs, "latency": latency, "memory-limit": memory_limit}
     write(
         path,
@@ -233,28 +263,39 @@ def _schedule(
     return find_schedule(name, ranks, microbatches, virtual_stages, adapted | dict(values))
 
 
-def _run(
-    schedule: Schedule, costs: str, latency: str | None, memory_limit: int | None
-) -> tuple[Metrics, PlannedStep]:
+def _run(schedule: Schedule, table: Costs, memory_limit: int | None, sharding: Sharding) -> _Run:
     from penstock.schedule.check import check
     from penstock.schedule.memory import Budget
     from penstock.show.planned import PlannedStep
     from penstock.simulate.metrics import measure
-    from penstock.simulate.simulator import simulate
+    from penstock.simulate.simulator import simulate_step
 
-    program = check(schedule, budget=None if memory_limit is None else Budget(memory_limit)).program
-    table = priced(costs, latency, schedule.placement)
-    trace = simulate(program, table)
-    return measure(schedule, table, trace), PlannedStep(program, table, trace)
+    budget = None if memory_limit is None else Budget(memory_limit)
+    program = check(schedule, budget=budget, sharding=sharding).program
+    step = simulate_step(program, table)
+    return _Run(measure(schedule, table, step.trace), PlannedStep(program, table, step.trace), step)
 
 
-def _show(metrics: Metrics, step: PlannedStep) -> None:
+def _of_shards(run: _Run) -> dict[str, list[Any]]:
+    """Return gathers and reductions of a step by rank: how many there are, and how long the rank waits for them."""
+    residency = run.plan.program.residency
+    assert residency is not None, "weights or gradients come and go"
+    return {
+        "gathers": [len(each) for each in residency.runs],
+        "reductions": [len(each) for each in residency.reductions],
+        "exposed_gathers": run.step.exposed_gathers.tolist(),
+        "exposed_reductions": run.step.exposed_reductions.tolist(),
+    }
+
+
+def _show(run: _Run) -> None:
     from rich.console import Console
 
     from penstock.show.terminal import bubble_table, draw_terminal
     from penstock.trace.bubbles import Bubbles
 
     console = Console(highlight=False)
+    metrics, step = run.metrics, run.plan
     notes = "".join(f"{note}\n" for note in step.program.schedule.notes)
     click.echo(
         f"{metrics.schedule}: {describe_size(metrics.ranks, metrics.stages, metrics.microbatches)}\n{notes}\n"
@@ -266,7 +307,13 @@ def _show(metrics: Metrics, step: PlannedStep) -> None:
         f"{metrics.bubble_of_longest:.1%} of the longest rank (the zero-bubble paper's rate)\n"
     )
     split = Bubbles(metrics.makespan, metrics.busy, metrics.idle)
-    console.print(bubble_table(split, {"peak\nchunks": metrics.peak_activations.tolist()}))
+    more: dict[str, list[Any]] = {"peak\nchunks": metrics.peak_activations.tolist()}
+    if step.program.residency is not None:
+        click.echo(f"{step.program.residency.summary()}\n")
+        for head, times in _of_shards(run).items():
+            if head.startswith("exposed"):
+                more[head.replace("_", "\n")] = [f"{time:.6g}" for time in times]
+    console.print(bubble_table(split, more))
     console.print()
     console.print(draw_terminal(step.trace, console.width))
 

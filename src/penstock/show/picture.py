@@ -17,7 +17,7 @@ from penstock.base.errors import ConfigError
 from penstock.show.blocks import lighter, second_of_pair
 from penstock.show.palette import WITHOUT_MESSAGES
 from penstock.show.units import unit_of
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,8 @@ PLAIN = PictureStyle()
 def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) -> None:
     """Draw a trace to a file: one row per rank, time from left to right, one colour per kind of op.
 
-    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to
+    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other; gathers of
+    weights and reductions are in a narrow strip below the ops. Up to
     `LABELLED` ops show their microbatch where it fits, and are hatched by kind; more than `RASTERIZED` ops are pixels
     even in a vector file.
     """
@@ -141,9 +142,10 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
         rows = np.flatnonzero((trace.kind == kind) & of_shade)
         if not len(rows):
             continue
-        # A row is 0.84 of the distance between ranks, so that a gap is left.
-        top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
-        bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
+        upper, lower = _heights(trace, rows)
+        middle = (upper + lower) / 2
+        top = trace.rank[rows] + np.where(second[rows], middle, upper)
+        bottom = trace.rank[rows] + np.where(trace.paired[rows], middle, lower)
         left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
         edges = ((left, top), (right, top), (right, bottom), (left, bottom))
         corners = np.stack([np.stack(point, axis=1) for point in edges], axis=1)
@@ -155,14 +157,24 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
         axes.add_collection(bars)
 
 
+def _heights(trace: Trace, rows: Any) -> tuple[Any, Any]:
+    """Return the upper and lower edge of blocks, relative to the middle of their rank's row, whose height is 1."""
+    # Ranks are 0.16 apart; 0.16 of a row with a strip are for the strip.
+    collective = np.isin(trace.kind, COLLECTIVES)
+    below = 0.42 - 0.16 * collective.any()
+    return np.where(collective[rows], below, -0.42), np.where(collective[rows], 0.42, below)
+
+
 def _labels(axes: Axes, trace: Trace, size: float) -> None:
     """Write the microbatch on every block that has room for it, on a plain patch of the block's colour."""
     second, light = second_of_pair(trace), lighter(trace)
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
     low, high = axes.get_xlim()
     points = 72 * box.width / (high - low)
-    tall = 72 * box.height / trace.ranks * 0.84
-    for row in np.flatnonzero(trace.microbatch >= 0):
+    rows = np.flatnonzero(trace.microbatch >= 0)
+    upper, lower = (float(edge[0]) for edge in _heights(trace, rows)) if len(rows) else (0.0, 0.0)
+    tall = 72 * box.height / trace.ranks * (lower - upper)
+    for row in rows:
         text = str(trace.microbatch[row])
         room = (float(trace.end[row]) - float(trace.start[row])) * points
         half = bool(trace.paired[row] or second[row])
@@ -170,7 +182,8 @@ def _labels(axes: Axes, trace: Trace, size: float) -> None:
         if fitting < min(_LEAST_LABEL, size):
             continue
         x = (float(trace.start[row]) + float(trace.end[row])) / 2
-        y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
+        quarter = (lower - upper) / 4
+        y = trace.rank[row] + (upper + lower) / 2 + quarter * (int(second[row]) - int(trace.paired[row]))
         kind = Activity(int(trace.kind[row]))
         style = WITHOUT_MESSAGES[kind]
         ink, ground = ("black", style.light) if light[row] else ("white", style.full)
