@@ -20,9 +20,9 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Program
 from penstock.schedule.residency import Sharding
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulator import SimulatedStep, simulate, simulate_step
+from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
-from penstock.trace.events import Activity
+from penstock.trace.events import Activity, Trace
 from tests.support.simulated import priced
 
 
@@ -30,9 +30,9 @@ def sharded(name: str, ranks: int, microbatches: int, virtual: int | None = None
     return check(build_schedule(name, ranks, microbatches, virtual), sharding=Sharding(**choices)).program
 
 
-def events(step: SimulatedStep, rank: int) -> str:
+def events(trace: Trace, rank: int) -> str:
     """One rank's events as ``0F0@0-1``, ``+0@0-1`` for a gather and ``=0@0-1`` for a reduction."""
-    trace, rows = step.trace, step.trace.rank_slices()[rank]
+    rows = trace.rank_slices()[rank]
     texts = []
     for k in range(rows.start, rows.stop):
         kind, stage = Activity(int(trace.kind[k])), trace.stage[k]
@@ -45,36 +45,36 @@ def events(step: SimulatedStep, rank: int) -> str:
 
 def test_an_op_waits_for_its_weights_and_a_gather_for_the_link():
     program = sharded("breadth-first", 1, 1, 2, shard="weights", window=1, reduce_every=1)
-    step = simulate_step(program, priced(program, 4, 4, 0, gather=[3, 5], reduce=[7, 1]))
+    step = simulate(program, priced(program, 4, 4, 0, gather=[3, 5], reduce=[7, 1]))
     # No place for a gather ahead of stage 1's; the reduction of stage 1 holds up the gather of stage 0, which holds up B.
     assert (
         events(step, 0) == "+0@0-3 0F0@3-5 +1@5-10 1F0@10-12 1B0@12-14 =1@14-15 +0@15-18 0B0@18-20 =0@20-27"
     )
-    assert step.exposed_gathers.tolist() == [3 + 5 + 4]
-    assert step.exposed_reductions.tolist() == [7]
-    assert makespan(step.trace) == 27
+    assert step.info["exposed_gathers"] == [3 + 5 + 4]
+    assert step.info["exposed_reductions"] == [7]
+    assert makespan(step) == 27
 
 
 def test_with_a_place_in_the_window_a_gather_hides_behind_the_op_before():
     program = sharded("breadth-first", 1, 1, 2, shard="weights", window=2)
-    step = simulate_step(program, priced(program, 4, 4, 0, gather=[3, 1]))
+    step = simulate(program, priced(program, 4, 4, 0, gather=[3, 1]))
     assert events(step, 0) == "+0@0-3 0F0@3-5 +1@3-4 1F0@5-7 1B0@7-9 0B0@9-11"
-    assert step.exposed_gathers.tolist() == [3]
+    assert step.info["exposed_gathers"] == [3]
 
 
 def test_the_rank_waits_for_a_reduction_after_its_next_op():
     program = sharded("1f1b", 1, 3, shard="gradients", reduce_every=1)
-    step = simulate_step(program, priced(program, 1, 1, 0, reduce=4))
+    step = simulate(program, priced(program, 1, 1, 0, reduce=4))
     assert events(step, 0) == ("0F0@0-1 0B0@1-2 0F1@2-3 =0@2-6 0B1@6-7 0F2@7-8 =0@7-11 0B2@11-12 =0@12-16")
-    assert step.exposed_reductions.tolist() == [3 + 3 + 4]
+    assert step.info["exposed_reductions"] == [3 + 3 + 4]
 
 
 def test_a_backward_receives_once_its_weights_are_there_and_a_forward_before():
     program = sharded("breadth-first", 2, 1, 2, shard="weights", window=1)
     costs = priced(program, 2, 2, 0, 2, gather=[10, 0, 0, 0], blocks="receiver")
-    step = simulate_step(program, costs)
+    step = simulate(program, costs)
     assert events(step, 0) == "+0@0-10 0F0@10-11 +2@11-11 2F0@16-17 2B0@23-24 +0@24-34 0B0@36-37"
-    assert step.exposed_gathers.tolist() == [10 + 7, 0]
+    assert step.info["exposed_gathers"] == [10 + 7, 0]
 
 
 def test_without_a_price_a_step_is_as_it_was():
@@ -82,9 +82,9 @@ def test_without_a_price_a_step_is_as_it_was():
     plain = check(program.schedule).program
     trace = simulate(program, priced(program, 1, 1, 1))
     assert trace.end.tolist() == simulate(plain, priced(plain, 1, 1, 1)).end.tolist()
-    unsharded = simulate_step(plain, priced(plain, 1, 1, 1, gather=1, reduce=1))
-    assert unsharded.trace.end.tolist() == trace.end.tolist()
-    assert not unsharded.exposed_gathers.any()
+    unsharded = simulate(plain, priced(plain, 1, 1, 1, gather=1, reduce=1))
+    assert unsharded.end.tolist() == trace.end.tolist()
+    assert "exposed_gathers" not in unsharded.info
 
 
 def test_memory_of_ops_stays_known_among_gathers():
@@ -141,18 +141,18 @@ def drawn(case: dict[str, Any]) -> tuple[Program, Costs]:
 @given(case=CASES)
 def test_every_time_is_that_of_the_instructions_run_as_events(case: dict[str, Any]):
     program, costs = drawn(case)
-    step = simulate_step(program, costs)
+    step = simulate(program, costs)
     oracle = Oracle(program, costs)
     oracle.run()
     found = sorted(
         zip(
-            step.trace.rank.tolist(), step.trace.kind.tolist(), step.trace.stage.tolist(),
-            step.trace.microbatch.tolist(), step.trace.start.tolist(), step.trace.end.tolist(), strict=True,
+            step.rank.tolist(), step.kind.tolist(), step.stage.tolist(),
+            step.microbatch.tolist(), step.start.tolist(), step.end.tolist(), strict=True,
         )
     )  # fmt: skip
     assert found == sorted(oracle.events)
-    assert step.exposed_gathers.tolist() == oracle.exposed
-    assert step.exposed_reductions.tolist() == oracle.stalled
+    assert step.info["exposed_gathers"] == oracle.exposed
+    assert step.info["exposed_reductions"] == oracle.stalled
 
 
 @pytest.mark.parametrize("blocks", ["none", "both"])
@@ -161,13 +161,12 @@ def test_the_compiled_kernel_agrees(monkeypatch: pytest.MonkeyPatch, blocks: str
     program = sharded("interleaved-1f1b", 3, 12, 3, shard="weights", window=2, reduce_every=2)
     costs = priced(program, 3, 3, 3, 1, blocks=blocks, gather=6, reduce=9)
     costs = replace(costs, seconds=costs.seconds * scale)
-    plain = simulate_step(program, costs)
+    plain = simulate(program, costs)
     monkeypatch.setattr(jit, "COMPILE_FROM", 0)
-    compiled = simulate_step(program, costs)
+    compiled = simulate(program, costs)
     for name in ("kind", "stage", "start", "end"):
-        assert np.array_equal(getattr(plain.trace, name), getattr(compiled.trace, name)), name
-    assert np.array_equal(plain.exposed_gathers, compiled.exposed_gathers)
-    assert np.array_equal(plain.exposed_reductions, compiled.exposed_reductions)
+        assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
+    assert plain.info == compiled.info
 
 
 class Oracle:
@@ -245,7 +244,6 @@ class Oracle:
                 begin = self.now
                 self.exposed[rank] += begin - alone
                 yield begin + sum(int(self.costs.seconds[op.stage, op.kind]) for op in ops)
-                last = self.now
                 for op in ops:
                     self.events.append((rank, int(op.kind), op.stage, op.microbatch, begin, self.now))
                 producers = []
@@ -258,6 +256,7 @@ class Oracle:
                     self.sent[row] = self.now
                     if self.program.target[row] >= 0 and self.program.rank[self.program.target[row]] != rank:
                         yield self.now + travel
+                last = self.now
                 if settles:
                     more = any(later.action is Action.RUN for later in lines[number + 1 :])
                     if more:

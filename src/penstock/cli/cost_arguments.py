@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +11,6 @@ from penstock.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.placement import Placement
-    from penstock.schedule.residency import Sharding
     from penstock.simulate.costs import Costs
 
 COSTS = click.option(
@@ -23,11 +21,6 @@ COSTS = click.option(
 LATENCY = click.option(
     "--latency", metavar="C", help="Seconds per message between ranks. Default: the file's, or 0."
 )
-GATHER = click.option(
-    "--gather", type=click.FloatRange(0), metavar="G",
-    help="Seconds in which replicas gather all weights of a rank once, with --shard weights. Default: the file's, or no "
-    "gathers are simulated.",
-)  # fmt: skip
 SAVED = click.option(
     "--saved", default="1", metavar="BYTES[,...]",
     help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
@@ -58,30 +51,6 @@ def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
     if not os.path.exists(costs):
         raise ConfigError(f"--costs must be three numbers, such as 1,1,1, or a file; {costs!r} is neither")
     return read_costs(costs, placement, seconds)
-
-
-def price_shards(
-    table: Costs, placement: Placement, sharding: Sharding, gather: float | None, reduction: float | None
-) -> Costs:
-    """Return the costs with those of what replicas shard, as ``--gather`` and ``--reduce`` give them for a rank's stages."""
-    from penstock.simulate.costs import Costs
-
-    if gather is not None and sharding.shard != "weights":
-        raise ConfigError("--gather is the time of gathers of weights; it needs --shard weights")
-    if not sharding.comes_and_goes:
-        return table
-    given = Costs.of(placement, 0, 0, 0, gather=gather, reduce=reduction)
-    table = replace(
-        table,
-        gather=table.gather if given.gather is None else given.gather,
-        reduce=table.reduce if given.reduce is None else given.reduce,
-    )
-    if table.gather is None and table.reduce is None:
-        raise ConfigError(
-            f"--shard {sharding.shard} is simulated with the times of gathers and reductions; give --gather SECONDS or "
-            "--reduce SECONDS, or gather or reduce in the file of costs"
-        )
-    return table
 
 
 def parse_bytes(option: str, text: str) -> float:

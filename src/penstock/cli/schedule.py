@@ -11,16 +11,7 @@ import click
 from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import (
-    COSTS,
-    GATHER,
-    LATENCY,
-    SAVED,
-    WAITING,
-    price_shards,
-    priced,
-    stage_bytes,
-)
+from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import (
     VIRTUAL_STAGES,
@@ -191,23 +182,16 @@ def check(
 
 @command.command(
     epilog="Example:  penstock schedule draw zb-h1 -p 4 -m 8 --costs 2,3,1 --out zb-h1.svg\n\n"
-    "          penstock schedule draw 1f1b -p 4 -m 8 --out 1f1b.pdf --width 3.3 --font 7 --title ''\n\n"
-    "          penstock schedule draw breadth-first -p 4 -m 8 -v 4 --shard weights --window 2 --gather 2 --reduce 1"
+    "          penstock schedule draw 1f1b -p 4 -m 8 --out 1f1b.pdf --width 3.3 --font 7 --title ''"
 )
 @click.argument("schedule")
 @schedule_options
 @COSTS
 @LATENCY
-@GATHER
-@click.option(
-    "--reduce", "reduction", type=click.FloatRange(0), metavar="R",
-    help="Seconds in which replicas reduce all gradients of a rank once, with --shard. Default: the file's, or none.",
-)  # fmt: skip
-@sharding_options
 @figure_options
 def draw(
-    *, costs: str, latency: str | None, gather: float | None, reduction: float | None, sharding: Sharding,
-    out: Path | None, title: str | None, width: float | None, font: float | None, **arguments: Any,
+    costs: str, latency: str | None, out: Path | None, title: str | None, width: float | None, font: float | None,
+    **arguments: Any,
 ) -> None:  # fmt: skip
     """Draw a schedule as it runs with given costs, in the terminal or to a file.
 
@@ -222,9 +206,7 @@ def draw(
     figure = figure_of(out, title, width, font)
     require_outputs([figure and figure.output], [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
-    table = priced(costs, latency, schedule.placement)
-    table = price_shards(table, schedule.placement, sharding, gather, reduction)
-    trace = simulate(prove(schedule, sharding=sharding).program, table)
+    trace = simulate(prove(schedule).program, priced(costs, latency, schedule.placement))
     heading = "\n".join([_title(schedule), *schedule.notes])
     if figure is not None:
         write_figure(trace, figure)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import COSTS, GATHER, LATENCY, price_shards, priced
+from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
 from penstock.cli.schedule_arguments import (
     find_schedule,
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from penstock.show.planned import PlannedStep
     from penstock.simulate.costs import Costs
     from penstock.simulate.metrics import Metrics
-    from penstock.simulate.simulator import SimulatedStep
-
-
-class _Run(NamedTuple):
-    """A simulated schedule."""
-
-    metrics: Metrics
-    plan: PlannedStep
-    step: SimulatedStep
 
 
 @click.command(
@@ -61,7 +52,10 @@ class _Run(NamedTuple):
     help="Seconds that a rank spends on reducing its gradients over replicas, shared out over its stages; prints how much "
     "of that is exposed. With --shard, each reduction takes so long. Default: no reduction.",
 )  # fmt: skip
-@GATHER
+@click.option(
+    "--gather", type=click.FloatRange(0), metavar="G",
+    help="Seconds in which replicas gather all weights of a rank once, with --shard weights. Default: the file's, or none.",
+)  # fmt: skip
 @sharding_options
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
@@ -129,26 +123,24 @@ def command(
             latency=latency,
             memory_limit=memory_limit,
         )
-        table = price_shards(
-            priced(costs, latency, built.placement), built.placement, sharding, gather, reduction
-        )
+        table = _price_shards(priced(costs, latency, built.placement), built, sharding, gather, reduction)
         runs.append(_run(built, table, memory_limit, sharding))
-    exposed = None if reduction is None or shards else _exposed(runs[0].plan, reduction)
+    exposed = None if reduction is None or shards else _exposed(runs[0][1], reduction)
     if html is not None:
         _write_page(html, runs, costs, latency, memory_limit)
     if figure is not None:
-        write_figure(runs[0].step.trace, figure)
+        write_figure(runs[0][1].trace, figure)
     if as_json:
-        figures = [run.metrics.as_dict() | ({"sharding": _of_shards(run)} if shards else {}) for run in runs]
+        figures = [metrics.as_dict() | _of_shards(step) for metrics, step in runs]
         if exposed is not None:
             figures[0]["reduction"] = exposed
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
-        _show(runs[0])
+        _show(*runs[0])
         if exposed is not None:
             _show_exposed(exposed)
     else:
-        _show_side_by_side([run.metrics for run in runs])
+        _show_side_by_side([metrics for metrics, _ in runs])
     if html is not None and not as_json:
         click.echo(f"\npage: {html}")
     if figure is not None and not as_json:
@@ -186,7 +178,7 @@ def _show_exposed(reduction: Mapping[str, Any]) -> None:
 
 def _write_page(
     path: Path,
-    runs: Sequence[_Run],
+    runs: Sequence[tuple[Metrics, PlannedStep]],
     costs: str,
     latency: str | None,
     memory_limit: int | None,
@@ -196,12 +188,10 @@ def _write_page(
 
     limit = {} if memory_limit is None else {"limit": memory_limit}
     steps = [
-        StepAnalysis(
-            run.metrics.schedule, replace(run.plan.trace, info={**run.plan.trace.info, **limit}), run.plan
-        )
-        for run in runs
+        StepAnalysis(metrics.schedule, replace(step.trace, info={**step.trace.info, **limit}), step)
+        for metrics, step in runs
     ]
-    names = [run.metrics.schedule for run in runs]
+    names = [metrics.schedule for metrics, _ in runs]
     settings = {"costs": costs, "latency": latency, "memory-limit": memory_limit}
     write(
         path,
@@ -263,39 +253,62 @@ def _schedule(
     return find_schedule(name, ranks, microbatches, virtual_stages, adapted | dict(values))
 
 
-def _run(schedule: Schedule, table: Costs, memory_limit: int | None, sharding: Sharding) -> _Run:
+def _price_shards(
+    table: Costs, schedule: Schedule, sharding: Sharding, gather: float | None, reduction: float | None
+) -> Costs:
+    """Return the costs with those of gathers and reductions, which the options give for a rank."""
+    if gather is not None and sharding.shard != "weights":
+        raise ConfigError("--gather is the time of gathers of weights; it needs --shard weights")
+    if not sharding.comes_and_goes:
+        return table
+    given = type(table).of(schedule.placement, 0, 0, 0, gather=gather or 0, reduce=reduction or 0)
+    table = replace(
+        table,
+        gather=table.gather if gather is None else given.gather,
+        reduce=table.reduce if reduction is None else given.reduce,
+    )
+    if table.gather is None and table.reduce is None:
+        raise ConfigError(
+            f"--shard {sharding.shard} is simulated with the times of gathers and reductions; give --gather SECONDS or "
+            "--reduce SECONDS, or gather or reduce in the file of costs"
+        )
+    return table
+
+
+def _run(
+    schedule: Schedule, table: Costs, memory_limit: int | None, sharding: Sharding
+) -> tuple[Metrics, PlannedStep]:
     from penstock.schedule.check import check
     from penstock.schedule.memory import Budget
     from penstock.show.planned import PlannedStep
     from penstock.simulate.metrics import measure
-    from penstock.simulate.simulator import simulate_step
+    from penstock.simulate.simulator import simulate
 
     budget = None if memory_limit is None else Budget(memory_limit)
     program = check(schedule, budget=budget, sharding=sharding).program
-    step = simulate_step(program, table)
-    return _Run(measure(schedule, table, step.trace), PlannedStep(program, table, step.trace), step)
+    trace = simulate(program, table)
+    return measure(schedule, table, trace), PlannedStep(program, table, trace)
 
 
-def _of_shards(run: _Run) -> dict[str, list[Any]]:
-    """Return gathers and reductions of a step by rank: how many there are, and how long the rank waits for them."""
-    residency = run.plan.program.residency
-    assert residency is not None, "weights or gradients come and go"
+def _of_shards(step: PlannedStep) -> dict[str, Any]:
+    """Return gathers and reductions by rank, if any: how many there are, and how long the rank waits for them."""
+    residency = step.program.residency
+    if residency is None:
+        return {}
     return {
         "gathers": [len(each) for each in residency.runs],
         "reductions": [len(each) for each in residency.reductions],
-        "exposed_gathers": run.step.exposed_gathers.tolist(),
-        "exposed_reductions": run.step.exposed_reductions.tolist(),
+        **{name: step.trace.info[name] for name in ("exposed_gathers", "exposed_reductions")},
     }
 
 
-def _show(run: _Run) -> None:
+def _show(metrics: Metrics, step: PlannedStep) -> None:
     from rich.console import Console
 
     from penstock.show.terminal import bubble_table, draw_terminal
     from penstock.trace.bubbles import Bubbles
 
     console = Console(highlight=False)
-    metrics, step = run.metrics, run.plan
     notes = "".join(f"{note}\n" for note in step.program.schedule.notes)
     click.echo(
         f"{metrics.schedule}: {describe_size(metrics.ranks, metrics.stages, metrics.microbatches)}\n{notes}\n"
@@ -310,9 +323,8 @@ def _show(run: _Run) -> None:
     more: dict[str, list[Any]] = {"peak\nchunks": metrics.peak_activations.tolist()}
     if step.program.residency is not None:
         click.echo(f"{step.program.residency.summary()}\n")
-        for head, times in _of_shards(run).items():
-            if head.startswith("exposed"):
-                more[head.replace("_", "\n")] = [f"{time:.6g}" for time in times]
+        for name in ("gathers", "reductions"):
+            more[f"exposed\n{name}"] = [f"{time:.6g}" for time in _of_shards(step)[f"exposed_{name}"]]
     console.print(bubble_table(split, more))
     console.print()
     console.print(draw_terminal(step.trace, console.width))

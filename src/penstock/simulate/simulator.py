@@ -13,7 +13,7 @@ its next op, which gives its memory back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,33 +31,17 @@ _KINDS = len(Kind)
 _F, _W = int(Kind.F), int(Kind.W)
 
 
-@dataclass(frozen=True, eq=False)
-class SimulatedStep:
-    """A simulated step whose gathers and reductions are timed.
-
-    Attributes:
-        trace: events of the ops, gathers and reductions.
-        exposed_gathers: time by which a rank's ops begin later because weights are not there, shape (ranks,).
-        exposed_reductions: time that a rank waits for its reductions between ops and after the last, shape (ranks,).
-    """
-
-    trace: Trace
-    exposed_gathers: Table
-    exposed_reductions: Table
-
-
 def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Trace:
     """Time every op of a program, and the gathers and reductions of its residency if the costs have a price for them.
 
     The halves of a pair whose outputs leave early are events of their own, each as long as its op. If all costs are
     whole numbers, the times are int64 and exact; float64 otherwise. `memory`, as from `schedule.memory.held`, is what
     the trace says of each op's rank after the op; without it the trace counts chunks, freed at W.
+
+    With gathers and reductions, ``info["exposed_gathers"]`` lists by rank the time by which ops begin later because their
+    weights are not there, and ``info["exposed_reductions"]`` the time that the rank waits for reductions between two ops
+    and after the last.
     """
-    return simulate_step(program, costs, memory).trace
-
-
-def simulate_step(program: Program, costs: Costs, memory: Bytes | None = None) -> SimulatedStep:
-    """Time every op of a program as `simulate` does, and tell how long ranks wait for gathers and reductions."""
     schedule = program.schedule
     costs.require_sums(schedule.stages, schedule.ranks, schedule.microbatches)
     start, end, shards = _times(program, costs)
@@ -86,12 +70,10 @@ def simulate_step(program: Program, costs: Costs, memory: Bytes | None = None) -
             "held": "chunks" if memory is None else "bytes",
         },
     )
-    zero = np.zeros(schedule.ranks, start.dtype)
-    return SimulatedStep(trace, zero, zero) if shards is None else _with_collectives(trace, shards)
+    return trace if shards is None else _with_collectives(trace, shards)
 
 
-def _with_collectives(trace: Trace, shards: _Shards) -> SimulatedStep:
-    """Add a rank's gathers and reductions to its ops."""
+def _with_collectives(trace: Trace, shards: _Shards) -> Trace:
     rows = []
     for kind, offsets, stages, seconds, begins in (
         (Activity.GATHER, shards.gathers, shards.gathered, shards.gather, shards.gather_start),
@@ -104,12 +86,8 @@ def _with_collectives(trace: Trace, shards: _Shards) -> SimulatedStep:
             for rank, stage, begin in zip(ranks, stages, begins, strict=True)
         ]
     merged = with_events(trace, rows)
-    last_op, last_reduction = np.zeros((2, trace.ranks), trace.end.dtype)
-    np.maximum.at(last_op, trace.rank, trace.end)
-    reductions = merged.only([Activity.REDUCE])
-    np.maximum.at(last_reduction, reductions.rank, reductions.end)
-    gathers, between = np.asarray(shards.waits, trace.end.dtype).reshape(2, trace.ranks)
-    return SimulatedStep(merged, gathers, between + np.maximum(last_reduction - last_op, 0))
+    gathers, reductions = np.asarray(shards.waits, trace.end.dtype).reshape(2, trace.ranks).tolist()
+    return replace(merged, info={**merged.info, "exposed_gathers": gathers, "exposed_reductions": reductions})
 
 
 class _Rows(NamedTuple):
@@ -335,14 +313,17 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times, shards: _
                     gap = consumer - position[receiver]
                     if gap == 0 or gap == 1:
                         todo.append(receiver)
-            # Begin reductions, and wait for those of the op before, unless the rank is done.
+            # Wait for the reductions of the op before, and begin those of this one; at the end, wait for all.
             if shards is not None:
-                if row + width < offsets[r + 1] and due[r] > now:
+                ends = row + width == offsets[r + 1]
+                if not ends and due[r] > now:
                     waits[ranks + r] += due[r] - now
                     now = due[r]
                 for n in range(reductions[row], reductions[row + width]):
                     reduce_start[n] = max(now, free[r])
                     free[r] = due[r] = reduce_start[n] + reduce_seconds[reduced[n]]
+                if ends:
+                    waits[ranks + r] += max(zero, due[r] - now)
             row += width
             position[r] = row
         clock[r] = now
