@@ -2,8 +2,8 @@
 
 A small built-in decoder takes steps on the same global batches with ZeRO-1 and with what each row says, in the same
 processes. Bytes are those of weights and gradients on the fullest rank, at the fullest moment of a step, beside what
-`penstock.schedule.residency` proves from the schedule alone. Gathers are those that a rank began in a step, beside those of
-the Program. Differences are the largest of a loss, relative, and of a weight after the last step, absolute. Times are
+`penstock.schedule.residency` proves from the schedule alone. Gathers are those of the last step's trace, beside those of the
+Program. Differences are the largest of a loss, relative, and of a weight after the last step, absolute. Times are
 medians of steps taken in turn. Four processes of FSDP2, one block a unit, train the same model without a pipeline; gloo
 makes a reduce-scatter of an all-reduce (pytorch #149869), so on CPUs that race says little about GPUs. At last a model
 trains in processes that may not have more memory than a limit, in which ZeRO-1 fails.
@@ -37,6 +37,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.weights.resident import ResidentReduction
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.residency import make_residency
+from penstock.trace.events import Activity
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
@@ -81,7 +82,7 @@ class Contestant:
             for stage, module in zip(sorted(self.pipe.stages), self.pipe.stage_modules(), strict=True)
         }
         self.optimizer = PipelineOptimizer(self.pipe, torch.optim.AdamW, lr=1e-3, zero=True)
-        self.peak = self.gathers = 0
+        self.peak = 0
         reduction = self.pipe._local.replica_reduction
         if isinstance(reduction, ResidentReduction):
             self._watch(reduction)
@@ -102,12 +103,6 @@ class Contestant:
 
             return run
 
-        unshard = resident.unshard
-
-        def counted(stage: int) -> None:
-            self.gathers += 1
-            unshard(stage)
-
         # Every moment at which weights or gradients come or go, and the end of every op.
         for name, call in (
             ("reshard", resident.reshard),
@@ -115,7 +110,6 @@ class Contestant:
             ("settle", resident.settle),
         ):
             setattr(resident, name, looking(call))
-        resident.unshard = counted  # type: ignore[method-assign]
         self.pipe.wrap_ops(lambda _, op: looking(op))
 
     def step(self, number: int) -> float:
@@ -136,7 +130,9 @@ def on_mesh(rank: int, row: Row, steps: int, rounds: int) -> dict[str, Any]:
         for number in range(steps):
             ours.step(number)
             zero.step(number)
-        gathers = ours.gathers // steps
+        trace = ours.pipe.trace()
+        assert trace is not None, "steps were taken"
+        gathers = len(trace.only([Activity.GATHER]))
         local = ours.pipe.schedule.rows(ours.pipe.rank)
         residency = make_residency(ours.pipe.schedule, ParallelOptions(**sharding).sharding)
         sizes = np.zeros(ours.pipe.schedule.stages, np.int64)

@@ -124,6 +124,8 @@ def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
     ("words", "message"),
     [
         (("1f1b", "-m", "4"), "1f1b is a family and needs --ranks"),
+        (("1f1b", "-p", "4", "-m", "4", "--gather", "1"), "--gather is .* it needs --shard weights"),
+        (("1f1b", "-p", "4", "-m", "4", "--shard", "gradients"), "give --gather SECONDS or --reduce SECONDS"),
         (("1f1b", "-p", "4"), "1f1b is a family and needs --microbatches"),
         (("1fb1", "-p", "4", "-m", "4"), r"no schedule family '1fb1' \(did you mean '1f1b'"),
         (("1f1b", "-p", "4", "-m", "4", "--costs", "1,nan,1"), "B must be a finite number of at least 0, got nan"),
@@ -180,6 +182,28 @@ def test_the_page_of_a_simulation_needs_no_other_plan(tmp_path: Path, monkeypatc
     costs.write_text("F = 4\nB = 4\nW = 4\nlatency = 1\nbandwidth = 8\nmessage_bytes = [1, 2, 4]\n")
     run("1f1b", "-p", "4", "-m", "8", "--costs", str(costs), "--html", str(path))
     assert "With zb-v in the same memory, the step would be" in path.read_text()
+
+
+SHARDED = ("breadth-first", "-p", "2", "-m", "4", "-v", "4", "--shard", "weights", "--window", "2")
+
+
+def test_gathers_and_reductions_of_sharded_weights_are_timed_and_drawn():
+    result = figures(*SHARDED, "--costs", "4,4,4", "--gather", "8", "--reduce", "4")
+    # Rank 0: the first gather of 2, then one second for each of the three that an op of 1 hides; the last reduction.
+    assert (result["makespan"], result["gathers"], result["reductions"]) == (57, [6, 6], [4, 4])
+    assert (result["exposed_gathers"], result["exposed_reductions"]) == ([5, 0], [1, 1])
+    assert figures("breadth-first", "-p", "2", "-m", "4", "-v", "4", "--costs", "4,4,4")["makespan"] == 51
+    text = run(*SHARDED, "--gather", "2", "--reduce", "1")
+    assert "at most 4 reductions a rank and step, and 6 gathers of a stage" in text
+    assert "= reduction   + gather of weights" in text
+    assert "exposed" in text
+
+
+def test_the_file_of_costs_may_have_the_prices(tmp_path: Path):
+    path = tmp_path / "costs.toml"
+    path.write_text("F = 4\nB = 4\nW = 4\ngather = 8\nreduce = 9\n")
+    result = figures(*SHARDED, "--costs", str(path), "--reduce", "4")
+    assert (result["makespan"], result["exposed_gathers"]) == (57, [5, 0])
 
 
 def test_what_of_the_gradients_reduction_is_exposed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.ops import Kind
+from penstock.schedule.residency import make_residency
+from penstock.show.analysis import StepAnalysis
+from penstock.show.report import write
+from penstock.trace.events import Activity
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support.groups import run_cases
@@ -291,6 +297,52 @@ def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProce
             assert losses == pytest.approx(wanted, rel=1e-5)
             assert norm == pytest.approx(of_whole, rel=1e-5)
             assert f"which shard={shard!r} does not divide; use shard='optimizer'" in refused
+
+
+def traced(rank: int, sharding: dict[str, Any]) -> tuple:
+    """What the traces of a step and of an evaluation tell, and what the Program says of them."""
+    with pipe_on(MeshShape(2, 2), None, "breadth-first", sharding) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        pipe.step(*tokens(0))
+        optimizer.step()
+        pipe.step(*tokens(0))
+        step = pipe.gather_trace()
+        optimizer.step()
+        pipe.state_dict()  # gathers too, but not in a step
+        later = pipe.gather_trace()
+        pipe.evaluate(*tokens(1))
+        evaluated = pipe.gather_trace()
+        return step, later, evaluated, pipe.schedule
+
+
+@pytest.mark.parametrize("sharding", [{**WEIGHTS, "reduce_every": 2}, {"shard": "gradients"}])
+def test_the_trace_has_the_gathers_and_reductions_of_the_program(
+    processes: LocalProcesses, sharding: dict[str, Any], tmp_path: Path
+):
+    told = processes.run(4, traced, sharding)
+    for step, later, evaluated, schedule in told:
+        residency = make_residency(schedule, ParallelOptions(**sharding).sharding)
+        for name in ("kind", "start", "end"):
+            assert getattr(step, name).tolist() == getattr(later, name).tolist()
+        assert step.start.min() == 0
+        for rank, rows in enumerate(step.rank_slices()):
+            local = step.select(rows)
+            gathers, reductions = local.only([Activity.GATHER]), local.only([Activity.REDUCE])
+            assert gathers.stage.tolist() == [run.stage for run in residency.runs[rank]]
+            assert reductions.stage.tolist() == [stage for _, stage in residency.reductions[rank]]
+            ops = local.only([Activity(kind) for kind in Kind])
+            first = schedule.rows(rank).start
+            for n, run in enumerate(residency.runs[rank]):
+                before = run.gathered - first - 1
+                assert before < 0 or gathers.start[n] >= ops.end[before]
+                assert gathers.start[n] <= gathers.end[n] <= ops.end[run.first - first]
+            for n, (row, _) in enumerate(residency.reductions[rank]):
+                assert reductions.end[n] >= reductions.start[n] >= ops.end[row - first]
+        assert not len(evaluated.only([Activity.REDUCE]))
+        stages = sorted(evaluated.only([Activity.GATHER]).stage.tolist())
+        assert stages == (list(range(schedule.stages)) if sharding["shard"] == "weights" else [])
+    text = write(tmp_path / "run.html", [StepAnalysis("step 1", told[0][0])], title="a run").read_text()
+    assert ("+ gather of weights" in text) == (sharding["shard"] == "weights")
 
 
 def leaving(rank: int) -> str:

@@ -61,6 +61,14 @@ def test_bw_is_the_full_backward_and_b_then_the_input_gradient(tmp_path: Path):
         check(read(tmp_path, "0F0,0F1,0BW0,0BW1\n1F0,1B0,1F1,1BW1\n"))
 
 
+def test_a_file_says_that_its_gathers_are_not_used_but_the_options_decide(tmp_path: Path):
+    messages, gathers = read(
+        tmp_path, "0UNSHARD,0F0,0RESHARD,0SEND_F0,0RECV_B0,0UNSHARD,0B0,0REDUCE_GRAD\n1F0,1B0\n"
+    ).notes
+    assert messages == "dropped 1 SEND_F, 1 RECV_B: communication follows from the compute ops"
+    assert gathers.startswith("dropped 2 UNSHARD, 1 RESHARD, 1 REDUCE_GRAD: ParallelOptions(shard=")
+
+
 def test_a_pair_may_have_the_input_gradient_too(tmp_path: Path):
     schedule = read(tmp_path, "0F0,(0F1;0B0)OVERLAP_F_B,0W0,0B1,0W1\n")
     assert csv_line(schedule, 0) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0W1"

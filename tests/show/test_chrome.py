@@ -69,7 +69,7 @@ def test_a_rank_is_a_process_and_every_group_a_track():
         if e["name"] in ("thread_name", "process_name")
     }
     assert names == {
-        (0, 0): "compute", (0, 1): "communication", (0, 2): "reduction", (1, 0): "compute", (1, 1): "communication",
+        (0, 0): "compute", (0, 1): "communication", (0, 2): "replicas", (1, 0): "compute", (1, 1): "communication",
     }  # fmt: skip
     assert [(e["name"], e["ts"], e["dur"]) for e in events["X"] if e["pid"] == 0] == [
         ("0F0", 0, 2e6), ("send", 2e6, 1e6), ("0B0", 4e6, 2e6), ("reduction", 5e6, 2e6), ("optimizer", 7e6, 1e6),

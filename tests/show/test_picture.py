@@ -38,6 +38,25 @@ def test_backwards_are_hatched_while_blocks_can_be_told_apart(tmp_path: Path):
     assert str(LABELLED // 2 + 1) not in words_of(tmp_path / "b.svg")
 
 
+def test_gathers_and_reductions_have_a_strip_below_the_ops(tmp_path: Path):
+    def heights(line: str) -> list[float]:
+        """Heights of the bars of each kind."""
+        draw_picture(trace_of(line), tmp_path / "a.svg")
+        text = (tmp_path / "a.svg").read_text()
+        bars = re.findall(r'<g id="PolyCollection_\d+">.*? d="([^"]*)"', text, re.DOTALL)
+        return [
+            max(ys) - min(ys)
+            for ys in ([float(y) for y in re.findall(r"[ML] \S+ (\S+)", bar)] for bar in bars)
+        ]
+
+    (alone,), (op, gather) = heights("0F0@0-2"), heights("0F0@0-2 0GATHER@1-4")
+    assert (op / alone, gather / alone) == (
+        pytest.approx(0.68 / 0.84, rel=0.05),
+        pytest.approx(0.16 / 0.84, rel=0.05),
+    )
+    assert "gather of weights" in words_of(tmp_path / "a.svg")
+
+
 def test_title_width_and_font_are_chosen(tmp_path: Path):
     trace = timed(built("1f1b", 2, 3), 1, 1, 1)
     draw_picture(trace, tmp_path / "a.svg", PictureStyle(title="Ours", width=3.3, font=7))

@@ -171,7 +171,8 @@ def test_ranks_that_left_no_events_are_not_drawn_as_idle(tmp_path: Path):
 
 def test_every_colour_has_a_key(tmp_path: Path):
     trace = trace_of(
-        "0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 RECV@9-9.5 REDUCE@7-10 OPTIMIZER@11-12", "1F0@2-3 1B0@3-5"
+        "0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 RECV@9-9.5 REDUCE@7-10 OPTIMIZER@11-12",
+        "0GATHER@0-1 1F0@2-3 1B0@3-5",
     )
     reader = page(tmp_path, {"a": replace(trace, info={"source": "measured", "limit": 5})})
     shown = {given["data-colour"] for _, given in reader.elements if "data-colour" in given}

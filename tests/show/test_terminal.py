@@ -69,8 +69,10 @@ def test_a_pair_is_one_op():
 
 
 def test_all_kinds_of_events_have_a_letter():
-    trace = trace_of("0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 REDUCE@7-10 OPTIMIZER@10-12")
-    assert drawn(trace, 7 + 12)[0] == "rank 0 F0R0I0W0==O "
+    trace = trace_of("0GATHER@0-3 0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 0REDUCE@7-10 OPTIMIZER@10-12")
+    lines = drawn(trace, 7 + 12)
+    assert lines[:2] == ["rank 0 F0R0I0W0··O ", "       +++    ===  "]
+    assert lines[-1].strip().endswith("= reduction   O optimizer   + gather of weights   · idle")
 
 
 def test_colours_are_added_and_change_nothing():

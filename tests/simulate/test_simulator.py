@@ -220,7 +220,7 @@ def test_time_grows_with_the_number_of_ops_alone():
             program.rank.tolist(), schedule.paired.tolist(), schedule.stage.tolist(), schedule.kind.tolist(),
         )  # fmt: skip
         seconds = _Seconds([1] * 8 * len(Kind), [], [0] * 14, [0] * 8)
-        _run(rows, seconds, _Rules(False, False, False), _Times(*columns))
+        _run(rows, seconds, _Rules(False, False, False), _Times(*columns), None)
         per_op.append(len(touched) / len(schedule))
     assert max(per_op) <= 2
     assert math.isclose(per_op[0], per_op[1], rel_tol=0.05)

@@ -91,6 +91,22 @@ def test_overlapping_reductions_count_once():
     assert idle_of(trace, 0) == {"communication": 4, "cool_down": 2}
 
 
+def test_a_gather_that_an_op_waits_for_is_communication_once_its_input_is_there():
+    lines = ("0F0@0-4 0B0@12-13", "1GATHER@2-7 1F0@7-10 1B0@10-12")
+    assert idle_of(trace_of(*lines), 1) == {"warm_up": 4, "communication": 3, "cool_down": 1}
+    alone = trace_of("0GATHER@0-1 0F0@1-2 1GATHER@1-5 1F0@5-7 1B0@7-9 0B0@9-11")
+    assert idle_of(alone, 0) == {"communication": 4}
+    assert makespan(alone) == 11
+
+
+def test_a_reduction_beside_a_wait_for_another_stage_is_not_what_the_rank_waits_for():
+    trace = trace_of(
+        "0F0@0-1 0F1@1-2 0F2@2-3 0B0@4-5 REDUCE@5-8 0B1@8-9 0B2@9-10",
+        "1F0@1-2 1F1@2-3 1B0@3-4 1B1@4-8 1F2@8-9 1B2@9-9",
+    )
+    assert "communication" not in idle_of(trace, 0)
+
+
 def test_a_pair_counts_once_and_waits_for_what_comes_last():
     pairs = ("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
     trace = timed(written(Placement.loop(2), 3, *pairs), 1, 1, 1)

@@ -14,20 +14,29 @@ from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
-from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
+from penstock.cli.schedule_arguments import (
+    find_schedule,
+    named_values,
+    need_counts,
+    schedule_options,
+    sharding_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.schedule.residency import Sharding
     from penstock.schedule.schedule import Schedule
     from penstock.show.planned import PlannedStep
+    from penstock.simulate.costs import Costs
     from penstock.simulate.metrics import Metrics
 
 
 @click.command(
     epilog="Example:  penstock simulate 1f1b --ranks 4 --microbatches 8 --costs 1,1,1 --latency 0.1\n\n"
     "          penstock simulate --compare 1f1b,zb-h1,zb-v -p 8 -m 24 --costs costs.toml\n\n"
-    "          penstock simulate zb-v -p 4 -m 8 --out zb-v.pdf --width 6.9 --font 8"
+    "          penstock simulate zb-v -p 4 -m 8 --out zb-v.pdf --width 6.9 --font 8\n\n"
+    "          penstock simulate breadth-first -p 4 -m 8 -v 4 --shard weights --window 2 --gather 2 --reduce 1"
 )
 @click.argument("schedule", required=False)
 @schedule_options
@@ -41,8 +50,13 @@ if TYPE_CHECKING:
 @click.option(
     "--reduce", "reduction", type=click.FloatRange(0), metavar="R",
     help="Seconds that a rank spends on reducing its gradients over replicas, shared out over its stages; prints how much "
-    "of that is exposed. Default: no reduction.",
+    "of that is exposed. With --shard, each reduction takes so long. Default: no reduction.",
 )  # fmt: skip
+@click.option(
+    "--gather", type=click.FloatRange(0), metavar="G",
+    help="Seconds in which replicas gather all weights of a rank once, with --shard weights. Default: the file's, or none.",
+)  # fmt: skip
+@sharding_options
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -61,6 +75,8 @@ def command(
     latency: str | None,
     memory_limit: int | None,
     reduction: float | None,
+    gather: float | None,
+    sharding: Sharding,
     compare: str | None,
     html: Path | None,
     out: Path | None,
@@ -84,8 +100,11 @@ def command(
     require_outputs([page, figure and figure.output], [costs, *names])
     if figure is not None and len(names) > 1:
         raise click.UsageError("--out draws one schedule; name one and leave --compare out, or write --html")
-    if reduction is not None and compare is not None:
-        raise click.UsageError("--reduce takes one schedule and does not work with --compare")
+    shards = sharding.comes_and_goes
+    if reduction is not None and compare is not None and not shards:
+        raise click.UsageError(
+            "--reduce takes one schedule and does not work with --compare, unless with --shard"
+        )
     values = named_values(options)
     if compare is not None:
         _check_options(values, names)
@@ -104,14 +123,15 @@ def command(
             latency=latency,
             memory_limit=memory_limit,
         )
-        runs.append(_run(built, costs, latency, memory_limit))
-    exposed = None if reduction is None else _exposed(runs[0][1], reduction)
+        table = _price_shards(priced(costs, latency, built.placement), built, sharding, gather, reduction)
+        runs.append(_run(built, table, memory_limit, sharding))
+    exposed = None if reduction is None or shards else _exposed(runs[0][1], reduction)
     if html is not None:
         _write_page(html, runs, costs, latency, memory_limit)
     if figure is not None:
         write_figure(runs[0][1].trace, figure)
     if as_json:
-        figures = [metrics.as_dict() for metrics, _ in runs]
+        figures = [metrics.as_dict() | _of_shards(step) for metrics, step in runs]
         if exposed is not None:
             figures[0]["reduction"] = exposed
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
@@ -233,8 +253,30 @@ def _schedule(
     return find_schedule(name, ranks, microbatches, virtual_stages, adapted | dict(values))
 
 
+def _price_shards(
+    table: Costs, schedule: Schedule, sharding: Sharding, gather: float | None, reduction: float | None
+) -> Costs:
+    """Return the costs with those of gathers and reductions, which the options give for a rank."""
+    if gather is not None and sharding.shard != "weights":
+        raise ConfigError("--gather is the time of gathers of weights; it needs --shard weights")
+    if not sharding.comes_and_goes:
+        return table
+    given = type(table).of(schedule.placement, 0, 0, 0, gather=gather or 0, reduce=reduction or 0)
+    table = replace(
+        table,
+        gather=table.gather if gather is None else given.gather,
+        reduce=table.reduce if reduction is None else given.reduce,
+    )
+    if table.gather is None and table.reduce is None:
+        raise ConfigError(
+            f"--shard {sharding.shard} is simulated with the times of gathers and reductions; give --gather SECONDS or "
+            "--reduce SECONDS, or gather or reduce in the file of costs"
+        )
+    return table
+
+
 def _run(
-    schedule: Schedule, costs: str, latency: str | None, memory_limit: int | None
+    schedule: Schedule, table: Costs, memory_limit: int | None, sharding: Sharding
 ) -> tuple[Metrics, PlannedStep]:
     from penstock.schedule.check import check
     from penstock.schedule.memory import Budget
@@ -242,10 +284,22 @@ def _run(
     from penstock.simulate.metrics import measure
     from penstock.simulate.simulator import simulate
 
-    program = check(schedule, budget=None if memory_limit is None else Budget(memory_limit)).program
-    table = priced(costs, latency, schedule.placement)
+    budget = None if memory_limit is None else Budget(memory_limit)
+    program = check(schedule, budget=budget, sharding=sharding).program
     trace = simulate(program, table)
     return measure(schedule, table, trace), PlannedStep(program, table, trace)
+
+
+def _of_shards(step: PlannedStep) -> dict[str, Any]:
+    """Return gathers and reductions by rank, if any: how many there are, and how long the rank waits for them."""
+    residency = step.program.residency
+    if residency is None:
+        return {}
+    return {
+        "gathers": [len(each) for each in residency.runs],
+        "reductions": [len(each) for each in residency.reductions],
+        **{name: step.trace.info[name] for name in ("exposed_gathers", "exposed_reductions")},
+    }
 
 
 def _show(metrics: Metrics, step: PlannedStep) -> None:
@@ -266,7 +320,12 @@ def _show(metrics: Metrics, step: PlannedStep) -> None:
         f"{metrics.bubble_of_longest:.1%} of the longest rank (the zero-bubble paper's rate)\n"
     )
     split = Bubbles(metrics.makespan, metrics.busy, metrics.idle)
-    console.print(bubble_table(split, {"peak\nchunks": metrics.peak_activations.tolist()}))
+    more: dict[str, list[Any]] = {"peak\nchunks": metrics.peak_activations.tolist()}
+    if step.program.residency is not None:
+        click.echo(f"{step.program.residency.summary()}\n")
+        for name in ("gathers", "reductions"):
+            more[f"exposed\n{name}"] = [f"{time:.6g}" for time in _of_shards(step)[f"exposed_{name}"]]
+    console.print(bubble_table(split, more))
     console.print()
     console.print(draw_terminal(step.trace, console.width))
 

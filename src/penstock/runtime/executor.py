@@ -81,6 +81,8 @@ class Executor:
         resident = replica_reduction.resident if isinstance(replica_reduction, ResidentReduction) else None
         gradients = [each for each in (shared, resident or replica_reduction) if each is not None]
         self._collectives = collectives_of(program, rank) if resident is not None else []
+        # Those with collectives in this executor's steps, for the trace.
+        self.buckets = resident.buckets if resident is not None and self._collectives else []
         compiler = OpCompiler(
             program,
             rank,

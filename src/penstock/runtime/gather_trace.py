@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -14,7 +15,7 @@ from penstock.base.encoding import sendable
 from penstock.runtime.clocks import Readings
 from penstock.runtime.executor import Executor
 from penstock.runtime.workers.world import World
-from penstock.trace.events import Trace
+from penstock.trace.events import Activity, Trace, with_events
 from penstock.trace.join import Alignment, align, join
 
 # The tightest bounds of all meetings count (see `align`), so a few are enough.
@@ -57,7 +58,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     """Join the records of the executors of one process, on one clock; waits for their GPUs.
 
     Returns:
-        The trace, with times in seconds from the first op's start; ``info["origin"]`` is that moment in seconds of
+        The trace, with times in seconds from its first event; ``info["origin"]`` is that moment in seconds of
         ``time.perf_counter``. ``info["whole_backward"]`` names the layers whose backward could not be split, if any.
     """
     program = executors[0].program
@@ -69,28 +70,49 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     start = np.concatenate([readings.seconds(e.device, e.records.start) for e in executors])
     end = np.concatenate([readings.seconds(e.device, e.records.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
-    origin = start.min()
     unsplit = {
         name for e in executors for stage in e.stages.values() for name in stage.split_checks.unsplit_layers
     }
-    return Trace(
+    trace = Trace(
         ranks=schedule.ranks,
         rank=program.rank[rows],
         stage=schedule.stage[rows],
         kind=schedule.kind[rows],
         microbatch=schedule.microbatch[rows],
-        start=start - origin,
-        end=end - origin,
+        start=start,
+        end=end,
         paired=schedule.paired[rows],
         held=held,
         info={
             "source": "measured",
             "schedule": schedule.name,
             "ranks_present": [e.rank for e in executors],
-            "origin": float(origin),
             **({"whole_backward": sorted(unsplit)} if unsplit else {}),
         },
     )
+    trace = with_events(trace, [row for e in executors for row in _collectives(e, readings)])
+    origin = trace.start.min()
+    return replace(
+        trace,
+        start=trace.start - origin,
+        end=trace.end - origin,
+        info={**trace.info, "origin": float(origin)},
+    )
+
+
+def _collectives(executor: Executor, readings: Readings) -> Iterator[tuple[int, int, Activity, float, float]]:
+    """Yield rank, stage (-1 for what several have), kind, start and end of a rank's gathers and reductions."""
+    for stage in dict.fromkeys(bucket.stage for bucket in executor.buckets):
+        buckets = [bucket.spans for bucket in executor.buckets if bucket.stage == stage]
+        for kind, spans_of in (
+            (Activity.GATHER, [spans["unshard"] for spans in buckets]),
+            (Activity.REDUCE, [spans["reduce"] for spans in buckets]),
+        ):
+            # A stage's n-th gather is the n-th of all its buckets that are gathered.
+            for spans in zip(*filter(None, spans_of), strict=False):
+                moments = readings.seconds(executor.device, [moment for span in spans for moment in span])
+                at = -1 if stage is None else stage
+                yield executor.rank, at, kind, float(moments.min()), float(moments.max())
 
 
 def _held(executor: Executor) -> npt.NDArray[np.int64]:

@@ -21,6 +21,7 @@ Backward = Literal["auto", "full", "input"]
 """Meaning of B in a file: the full backward, the input gradient, or (auto) the input gradient where there is a W of it."""
 
 _DROPPED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]+|[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 _FULL = re.compile(r"([0-9]+)BW([0-9]+)")
 
 Ops = list[Op | Pair]
@@ -55,9 +56,16 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
     full: set[tuple[int, int]] = set()
     lists = [[op for cell in cells if (op := _read(cell, dropped, full)) is not None] for cells in ranks]
     notes = []
-    if dropped:
-        counts = ", ".join(f"{count:,} {word}" for word, count in dropped.items())
-        notes.append(f"dropped {counts}: communication follows from the compute ops")
+    for why, sharding in (
+        ("communication follows from the compute ops", False),
+        (
+            "ParallelOptions(shard=, window=, reduce_every=) or --shard say when replicas gather and reduce",
+            True,
+        ),
+    ):
+        words = [f"{count:,} {word}" for word, count in dropped.items() if (word in _SHARDING) == sharding]
+        if words:
+            notes.append(f"dropped {', '.join(words)}: {why}")
     kinds = {kind: _where(lists, kind) for kind in (Kind.B, Kind.I, Kind.W)}
     halves = set() if backward == "full" else kinds[Kind.B] - full
     # A file with BW says which backwards are whole, so all its B are halves; one with I has no B that is a half.

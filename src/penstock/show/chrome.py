@@ -1,8 +1,8 @@
 """A trace in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-Every rank is a process with a track for its ops and, if it has any, one for messages and one for reductions. Slices of a
-track must not overlap, so overlapping events continue on another track. A flow arrow leads from the op that sent a value to
-the op of another rank that received it; a counter shows the rank's memory.
+Every rank is a process with a track for its ops and, if it has any, one for messages and one for gathers and reductions.
+Slices of a track must not overlap, so overlapping events continue on another track. A flow arrow leads from the op that sent
+a value to the op of another rank that received it; a counter shows the rank's memory.
 
 The format: "Trace Event Format" of the Chromium project, phases M, X, s, f and C. Times are microseconds, to three decimals.
 """
@@ -20,16 +20,14 @@ import numpy as np
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
 from penstock.show.palette import KINDS
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 from penstock.trace.messages import memory_curve, producers
 
+_MESSAGES = (Activity.SEND, Activity.RECV)
 _GROUPS = (
-    (
-        "compute",
-        tuple(kind for kind in Activity if kind not in (Activity.SEND, Activity.RECV, Activity.REDUCE)),
-    ),
-    ("communication", (Activity.SEND, Activity.RECV)),
-    ("reduction", (Activity.REDUCE,)),
+    ("compute", tuple(kind for kind in Activity if kind not in (*_MESSAGES, *COLLECTIVES))),
+    ("communication", _MESSAGES),
+    ("replicas", COLLECTIVES),
 )
 NANOSECONDS = 1e9
 

@@ -13,12 +13,12 @@ from penstock.show.blocks import lighter, second_of_pair, several_stages
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.units import Unit, finite, is_measured
 from penstock.trace.bubbles import idle_spans
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 from penstock.trace.join import merged_halves
 from penstock.trace.messages import memory_curve
 
 MAX_CURVES = 12
-MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)
+MESSAGES = (Activity.SEND, Activity.RECV, *COLLECTIVES)
 MERGED = {
     int(Activity.I): "whole backward (I and W in one)",
     int(Activity.W): "weight gradient (computed with its I)",

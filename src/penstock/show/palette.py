@@ -42,6 +42,7 @@ KINDS: dict[Activity, KindStyle] = {
     Activity.RECV: KindStyle("#5f6b73", "#aab4ba", "receive", "V", ("bright_black", "bright_black")),
     Activity.REDUCE: KindStyle("#9c1f8a", "#e58ad8", "reduction", "=", ("red", "red")),
     Activity.OPTIMIZER: KindStyle("#3b3b3b", "#cfcfcf", "optimizer", "O", ("white on red", "white on red")),
+    Activity.GATHER: KindStyle("#5b6d00", "#c3d94f", "gather of weights", "+", ("cyan", "cyan")),
 }  # fmt: skip
 """Every `Activity`, in the order of its numbers: the page's script looks styles up by number."""
 

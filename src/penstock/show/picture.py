@@ -17,7 +17,7 @@ from penstock.base.errors import ConfigError
 from penstock.show.blocks import lighter, second_of_pair
 from penstock.show.palette import WITHOUT_MESSAGES
 from penstock.show.units import unit_of
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,8 @@ _LABEL = 0.7
 """Size of the number on a block over the font size of the axes."""
 _LEAST_LABEL = 3.5
 """Points below which a number is left out; it would not be legible."""
+_HALF = 0.42
+"""Half of the height of a rank's row over the distance between ranks, so that a gap is left."""
 _DIGIT = 0.65
 """Width of a digit over its font size."""
 
@@ -57,7 +59,8 @@ PLAIN = PictureStyle()
 def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) -> None:
     """Draw a trace to a file: one row per rank, time from left to right, one colour per kind of op.
 
-    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to
+    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other; gathers of
+    weights and reductions are in a narrow strip below the ops. Up to
     `LABELLED` ops show their microbatch where it fits, and are hatched by kind; more than `RASTERIZED` ops are pixels
     even in a vector file.
     """
@@ -102,8 +105,10 @@ def _figure(trace: Trace, style: PictureStyle) -> Any:
     axes = figure.add_subplot()
     drawn = [kind for kind in WITHOUT_MESSAGES if (shown.kind == kind).any()]
     labelled = len(shown) <= LABELLED
+    # Gathers and reductions have a strip below the ops.
+    floor = _HALF - 0.16 * bool(np.isin(shown.kind, COLLECTIVES).any())
     for kind in drawn:
-        _bars(axes, shown, kind, labelled)
+        _bars(axes, shown, kind, labelled, floor)
     axes.set_ylim(trace.ranks - 0.5, -0.5)
     axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
     axes.set_ylabel("rank")
@@ -127,23 +132,24 @@ def _figure(trace: Trace, style: PictureStyle) -> Any:
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys) or 1, columns), frameon=False)
     if labelled:
         figure.draw_without_rendering()  # only now it is known how wide a block is
-        _labels(axes, shown, style.font * _LABEL)
+        _labels(axes, shown, style.font * _LABEL, floor)
     return figure
 
 
-def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
+def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool, floor: float) -> None:
     """Draw all ops of one kind and shade as one collection of rectangles; a pair's forward fills the upper half."""
     from matplotlib.collections import PolyCollection
 
     style, second, light = WITHOUT_MESSAGES[kind], second_of_pair(trace), lighter(trace)
+    upper, lower = (floor, _HALF) if kind in COLLECTIVES else (-_HALF, floor)
+    middle = (upper + lower) / 2
     # The lines between blocks, and the lines of a hatch, are light on the dark shade and dark on the light one.
     for shade, lines, of_shade in ((style.full, "white", ~light), (style.light, style.full, light)):
         rows = np.flatnonzero((trace.kind == kind) & of_shade)
         if not len(rows):
             continue
-        # A row is 0.84 of the distance between ranks, so that a gap is left.
-        top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
-        bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
+        top = trace.rank[rows] + np.where(second[rows], middle, upper)
+        bottom = trace.rank[rows] + np.where(trace.paired[rows], middle, lower)
         left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
         edges = ((left, top), (right, top), (right, bottom), (left, bottom))
         corners = np.stack([np.stack(point, axis=1) for point in edges], axis=1)
@@ -155,13 +161,13 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
         axes.add_collection(bars)
 
 
-def _labels(axes: Axes, trace: Trace, size: float) -> None:
+def _labels(axes: Axes, trace: Trace, size: float, floor: float) -> None:
     """Write the microbatch on every block that has room for it, on a plain patch of the block's colour."""
     second, light = second_of_pair(trace), lighter(trace)
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
     low, high = axes.get_xlim()
     points = 72 * box.width / (high - low)
-    tall = 72 * box.height / trace.ranks * 0.84
+    tall = 72 * box.height / trace.ranks * (floor + _HALF)
     for row in np.flatnonzero(trace.microbatch >= 0):
         text = str(trace.microbatch[row])
         room = (float(trace.end[row]) - float(trace.start[row])) * points
@@ -170,7 +176,8 @@ def _labels(axes: Axes, trace: Trace, size: float) -> None:
         if fitting < min(_LEAST_LABEL, size):
             continue
         x = (float(trace.start[row]) + float(trace.end[row])) / 2
-        y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
+        quarters = 2 + int(second[row]) - int(trace.paired[row])
+        y = trace.rank[row] - _HALF + (floor + _HALF) * quarters / 4
         kind = Activity(int(trace.kind[row]))
         style = WITHOUT_MESSAGES[kind]
         ink, ground = ("black", style.light) if light[row] else ("white", style.full)

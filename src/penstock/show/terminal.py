@@ -1,6 +1,7 @@
 """A trace as a timeline in text, one line per rank with time from left to right, and its times as a table.
 
-Every op starts with its letter, so the drawing can be read without colours, too; `·` is an idle rank.
+Every op starts with its letter, so the drawing can be read without colours, too; `·` is an idle rank. Gathers of weights
+and reductions have a line of their own below the ops of the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.show.blocks import lighter, second_of_pair, several_stages
 from penstock.show.palette import CAUSES, WITHOUT_MESSAGES
 from penstock.show.units import TICKS, Unit, decimals
 from penstock.trace.bubbles import Bubbles
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 32
 IDLE = "·"
+_OPS = tuple(kind for kind in WITHOUT_MESSAGES if kind not in COLLECTIVES)
 _LETTERS = {kind: style.letter for kind, style in WITHOUT_MESSAGES.items()}
 _STYLES = {style.letter: style.terminal for style in WITHOUT_MESSAGES.values()} | {
     "&": ("black on bright_white", "black on white"),
@@ -54,7 +56,8 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
         for rank, rows in enumerate(shown.rank_slices())
         if not _hidden(rank, trace.ranks)
     }
-    cells = _cells(lines.values(), max(8, columns - margin), end - begin)
+    ops = {rank: line.only(_OPS) for rank, line in lines.items()}
+    cells = _cells(ops.values(), max(8, columns - margin), end - begin)
     centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
     several = any(several_stages(line) for line in lines.values())
     used: set[str] = set()
@@ -62,9 +65,13 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
         if rank and rank - 1 not in lines:
             text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - len(lines)} more ranks\n")
         text.append(f"rank {rank} ".rjust(margin))
-        for piece, letter, shade in _line(line, centres, several):
+        pieces = _line(ops[rank], centres, several, IDLE)
+        if len(line) > len(ops[rank]):
+            pieces.append((f"\n{' ' * margin}", "", 0))
+            pieces += _line(line.only(COLLECTIVES), centres, several, " ")
+        for piece, letter, shade in pieces:
             used.add(letter)
-            text.append(piece, _STYLES[letter][shade])
+            text.append(piece, _STYLES[letter][shade] if letter else "")
         text.append("\n")
     text.append(_axis(margin, cells, begin, end))
     legend = [f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in used]
@@ -121,16 +128,12 @@ def _hidden(rank: int, ranks: int) -> bool:
     return ranks > MAX_LINES and MAX_LINES // 2 <= rank < ranks - MAX_LINES // 2 + 1
 
 
-def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tuple[str, str, int]]:
-    """Return one rank's line in pieces: the text of an op, its letter, and its shade."""
-    work = np.flatnonzero(trace.kind != Activity.REDUCE)
-    reductions = np.flatnonzero(trace.kind == Activity.REDUCE)
-    event = np.full(len(centres), -1)
-    for rows in (reductions, work):
-        latest = np.searchsorted(trace.start[rows], centres, side="right") - 1
-        running = latest >= 0
-        running[running] = trace.end[rows[latest[running]]] > centres[running]
-        event[running] = rows[latest[running]]
+def _line(
+    trace: Trace, centres: np.ndarray[Any, Any], several: bool, nothing: str
+) -> list[tuple[str, str, int]]:
+    """Return a line in pieces: the text of an event, its letter, and its shade; `nothing` fills the time without any."""
+    event = np.searchsorted(trace.start, centres, side="right") - 1
+    event[event >= 0] = np.where(trace.end[event] > centres, event, -1)[event >= 0]
     # Both halves of a pair start at once, and the search finds the second.
     event[event >= 0] -= second_of_pair(trace)[event[event >= 0]]
     shades = lighter(trace)
@@ -139,20 +142,21 @@ def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tu
     for a, b in pairwise(cuts):
         row = int(event[a])
         if row < 0:
-            pieces.append((IDLE * (b - a), IDLE, 0))
+            pieces.append((nothing * (b - a), nothing.strip(), 0))
             continue
         letter = "&" if trace.paired[row] else _LETTERS[Activity(int(trace.kind[row]))]
         label = _label(trace, row, several)
         piece = label if len(label) <= b - a else letter
-        pieces.append((piece.ljust(b - a, "=" if letter == "=" else " "), letter, int(shades[row])))
+        fill = letter if trace.kind[row] in COLLECTIVES else " "
+        pieces.append((piece.ljust(b - a, fill), letter, int(shades[row])))
     return pieces
 
 
 def _label(trace: Trace, row: int, several: bool) -> str:
     kind = Activity(int(trace.kind[row]))
-    if trace.stage[row] < 0 or trace.microbatch[row] < 0:
-        return _LETTERS[kind]
-    stage = str(trace.stage[row]) if several else ""
+    stage = str(trace.stage[row]) if several and trace.stage[row] >= 0 else ""
+    if trace.microbatch[row] < 0:
+        return f"{_LETTERS[kind]}{stage}"
     label = f"{stage}{_LETTERS[kind]}{trace.microbatch[row]}"
     return f"{label}&{_label(trace, row + 1, several)}" if trace.paired[row] else label
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from penstock.base.errors import PenstockError, SplitError
+from penstock.base.errors import PenstockError, ScheduleError, SplitError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, CatalogueFamily
 from penstock.schedule.memory import peak
@@ -282,6 +282,8 @@ class Alternatives:
         self._parts = StageParts.of(trace, self._schedule.stages)
         self._sizes = saved_sizes(trace, self._schedule.stages)
         self._memory = _peak(self._schedule, self._sizes)
+        residency = plan.program.residency
+        self._sharding = None if residency is None else residency.sharding
 
     def unchanged(self) -> Change:
         """Return the step as it is, simulated under the same conditions as its changes."""
@@ -360,8 +362,14 @@ class Alternatives:
         priced = Costs(
             self._in_stages(self._seconds(family), other.stages, even),
             communication=_resized(self._costs.communication, other.stages),
+            gather=self._of_stages(self._costs.gather, other.stages, even),
+            reduce=self._of_stages(self._costs.reduce, other.stages, even),
         )
-        trace = self._conditions.simulate(check(other).program, priced)
+        try:
+            program = check(other, sharding=self._sharding).program
+        except ScheduleError:
+            return None  # the window is too small for its pairs, or its copies' gradients are joined first
+        trace = self._conditions.simulate(program, priced)
         change = _change(f"with {family.name}{stages} in {share} memory", other, needed, trace)
         return replace(change, lines=self._schedule_lines(family, other))
 
@@ -385,6 +393,9 @@ class Alternatives:
         if self._parts is None or even is None or not even.blocks:
             return recut(table, stages)
         return self._parts.recost(table, even)
+
+    def _of_stages(self, column: Table | None, stages: int, even: StageParts | None) -> Table | None:
+        return None if column is None else self._in_stages(column[:, None], stages, even)[:, 0]
 
     def _schedule_lines(self, family: CatalogueFamily, other: Schedule) -> ChangeLines:
         v, before = other.stages // other.ranks, self._schedule.stages // self._schedule.ranks

@@ -16,6 +16,8 @@
     ranks_per_node = 8
     latency_between_nodes = 0.00003    # as within a node otherwise
     bandwidth_between_nodes = 40e9
+    gather = 3.1                       # one gather of a rank's weights that replicas shard; not simulated otherwise
+    reduce = [0.8, 0.8, 0.8, 0.9]      # one reduction of its gradients that they shard; not simulated otherwise
     blocks = "none"                    # or "sender", "receiver", "both": who cannot compute meanwhile
 """
 
@@ -39,7 +41,8 @@ _NEEDED = ("F", "B", "W")
 _OPTIONAL = {
     "full": None, "R": None, "pair": None, "pair_output": "end",
     "message_bytes": 0, "latency": 0, "bandwidth": math.inf, "ranks_per_node": None,
-    "latency_between_nodes": None, "bandwidth_between_nodes": None, "blocks": "none",
+    "latency_between_nodes": None, "bandwidth_between_nodes": None, "gather": None, "reduce": None,
+    "blocks": "none",
 }  # fmt: skip
 
 
@@ -69,8 +72,9 @@ def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
     path = Path(path)
     columns = {"F": Kind.F, "B": Kind.I, "W": Kind.W, "full": Kind.B, "R": Kind.R}
     table: dict[str, Any] = {key: costs.seconds[:, kind].tolist() for key, kind in columns.items()}
-    if costs.pair is not None:
-        table["pair"] = costs.pair.tolist()
+    for key in ("pair", "gather", "reduce"):
+        if (column := getattr(costs, key)) is not None:
+            table[key] = column.tolist()
     table["latency"] = costs.communication.same_node.latency
     if path.suffix == ".json":
         text = json.dumps(table, indent=1) + "\n"
@@ -101,6 +105,8 @@ def _costs(table: dict[str, Any], placement: Placement, latency: float | int | N
         pair=table["pair"],
         pair_output=table["pair_output"],
         communication=communication,
+        gather=table["gather"],
+        reduce=table["reduce"],
     )
 
 

@@ -108,6 +108,10 @@ class Costs:
     # and its output is sent, once the pair's time has passed and its own time since the gradient arrived.
     pair_output: PairOutput = "end"
     communication: Communication = field(default_factory=Communication)
+    # Seconds in which replicas gather a stage's weights, and in which they sum its gradients, shape (stages,), if they
+    # shard them. None: a simulation leaves these out.
+    gather: Table | None = None
+    reduce: Table | None = None
 
     def __post_init__(self) -> None:
         if self.seconds.ndim != 2 or self.seconds.shape[1] != len(Kind):
@@ -118,10 +122,12 @@ class Costs:
             for kind in Kind:
                 for stage, cost in enumerate(self.seconds[:, kind]):
                     _number(f"{kind.name} of stage {stage}", cost)
-        if self.pair is not None:
-            _covers("pair", len(self.pair), self.stages)
-            for stage, cost in enumerate(self.pair):
-                _number(f"pair of stage {stage}", cost)
+        for name in ("pair", "gather", "reduce"):
+            table = getattr(self, name)
+            if table is not None:
+                _covers(name, len(table), self.stages)
+                for stage, cost in enumerate(table):
+                    _number(f"{name} of stage {stage}", cost)
         if self.pair_output not in get_args(PairOutput):
             raise ConfigError(f"pair_output must be end or early, got {self.pair_output!r}")
         if self.pair_output == "early" and self.communication.blocks != "none":
@@ -145,12 +151,16 @@ class Costs:
         pair: Cost | None = None,
         pair_output: PairOutput = "end",
         communication: Communication | None = None,
+        gather: Cost | None = None,
+        reduce: Cost | None = None,
     ) -> Costs:
         """Return the costs of a schedule's stages.
 
         Each cost is one number or a list. A number is the seconds a rank spends on one microbatch; each of its v =
         stages / ranks stages takes 1/v of it. A list has the seconds of every stage. By default `full` is B + W,
-        `recompute` is F, and `pair`, in a list by the stage of its forward, the sum of its halves.
+        `recompute` is F, and `pair`, in a list by the stage of its forward, the sum of its halves. `gather` and
+        `reduce`, of weights and gradients that replicas shard, are not of a microbatch, but of one gather and one
+        reduction of all stages of the rank.
         """
         f = _column("F", forward, placement)
         b = _column("B", input_gradient, placement)
@@ -167,6 +177,8 @@ class Costs:
             None if pair is None else _column("pair", pair, placement),
             pair_output,
             communication or Communication(),
+            None if gather is None else _column("gather", gather, placement),
+            None if reduce is None else _column("reduce", reduce, placement),
         )
 
     def cover(self, stages: int) -> None:
@@ -177,7 +189,9 @@ class Costs:
         """Raise `ConfigError` unless the costs cover the stages, and all of a step's times fit 64 bits."""
         self.cover(stages)
         messages = 2 * self.communication.transfer(stages).max(axis=1, initial=0).astype(float).sum()
-        if microbatches * (self.seconds.astype(float).sum() + messages) > _MAX:
+        # A stage is gathered for each of its ops at most.
+        shards = sum(5 * t.astype(float).sum() for t in (self.gather, self.reduce) if t is not None)
+        if microbatches * (self.seconds.astype(float).sum() + messages + shards) > _MAX:
             raise ConfigError(
                 f"the ops and messages of {microbatches} microbatches on {ranks} ranks take more than {_MAX:,} seconds "
                 "together; give smaller costs"

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.base.errors import ConfigError
 from penstock.schedule.program import Program
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import Activity, Trace, with_events
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def reduce_gradients(
     counts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
     if any(n < 1 for n in counts.values()):
         raise ConfigError(f"buckets must be at least 1, got {buckets!r}")
-    rows: list[tuple[int, int, Any, Any]] = []
+    rows: list[tuple[int, int, Activity, Any, Any]] = []
     exposed: list[Any] = []
     total: list[Any] = []
     for rank, events in enumerate(trace.rank_slices()):
@@ -60,10 +60,12 @@ def reduce_gradients(
         for ready, stage, duration in sorted(complete):
             start = max(ready, clock)
             clock = start + duration
-            rows.append((rank, stage, start, clock))
+            rows.append((rank, stage, Activity.REDUCE, start, clock))
         exposed.append(max(clock - local.end.max(initial=zero), zero))
         total.append(sum((duration for *_, duration in complete), zero))
-    return Reductions(_merged(trace, rows), tuple(exposed), tuple(total))
+    # The trace counts a layout's memory no more once gradients have more than one place.
+    merged = with_events(replace(trace, held=None) if rows else trace, rows)
+    return Reductions(merged, tuple(exposed), tuple(total))
 
 
 def _last_gradients(local: Trace) -> dict[int, tuple[Any, Any]]:
@@ -72,22 +74,3 @@ def _last_gradients(local: Trace) -> dict[int, tuple[Any, Any]]:
     for row in np.flatnonzero((local.kind == Activity.B) | (local.kind == Activity.W)):
         last[int(local.stage[row])] = (local.start[row], local.end[row])
     return last
-
-
-def _merged(trace: Trace, rows: Sequence[tuple[int, int, Any, Any]]) -> Trace:
-    """Return the trace with reductions added, sorted by rank and then by start."""
-    if not rows:
-        return trace
-    rank, stage, start, end = (np.array(column) for column in zip(*rows, strict=True))
-    merged = replace(
-        trace,
-        rank=np.concatenate([trace.rank, rank.astype(np.int32)]),
-        stage=np.concatenate([trace.stage, stage.astype(np.int32)]),
-        kind=np.concatenate([trace.kind, np.full(len(rows), Activity.REDUCE, np.int8)]),
-        microbatch=np.concatenate([trace.microbatch, np.full(len(rows), -1, np.int32)]),
-        start=np.concatenate([trace.start, start]),
-        end=np.concatenate([trace.end, end]),
-        paired=np.concatenate([trace.paired, np.zeros(len(rows), np.bool_)]),
-        held=None,
-    )
-    return merged.select(np.lexsort((merged.start, merged.rank)))

@@ -7,7 +7,7 @@ optimizer. All other time between the step's first start and its last end has on
     cool_down      waits after the rank's last forward, and the time after its last op: the pipeline drains
     activation     waits in the steady state until another stage has computed the activation
     gradient       waits in the steady state until another stage has computed the gradient
-    communication  the input has been computed, and a message or a reduction is in progress
+    communication  the input has been computed, and a message, a gather of weights or a reduction is in progress
     overhead       the input is there and no message is due (never in a simulation)
     imbalance      work that the busiest rank has beyond this one's, which no order can fill; subtracted from the other
                    causes, waits of the steady state first
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trace.events import Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace
 
 _WAITS = ("warm_up", "cool_down", "activation", "gradient")
 CAUSES = (*_WAITS, "communication", "overhead", "imbalance")
 # Order matters: imbalance is taken first from the waits that it causes, last from what it hardly explains.
 _YIELDS_TO_IMBALANCE = ("activation", "gradient", "cool_down", "warm_up", "communication", "overhead")
 _BUSY = (Activity.F, Activity.B, Activity.I, Activity.W, Activity.R, Activity.OPTIMIZER)
-_NOT_MESSAGES = (*_BUSY, Activity.REDUCE)
+_NOT_MESSAGES = (*_BUSY, *COLLECTIVES)
 Times = npt.NDArray[Any]
 
 
@@ -211,7 +211,7 @@ class _Gaps(NamedTuple):
     """Spans in which a rank does not compute; columns of equal length.
 
     `waited` is the length of the first part, until the input of the next op had been computed, and `cause` the index in
-    _WAITS of that part. `communicates` is True if a message or a reduction can explain the rest.
+    _WAITS of that part. `communicates` is True if a message or a collective can explain the rest.
     """
 
     start: Times
@@ -223,13 +223,16 @@ class _Gaps(NamedTuple):
 
 def _gaps_of_ranks(trace: Trace, begin: Any, finish: Any) -> Iterator[_Gaps]:
     """Yield the gaps of every rank, one rank at a time to bound the working memory."""
-    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
+    work, collectives = trace.only(_BUSY), trace.only(COLLECTIVES)
     outputs = _outputs(work, finish)
-    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
-        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
-        reduced = _reduced(reductions.select(reducing), gaps)
+    for rank, (rows, own) in enumerate(zip(work.rank_slices(), collectives.rank_slices(), strict=True)):
+        local = work.select(rows)
+        gaps = _gaps(local, rank, outputs, begin, finish)
+        reduced = _reduced(collectives.select(own), gaps)
+        # No op's input ends the wait of a gap at the end, but the reductions do.
+        ends = np.append(local.kind == Activity.OPTIMIZER, True)
         yield gaps._replace(
-            waited=np.minimum(gaps.waited, gaps.length - reduced),
+            waited=np.where(ends, np.minimum(gaps.waited, gaps.length - reduced), gaps.waited),
             communicates=gaps.communicates | (reduced > 0),
         )
 
@@ -284,12 +287,12 @@ def _needs(
     return ready, backward, receives
 
 
-def _reduced(reductions: Trace, gaps: _Gaps) -> Times:
-    """Return the time of every gap that the rank spends reducing gradients."""
-    if not len(reductions):
+def _reduced(collectives: Trace, gaps: _Gaps) -> Times:
+    """Return the time of every gap that the rank spends gathering weights or reducing gradients."""
+    if not len(collectives):
         return np.zeros_like(gaps.length)
-    end = np.maximum.accumulate(reductions.end)
-    start = np.maximum(reductions.start, np.concatenate([reductions.start[:1], end[:-1]]))
+    end = np.maximum.accumulate(collectives.end)
+    start = np.maximum(collectives.start, np.concatenate([collectives.start[:1], end[:-1]]))
     spent = np.maximum(end - start, 0)
     edges = np.stack([start, start + spent], axis=1).ravel()
     done = np.stack([np.cumsum(spent) - spent, np.cumsum(spent)], axis=1).ravel()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,11 @@ class Activity(IntEnum):
     RECV = 6
     REDUCE = 7
     OPTIMIZER = 8
+    GATHER = 9
+
+
+COLLECTIVES = (Activity.GATHER, Activity.REDUCE)
+"""What a rank does over its link to other replicas while it computes."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -144,6 +149,33 @@ class Trace:
         if problem:
             raise DataError(f"{path} is not a valid trace: {problem}")
         return Trace(ranks=ranks, **columns, held=held, info=info)
+
+
+def with_events(trace: Trace, rows: Sequence[tuple[int, int, Activity, Any, Any]]) -> Trace:
+    """Return a trace with more events, given as (rank, stage, kind, start, end), that do not change what the rank holds."""
+    if not rows:
+        return trace
+    rank, stage, kind, start, end = (np.array(column) for column in zip(*rows, strict=True))
+    old = np.arange(len(trace) + len(rows)) < len(trace)
+    merged = replace(
+        trace,
+        rank=np.concatenate([trace.rank, rank.astype(np.int32)]),
+        stage=np.concatenate([trace.stage, stage.astype(np.int32)]),
+        kind=np.concatenate([trace.kind, kind.astype(np.int8)]),
+        microbatch=np.concatenate([trace.microbatch, np.full(len(rows), -1, np.int32)]),
+        start=np.concatenate([trace.start, start]),
+        end=np.concatenate([trace.end, end]),
+        paired=np.concatenate([trace.paired, np.zeros(len(rows), np.bool_)]),
+        held=None if trace.held is None else np.concatenate([trace.held, np.zeros(len(rows), np.int64)]),
+    )
+    order = np.lexsort((merged.start, merged.rank))
+    merged = merged.select(order)
+    if merged.held is None:
+        return merged
+    # What the rank's event before it left; 0 before the first.
+    before = np.maximum.accumulate(np.where(old[order], np.arange(len(order)), -1))
+    held = np.where(merged.rank[before] == merged.rank, merged.held[before], 0)
+    return replace(merged, held=np.where(before < 0, 0, held))
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:

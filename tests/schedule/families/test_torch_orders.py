@@ -79,11 +79,11 @@ def test_we_read_what_torch_writes_with_its_idle_slots_and_messages(
     schedule = read_csv(tmp_path / "theirs.csv")
     assert [schedule.text(r) for r in range(4)] == orders(other)
     assert (schedule.stages, schedule.microbatches) == (4 * v, 8)
-    assert len(schedule.notes) == lowered
+    assert len(schedule.notes) == 2 * lowered  # of messages, and of gathers and reductions
     if lowered:
         text = (tmp_path / "theirs.csv").read_text()
         for word in ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"):
-            assert text.count(f"{word}") == 0 or f" {word}" in schedule.notes[0]
+            assert text.count(f"{word}") == 0 or f" {word}" in " ".join(schedule.notes)
         assert f"{text.count('SEND_F')} SEND_F" in schedule.notes[0]
     program = check(schedule).program
     assert simulate(program, Costs.of(schedule.placement, 3, 3, 3)).end.max() > 0
@@ -107,4 +107,5 @@ def test_torchs_gpipe_with_its_reductions_is_ours(tmp_path: Path):
         csv.writer(file).writerows(ops for _, ops in sorted(other._get_pipeline_order().items()))
     schedule = read_csv(tmp_path / "theirs.csv")
     assert schedule == build_schedule("gpipe", 4, 8)
-    assert schedule.notes == ("dropped 4 REDUCE_GRAD: communication follows from the compute ops",)
+    (note,) = schedule.notes
+    assert note.startswith("dropped 4 REDUCE_GRAD: ParallelOptions(shard=, window=, reduce_every=)")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ from penstock.parallel.data.shard_slice import ShardSlice
 from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
 
-Collective = tuple[Literal["unshard", "reduce"], int]
+CollectiveKind = Literal["unshard", "reduce"]
+Collective = tuple[CollectiveKind, int]
 """A collective of a step, and its stage."""
 
 
@@ -45,6 +46,9 @@ class StageBucket:
         stage: stage that has them; None if several ranks or stages do.
         trains: whether they have gradients.
         part: this replica's part of the values.
+        now: clock during a step, on CUDA of the stream that it is called in; None between steps.
+        spans: by kind, moments of start and end of the step's collectives, in their order. A collective ends when it is
+            waited for, if it was done before.
         total: this replica's part of the sums that are ready for the optimizer, or None.
     """
 
@@ -61,8 +65,10 @@ class StageBucket:
         self.trains = parameter.requires_grad
         self.total: Tensor | None = None
         self._stream = ReductionStream(plan.device)
-        self._coming: Handle | None = None
-        self._reducing: Handle | None = None
+        self.now: Callable[[], Any] | None = None
+        self.spans: dict[CollectiveKind, list[tuple[Any, Any]]] = {"unshard": [], "reduce": []}
+        self._coming: tuple[Handle, Any] | None = None
+        self._reducing: tuple[Handle, Any] | None = None
         self._sums: Tensor | None = None
         # The buffer of gradients has memory during a reduction only.
         self._grads = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
@@ -104,17 +110,13 @@ class StageBucket:
 
     def collect(self) -> None:
         """Start to gather values that are in memory, after an update of this replica's part."""
-        self._stream.wait_for(self._values, [self._stream.compute_stream()])
-        with self._stream.use():
-            self._coming = self.reducer.all_gather(self._values)
+        self._coming = self._start(self.reducer.all_gather, self._values)
 
     def wait(self) -> None:
         """Wait for the values."""
-        handle, self._coming = self._coming, None
-        if handle is not None:
-            with self._stream.use():
-                handle.wait()
-            self._stream.join()
+        begun, self._coming = self._coming, None
+        if begun is not None:
+            self._end("unshard", *begun)
 
     def reshard(self) -> None:
         """Drop the values but this replica's part."""
@@ -141,18 +143,14 @@ class StageBucket:
                 entry.view.copy_(entry.local_grad(entry.parameter.grad))
                 entry.parameter.grad = None
                 entry.seen += 1
-        self._stream.wait_for(self._grads, [self._stream.compute_stream()])
-        with self._stream.use():
-            self._reducing = self.reducer.reduce_scatter(self._grads)
+        self._reducing = self._start(self.reducer.reduce_scatter, self._grads)
 
     def settle(self) -> None:
         """Wait for the sums, and add this replica's part to those of earlier reductions."""
-        handle, self._reducing = self._reducing, None
-        if handle is None:
+        begun, self._reducing = self._reducing, None
+        if begun is None:
             return
-        with self._stream.use():
-            handle.wait()
-        self._stream.join()
+        self._end("reduce", *begun)
         part = part_of(self._grads, self.reducer.rank, self.reducer.size)
         if self._sums is None:
             exact = part.dtype if part.dtype.itemsize > 2 else torch.float32
@@ -160,6 +158,21 @@ class StageBucket:
         else:
             self._sums += part
         _release(self._grads)
+
+    def _start(self, collective: Callable[[Tensor], Handle], flat: Tensor) -> tuple[Handle, Any]:
+        """Start a collective, and return it and the moment."""
+        self._stream.wait_for(flat, [self._stream.compute_stream()])
+        with self._stream.use():
+            moment = None if self.now is None else self.now()
+            return collective(flat), moment
+
+    def _end(self, kind: CollectiveKind, handle: Handle, start: Any) -> None:
+        """Wait for a collective."""
+        with self._stream.use():
+            handle.wait()
+            if start is not None and self.now is not None:
+                self.spans[kind].append((start, self.now()))
+        self._stream.join()
 
     def finish(self) -> None:
         """Make `total` of the sums so far."""
@@ -241,15 +254,24 @@ class ResidentShards(Shards):
         self._step = 0
         self._active = self._lent = False
 
-    def begin(self, step: int, collectives: Iterable[Collective]) -> None:
-        """Begin a step, whose calls of `unshard` and `complete` are given in their order."""
+    def begin(self, step: int, collectives: Iterable[Collective], now: Callable[[], Any]) -> None:
+        """Begin a step, whose calls of `unshard` and `complete` are given in their order, with a clock for its record."""
         self._step, self._left, self._active = step, deque(collectives), True
+        for bucket in self.buckets:
+            bucket.now = now
+            for spans in bucket.spans.values():
+                spans.clear()
         if self._lent:  # values that were read may have been written, too
             self.written()
             self._lent = False
         # The same on every replica, whatever was read since the last step.
         for bucket in self.buckets:
             bucket.reshard()
+
+    def stop_clock(self) -> None:
+        """End the record of the step's collectives: what the buckets gather from now on is not the step's."""
+        for bucket in self.buckets:
+            bucket.now = None
 
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's values."""

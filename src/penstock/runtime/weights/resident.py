@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
 from torch import nn
 
 from penstock.base.errors import ConfigError, PenstockError, TransportError
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.resident_shards import Collective, ResidentShards
+from penstock.parallel.data.resident_shards import Collective, CollectiveKind, ResidentShards
+from penstock.runtime.clocks import clock
 from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
+from penstock.runtime.workers.streams import device_of
 from penstock.schedule.program import Action, Program
 from penstock.schedule.residency import Sharding
 from penstock.stage.module import StageModule
@@ -20,7 +21,7 @@ from penstock.stage.split_backward.intercepted import has_local_uses
 
 def collectives_of(program: Program, rank: int) -> list[Collective]:
     """Return the gathers and reductions of one rank's step, in their order."""
-    names: dict[Action, Literal["unshard", "reduce"]] = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
+    names: dict[Action, CollectiveKind] = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
     return [(names[line.action], line.number) for line in program.instructions(rank) if line.action in names]
 
 
@@ -77,6 +78,8 @@ class ResidentReduction(ReplicaReduction):
             bucket_bytes=bucket_bytes,
         )
         self.shards = self.resident
+        self._device = device_of([*modules.values()])
+        self._moments, self._clock = 0, clock(None, 0)
         for module in modules.values():
             module.before = [self.resident.waiter(layer.parameters()) for layer in module.layers]
 
@@ -88,7 +91,10 @@ class ResidentReduction(ReplicaReduction):
         self, number: int, reduces: bool, microbatches: int, collectives: Sequence[Collective] = ()
     ) -> Iterator[None]:
         trains = any(kind == "reduce" for kind, _ in collectives)
-        self.resident.begin(number, collectives)
+        # A start and an end for each bucket of each collective, and of the one that ends the step.
+        if (needed := 2 * (len(collectives) + 1) * len(self.resident.buckets)) > self._moments:
+            self._moments, self._clock = needed, clock(self._device, needed)
+        self.resident.begin(number, collectives, self._clock)
         try:
             yield
         except Exception as error:
@@ -98,6 +104,8 @@ class ResidentReduction(ReplicaReduction):
         except BaseException:  # an interrupt does not wait for the other replicas
             self.resident.reset()
             raise
+        finally:
+            self.resident.stop_clock()
 
     def finish(self) -> None:
         self.resident.finish()
