@@ -141,8 +141,16 @@ class LayerExchange:
         """Sum this process's row in dimension 0 over those that divide the tokens; return its tensor at once, too."""
         group = self.groups["cp"]
         out = whole.new_empty(whole.shape[1:])
-        start = partial(_REDUCE_SCATTER, out, whole.contiguous().flatten(0, 1), group=group, async_op=True)
-        return out, self._start(start, out, group, "add up gradients of keys and values")
+        whole, action = whole.contiguous(), "add up gradients of keys and values"
+        if whole.is_cuda:
+            start = partial(_REDUCE_SCATTER, out, whole.flatten(0, 1), group=group, async_op=True)
+            return out, self._start(start, out, group, action)
+        # Gloo's reduce-scatter is an all-reduce, which sends twice as much.
+        parts = torch.empty_like(whole)
+        finish = self._start(
+            partial(dist.all_to_all_single, parts, whole, group=group, async_op=True), parts, group, action
+        )
+        return out, lambda: torch.sum(finish(), 0, out=out)
 
     @contextmanager
     def _timed(self, out: Tensor) -> Iterator[None]:
