@@ -57,6 +57,7 @@ LINES = {
         r"zb-h1 over 1f1b, pp 2 x dp 2 x tp 1 \(ep 2\): N; a step of 1f1b N ms",
         r"experts of a layer over transformers' AllToAllEP, ep 2: N; ours N ms, theirs N ms",
     ],
+    "bench.context": [r" +4 +N +N +N +N% +N% +N +N%", r"largest difference N%; quickest of N steps"],
     "bench.residency": [
         r"pp 2 x dp 2 x tp 1, interleaved-1f1b, shard weights, window 1 +N +N +N +N +N +N +N +N",
         r"bytes beside the formula: N% at worst; gathers as planned on every rank: True",
@@ -169,7 +170,7 @@ def runs() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("command", "lines"), runs().items(), ids=runs())
 def test_a_command_prints_all_its_figures(command: str, lines: list[str], tmp_path: Path):
-    if command == "bench.hosts" and no_hosts():
+    if command in ("bench.context", "bench.hosts") and no_hosts():
         pytest.skip(no_hosts())
     words = command.replace("FOLDER", str(tmp_path)).split()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

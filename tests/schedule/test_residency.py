@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +19,8 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action
 from penstock.schedule.residency import Residency, Sharding, make_residency
 from penstock.schedule.schedule import Schedule
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 
 SEVERAL = ("interleaved-1f1b", "breadth-first", "zb-v", "v-half")
 READS = (Kind.F, Kind.B, Kind.I, Kind.R)
@@ -158,3 +163,45 @@ def test_copies_of_stages_and_windows_smaller_than_a_pair_are_refused():
     ):
         check(pairs, sharding=Sharding("weights", window=1))
     check(pairs, sharding=Sharding("weights", window=2))
+
+
+def table() -> list[tuple[str, str, int, str, str]]:
+    """Return the rows of the page's table: schedule, window, gathers, stages in full of weights and of gradients."""
+    lines = PAGE.read_text().partition("| schedule | window |")[2].split("\n\n")[0].splitlines()[2:]
+    rows = []
+    for line in lines:
+        names, window, gathers, weights, gradients = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in names.removesuffix("(one stage)").split(","):
+            rows.append((name.strip(), window, int(gathers), weights, gradients))
+    for number, row in enumerate(rows):
+        if row[4] == "the same":
+            rows[number] = (*row[:4], rows[number - 1][4])
+    return rows
+
+
+@pytest.mark.parametrize(("name", "window", "gathers", "weights", "gradients"), table())
+def test_the_pages_table_is_what_a_schedule_needs(
+    name: str, window: str, gathers: int, weights: str, gradients: str
+):
+    schedule = build_schedule(name, 4, 16, 4 if name in ("interleaved-1f1b", "breadth-first") else None)
+    limit = int(window) if window.isdigit() else None
+    sharding = Sharding("weights", window=limit)
+    residency = make_residency(schedule, sharding)
+    assert max(map(len, residency.runs)) == gathers
+    of_rank = len(schedule.placement.stages_of[0])
+
+    def in_full(found: Residency, weight: int, gradient: int) -> int:
+        """The most stages in full; with so many replicas a share is a byte of each."""
+        held = found.held(schedule, 10**6 * weight, 10**6 * gradient, 10**6)
+        return int(held.max()) // 10**6
+
+    assert weights == f"{in_full(residency, 1, 0)} of {of_rank}"
+    said = re.match(
+        r"(\d) of (\d)(?:; (\d) with `reduce_every=(\d)`, at (\d) times the reductions)?$", gradients
+    )
+    assert said, gradients
+    assert said.group(1, 2) == (str(in_full(residency, 0, 1)), str(of_rank))
+    if said[3]:
+        more = make_residency(schedule, Sharding("weights", window=limit, reduce_every=int(said[4])))
+        assert in_full(more, 0, 1) == int(said[3])
+        assert len(more.reductions[0]) == int(said[5]) * len(residency.reductions[0])
