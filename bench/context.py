@@ -39,7 +39,7 @@ TOKENS, HEADS, WIDTH, LAYERS, BACKWARD = 2048, 4, 64, 1, 2.0
 RATE = 16e6
 """Bytes a second of the link in each direction."""
 ATTENTION = (0.05, 0.2, 0.4)
-"""Seconds of a layer's attention in the forward; the gathers of its four groups take 0.13 s on the link, which has room for that much."""
+"""Seconds of a layer's attention in the forward; its gathers take 0.13 s on the link, which stores what takes it 0.25 s."""
 
 
 class _Slept(torch.autograd.Function):
