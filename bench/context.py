@@ -5,7 +5,8 @@ share of it, in the backward twice as long. The time of a group's gather, and of
 on the same link. From these the step is simulated: a gather runs under the attention of the group before, the sums under
 the backwards that are left, one at a time on the link. Bytes are those that the network card of a host has sent.
 
-The hosts are namespaces of this machine (`tests.support.hosts`).
+The hosts are namespaces of this machine (`tests.support.hosts`). At last the built-in model trains on one long sample in
+processes that may not get more memory than a limit: one process, which fails, and two that divide it.
 
     python -m bench.context [--rounds N] [--quick] [--json]
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -29,17 +31,26 @@ from torch import distributed as dist
 
 import penstock
 from bench.compare import Figures, main
+from penstock.base.errors import PenstockError
 from penstock.parallel import context
 from penstock.parallel.context import current_division
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 
 TOKENS, HEADS, WIDTH, LAYERS, BACKWARD = 2048, 4, 64, 1, 2.0
 RATE = 16e6
 """Bytes a second of the link in each direction."""
 ATTENTION = (0.05, 0.2, 0.4)
 """Seconds of a layer's attention in the forward; its gathers take 0.13 s on the link, which stores what takes it 0.25 s."""
+
+
+LONG, LIMIT = 8192, 600 << 20
+MODEL = ModelConfig(vocabulary=64, width=128, layers=6, heads=4, kv_heads=4, hidden=512)
 
 
 class _Slept(torch.autograd.Function):
@@ -167,6 +178,33 @@ def exposed(groups: int, attention: float, gather: float, total: float) -> float
     return forward + free - BACKWARD * attention
 
 
+def limited(rank: int, processes: int, limit: int | None) -> str:
+    """Take two steps on a long sample in processes that get at most `limit` bytes more; return what happened."""
+    torch.set_num_threads(1)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    ids = torch.randint(64, (1, LONG + 1), generator=torch.Generator().manual_seed(1))
+    mesh: dict[str, Any] = {"mesh": MeshShape(cp=processes)} if processes > 1 else {"ranks": 1}
+    try:
+        with Pipeline(
+            layers(MODEL), next_token_loss, microbatches=1, timeout=120,
+            execution=ExecutionOptions(check_split=False), **mesh,
+        ) as pipe:  # fmt: skip
+            optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+            status = Path("/proc/self/status").read_text().splitlines()
+            has = 1024 * int(next(line for line in status if line.startswith("VmData")).split()[1])
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_DATA, (has + limit, before[1]))
+            for _ in range(2):
+                loss = pipe.step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).loss
+                optimizer.step()
+            assert loss is not None
+            return f"loss {loss.item():.5f}"
+    except (PenstockError, RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:110]}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def measure(options: argparse.Namespace) -> Figures:
     """Measure every time of attention, with four groups of heads and with one."""
     if missing():
@@ -202,7 +240,15 @@ def measure(options: argparse.Namespace) -> Figures:
             f"{row['hidden']:8.0%}{moved:12,.0f}{row['bytes']:9.1%}"
         )
     yield f"largest difference {max(abs(row['difference']) for row in rows):.1%}; quickest of {options.rounds} steps"
-    return {"rows": rows}
+    with LocalProcesses(2) as pool:
+        runs = {
+            f"{processes} of {f'{limit >> 20} MiB' if limit else 'any size'}": pool.run(
+                processes, limited, processes, limit, timeout=600
+            )[0]
+            for processes, limit in ((1, None), (1, LIMIT), (2, LIMIT))
+        }
+    yield f"{LONG:,} tokens on " + "; ".join(f"{name}: {what}" for name, what in runs.items())
+    return {"rows": rows, "limited": runs}
 
 
 if __name__ == "__main__":

@@ -366,6 +366,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.masks: context.Masks = {}
 
     def start_gather(self, part: Tensor) -> context.Finish:
         self.told.append("gather")

@@ -26,8 +26,17 @@ Finish = Callable[[], Tensor]
 """Waits for a collective, and returns its result."""
 
 
+Masks = dict[tuple[int, int, torch.dtype], Tensor]
+
+
 class PartExchange(Protocol):
-    """Collectives of the processes that divide a sample; every one of them makes the same calls in the same order."""
+    """Collectives of the processes that divide a sample; every one of them makes the same calls in the same order.
+
+    Attributes:
+        masks: those that layers of a step share, by queries, keys and dtype.
+    """
+
+    masks: Masks
 
     def start_gather(self, part: Tensor) -> Finish:
         """Gather the tensors of all processes, along a new dimension 0."""
@@ -98,21 +107,22 @@ class Division:
     Attributes:
         part: this process's part of each sample.
         asked: whether a layer has asked for its part or for positions.
+        exchange: collectives of the processes that divide a sample.
     """
 
     def __init__(self, part: SequencePart, exchange: PartExchange) -> None:
         self.part = part
         self.asked = False
-        self._exchange = exchange
+        self.exchange = exchange
 
     def whole(self, own: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
         (part,), sums = _cut(own.movedim(dim, -2), 1)
-        return self._joined(part, self._exchange.start_gather(part.detach())(), sums).movedim(-2, dim)
+        return self._joined(part, self.exchange.start_gather(part.detach())(), sums).movedim(-2, dim)
 
     def _joined(self, part: Tensor, gathered: Tensor, sums: list[Finish]) -> Tensor:
         # Torch does not annotate `apply`.
-        joined: Tensor = _Gathered.apply(part, gathered, sums, self.part, self._exchange)  # type: ignore[no-untyped-call]
+        joined: Tensor = _Gathered.apply(part, gathered, sums, self.part, self.exchange)  # type: ignore[no-untyped-call]
         return joined
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,11 +156,11 @@ class Division:
             masks = list(mask.chunk(groups, -3))
         queries = query.chunk(groups, -3) if groups > 1 else [query]
         out: list[Tensor] = []
-        coming = self._exchange.start_gather(parts[0].detach())
+        coming = self.exchange.start_gather(parts[0].detach())
         for n, part in enumerate(parts):
             gathered = coming()  # before the next one starts, which would take half of the link from it
             if n + 1 < groups:
-                coming = self._exchange.start_gather(parts[n + 1].detach())
+                coming = self.exchange.start_gather(parts[n + 1].detach())
             keys, values = self._joined(part, gathered, sums).split([key.shape[-1], value.shape[-1]], -1)
             out.append(attention(queries[n], keys, values, masks[n]))
         return torch.cat(out, dim) if groups > 1 else out[0]
@@ -244,7 +254,9 @@ def _attention(  # noqa: PLR0917 (after the first one, the arguments of torch's 
         )
     options["dropout_p"] = dropout_p
     masked = attn_mask is not None or not is_causal
-    attention = partial(_masked if masked else _causal_attention, part, options)
+    attention: Attention = (
+        partial(_masked, options) if masked else partial(_causal_attention, division, options)
+    )
     if key.shape[-2] != length or value.shape[-2] != length:  # a caller may have gathered them
         if query.shape[-2] != key.shape[-2]:
             raise PenstockError(
@@ -256,14 +268,15 @@ def _attention(  # noqa: PLR0917 (after the first one, the arguments of torch's 
 
 
 def _masked(
-    _: SequencePart, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _causal_attention(
-    part: SequencePart, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, _: Tensor | None
+    division: Division, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, _: Tensor | None
 ) -> Tensor:
+    part, masks = division.part, division.exchange.masks
     chunk = query.shape[-2] // 2
     out = []
     for queries, number in zip(
@@ -272,18 +285,26 @@ def _causal_attention(
         end = (number + 1) * chunk
         seen = key[..., :end, :], value[..., :end, :]
         out.append(
-            F.scaled_dot_product_attention(queries, *seen, attn_mask=_causal(chunk, end, query), **options)
+            F.scaled_dot_product_attention(
+                queries, *seen, attn_mask=_causal(chunk, end, query, masks), **options
+            )
         )
     return torch.cat(out, -2)
 
 
-def _causal(queries: int, keys: int, like: Tensor) -> Any:
+def _causal(queries: int, keys: int, like: Tensor, masks: Masks) -> Any:
     """Return the mask of queries that are the last of the keys' tokens."""
     if like.is_cuda:
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(queries, keys)  # fused kernels take it without making it whole
-    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else like.dtype
+    mask = masks.get((queries, keys, dtype))
+    if mask is None:
+        # In the dtype of the product: of bools, each layer would make such numbers of its own and keep them.
+        mask = torch.full((queries, keys), -torch.inf, dtype=dtype).triu_(keys - queries + 1)
+        masks[queries, keys, dtype] = mask
+    return mask
 
 
 def _groups(both: Tensor, query: Tensor, parts: int) -> int:

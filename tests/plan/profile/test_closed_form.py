@@ -239,7 +239,7 @@ class OneOf:
     """Exchange of equal parts, so that one process is enough."""
 
     def __init__(self, parts: int) -> None:
-        self.parts = parts
+        self.parts, self.masks = parts, {}
 
     def start_gather(self, part: torch.Tensor) -> Finish:
         return lambda: torch.stack([part] * self.parts)

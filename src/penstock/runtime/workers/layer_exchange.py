@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, PenstockError
+from penstock.parallel.context import Masks
 from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.workers.collectives import Collectives
 from penstock.trace.expert_load import ProcessLoad
@@ -34,6 +35,7 @@ class LayerExchange:
 
     Attributes:
         size: number of processes that divide the experts.
+        masks: of attention, which layers of a step share.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LayerExchange:
         self._step = 0
         self._in_forward: Callable[[], bool] = lambda: False
         self._tokens: dict[str, Tensor] = {}
+        self.masks: Masks = {}
         # By device, None for the host, the moments at which exchanges of tokens began and ended.
         self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
@@ -63,6 +66,7 @@ class LayerExchange:
         self._step, self._in_forward = step, in_forward
         self._tokens.clear()
         self._moments.clear()
+        self.masks.clear()
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
