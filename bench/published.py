@@ -121,6 +121,21 @@ def b200(quick: bool) -> Comparison:
     )
 
 
+def sharded(quick: bool) -> Comparison:
+    """Compare steps with sharded weights."""
+    cluster = read_cluster("a100-80gb")
+    return Comparison(
+        "sharded",
+        "Steps with sharded weights",
+        "SC21's table 2 has three runs of DeepSpeed with ZeRO-3 and no other parallelism. Here each block is a stage of the "
+        "one rank, two are gathered at a time, and preset a100-80gb is as it is: nothing is fitted to these rows. The runs "
+        "are much slower than predicted. Twice as many devices took as long for the same batch, so something that a plan "
+        "does not count limits them: take a prediction of sharding over hundreds of devices as a lower bound. FSDP2's runs "
+        "of torchtitan are not here: their H100s have 500 W, or their products are in part in float8.",
+        tuple(_row(run, seconds(run, cluster, {})) for run in runs(sharded=True)),
+    )
+
+
 def experts(quick: bool) -> Comparison:
     """Compare steps of mixtures of experts."""
     return Comparison(
@@ -183,6 +198,7 @@ SECTIONS: dict[str, Callable[[bool], Comparison]] = {
     "memory": memory,
     "h100": h100,
     "b200": b200,
+    "sharded": sharded,
     "experts": experts,
     "stages": stages,
 }

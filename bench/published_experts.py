@@ -75,7 +75,7 @@ def _run(row: dict[str, str], shape: ModelShape, gpu: str) -> Run:
         microbatch=int(row["microbatch"]),
         schedule="1f1b" if v == 1 else "interleaved-1f1b",
         recompute=row["recompute"] or "none",
-        zero=True,
+        shard="optimizer",
         # The embedding with two blocks, six stages of two, and the block of multi-token prediction with the loss.
         split=(2,) * 7 + (1,) if proxy else "even",
         dtype="fp8" if eight else "bf16",

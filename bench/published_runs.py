@@ -92,23 +92,28 @@ GROUPS = {
 }  # fmt: skip
 
 
-def runs() -> Iterator[Run]:
-    """Yield the runs that a layout can express: dense models, no expert parallelism, a known schedule."""
+def runs(sharded: bool = False) -> Iterator[Run]:
+    """Yield the runs that a layout can express: dense models, no expert parallelism, a known schedule.
+
+    With `sharded`, they are those with ZeRO-3, each block of which is a stage.
+    """
     with open(DATA / "end_to_end.csv", newline="") as file:
         for row in csv.DictReader(file):
-            run = _run(row)
+            run = _run(row, sharded)
             if run is not None:
                 yield run
 
 
-def _run(row: dict[str, str]) -> Run | None:
+def _run(row: dict[str, str], sharded: bool) -> Run | None:
     group = next((name for key, name in GROUPS.items() if key in row["source"]), None)
     gpu = preset_of(row["gpu"])
     needed = ("layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp", "dp", "gpus")
     sizes = [row[key] for key in needed]
     if group is None or gpu is None or not all(size.isdigit() for size in sizes):
         return None
-    if row["ep"] not in ("", "1") or "ZeRO-3" in row["schedule"] or "Table 2;" in row["table"]:
+    if row["ep"] not in ("", "1") or ("ZeRO-3" in row["schedule"]) != sharded:
+        return None
+    if "Table 2;" in row["table"] and not sharded:
         return None
     if any(word in row["schedule"] for word in ("FSDP", "Vocab", "interlaced", "redistributed")):
         return None
@@ -129,7 +134,7 @@ def _run(row: dict[str, str]) -> Run | None:
     )
     if group == "Llama 3":
         row = {**row, "vp": "7", "schedule": "interleaved-1F1B", "iter_time_s": _seconds_of(shape, row)}
-    v = int(row["vp"]) if row["vp"].isdigit() else 1
+    v = layers if sharded else int(row["vp"]) if row["vp"].isdigit() else 1
     if group == "Zero Bubble" and v > 1:
         return None  # its interleaved stages have unequal numbers of layers that the paper does not give
     family = "1f1b" if v == 1 else "interleaved-1f1b"
@@ -149,7 +154,8 @@ def _run(row: dict[str, str]) -> Run | None:
         microbatch=int(row["microbatch"] or 1),
         schedule=family,
         recompute=recompute,
-        zero=group in ("NeMo", "SimuMax"),
+        shard="weights" if sharded else "optimizer" if group in ("NeMo", "SimuMax") else "none",
+        window=2 if sharded else None,
         sequence_parallel=row["seq_parallel"] == "yes",
         split=split,
         attention="fused" if group == "Vocabulary" else None,

@@ -18,8 +18,7 @@ published, each with its source in [bench/data/end_to_end.csv](../bench/data/end
 
 A preset of a cluster has about ten rates for its type of GPU. They are fitted to the rows without a remark, by a fit
 that begins with rated values and lets outliers count little; `python -m bench.published --only fit` repeats it. Rows
-that a layout cannot express are not here: FSDP, vocabulary parallelism, ZeRO-3, and pipelines whose layout is not
-published.
+that a layout cannot express are not here: vocabulary parallelism, and pipelines whose layout is not published.
 
 Sources: SC21 is Megatron-LM (2104.04473, table 1), Korthikanti 2205.05198 (table 5 and figure 1), vTrain the validation
 runs of 2312.12391, Vocabulary 2411.05288, Zero Bubble 2401.10241, NeMo the performance tables of NeMo and

@@ -18,7 +18,7 @@ from penstock.plan.run_layout import Layout
 def of() -> dict[str, Comparison]:
     return {
         name: published.SECTIONS[name](False)
-        for name in ("a100", "memory", "h100", "b200", "experts", "stages")
+        for name in ("a100", "memory", "h100", "b200", "sharded", "experts", "stages")
     }
 
 
@@ -80,7 +80,7 @@ def test_steps_from_stage_times_reach_their_target(of):
     assert summary(of["stages"], "plain 1F1B").largest <= 0.015
 
 
-@pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "experts", "stages"])
+@pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "sharded", "experts", "stages"])
 def test_the_page_has_what_the_command_prints(of, name: str):
     assert section_text(of[name]) in PAGE.read_text()
 
@@ -88,7 +88,7 @@ def test_the_page_has_what_the_command_prints(of, name: str):
 def test_the_page_has_every_section():
     assert [line[3:] for line in PAGE.read_text().splitlines() if line.startswith("## ")] == [
         "Steps on A100s", "Steps on A100s, each model left out", "Memory", "Steps on H100s", "Steps on B200s",
-        "Steps of mixtures of experts", "Steps from measured stage times",
+        "Steps with sharded weights", "Steps of mixtures of experts", "Steps from measured stage times",
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from penstock.plan.profile.model_profile import read_model
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import read_csv, write_csv
+from penstock.train.config.file import load
 from tests.support.commands import python
 from tests.support.tiny_run import text_folder
 
@@ -126,7 +127,7 @@ def assert_is_prediction(prediction: dict[str, Any]) -> None:
 
 
 def test_a_layout_gives_one_prediction():
-    layout = "pp=4,dp=2,tp=1,v=2,microbatch=1,schedule=interleaved-1f1b,recompute=full,zero=true"
+    layout = "pp=4,dp=2,tp=1,v=2,microbatch=1,schedule=interleaved-1f1b,recompute=full,shard=optimizer"
     words = ("gpt2", "--cluster", "a100-80gb*8", "--sequence", "64", "--batch", "32")
     result = plan(*words, "--layout", layout)
     assert_is_prediction(result)
@@ -137,7 +138,9 @@ def test_a_layout_gives_one_prediction():
         "v": 2,
         "schedule": "interleaved-1f1b",
         "recompute": "full",
-        "zero": True,
+        "shard": "optimizer",
+        "window": None,
+        "reduce_every": None,
     }
     assert values.items() <= result["layout"].items()
     assert result["tokens_per_second"] == pytest.approx(32 * 64 / result["step_seconds"])
@@ -181,7 +184,7 @@ def test_a_cluster_is_a_preset_or_a_file_with_its_size(name: str, devices: int):
 
 def test_zero_on_one_replica_changes_nothing():
     words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "8", "--layout")
-    without, with_zero = (plan(*words, f"pp=2,zero={zero}") for zero in ("false", "true"))
+    without, with_zero = (plan(*words, f"pp=2,shard={shard}") for shard in ("none", "optimizer"))
     for key in ("step_seconds", "mfu", "memory"):
         assert with_zero[key] == without[key]
 
@@ -261,8 +264,8 @@ REFUSED = {
     "an unknown key": (
         ["gpt2", "-c", "h100*2", "--layout", "schdule=1f1b"], "no key 'schdule' (did you mean 'schedule'?)",
     ),
-    "weights that are divided": (["gpt2", "-c", "h100*2", "--fix", "fsdp"], "zero=true divides the optimizer's state"),
-    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "got '3' (a plan has ZeRO-1, zero=true, which divides the"),
+    "weights that are divided": (["gpt2", "-c", "h100*2", "--fix", "fsdp"], "did you mean 'shard=weights'?"),
+    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "did you mean 'shard=weights'?"),
     "the sequence as a key": (["gpt2", "-c", "h100*2", "--fix", "sequence=2"], "a sample are the option --sequence;"),
     "another tool's word": (["gpt2", "-c", "h100*2", "--fix", "tensor-parallel=2"], "(did you mean 'tp=2'?)"),
     "a value as a key": (["gpt2", "-c", "h100*2", "--layout", "pp=2,fp8"], "no key 'fp8' (did you mean 'dtype=fp8'?)"),
@@ -321,6 +324,27 @@ def test_its_own_file_is_written_again(folder: Path):
     assert outcome.stdout.splitlines()[-1].startswith("start:   ")
 
 
+def test_sharded_weights_are_in_the_run_and_on_the_page(folder: Path):
+    """The config says what the plan says, and a plan of it again."""
+    given = "[parallel]\nzero = true\nreduce_every = 2\n"
+    (folder / "sharded.toml").write_text(f"[model]\nwidth = 64\nlayers = 8\n[data]\nsequence = 64\n{given}")
+    layout = "pp=2,dp=2,v=2,schedule=interleaved-1f1b,shard=weights,window=1"
+    words = ("sharded.toml", "-c", "h100*4", "-b", "16")
+    outcome = invoke(*words, "--layout", layout, "--out", "run.toml", "--html", "page.html")
+    assert outcome.exit_code == 0, outcome.output
+    assert (
+        "assumed       Over 2 replicas, weights and gradients sharded: at most 2 reductions" in outcome.stdout
+    )
+    parallel = tomllib.loads((folder / "run.toml").read_text())["parallel"]
+    assert (parallel["shard"], parallel["window"]) == ("weights", 1)
+    assert not {"zero", "reduce_every"} & set(parallel)
+    loaded = load(folder / "run.toml").parallel
+    assert (loaded.shard, loaded.window, loaded.reduce_every) == ("weights", 1, None)
+    assert "weights, window 1" in (folder / "page.html").read_text()
+    table = invoke(*words, "--fix", "shard=weights", "--fix", "window=1", "--fix", "v=2").stdout
+    assert "weights, window 1" in table
+
+
 def test_the_answer_says_what_why_and_what_would_change_it():
     lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16").stdout.splitlines()
     assert lines[0].startswith("Use pp=")
@@ -355,7 +379,7 @@ def test_why_prints_every_reason():
 
 @pytest.mark.slow
 def test_a_family_without_closed_form_is_traced(folder: Path):
-    words = ("-c", "h100*4", "-b", "8", "--layout", "pp=2,dp=2,zero=true")
+    words = ("-c", "h100*4", "-b", "8", "--layout", "pp=2,dp=2,shard=optimizer")
     of_config = plan("mixture", *words)
     assert_is_prediction(of_config)
     assert any("traced with tp=1" in sentence for sentence in of_config["assumptions"])

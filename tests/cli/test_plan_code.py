@@ -125,9 +125,17 @@ def run_lines(rank: int, code: str) -> torch.Tensor | None:
 
 
 def test_replicas_are_a_mesh_and_zero_an_optimizer(processes: LocalProcesses):
-    code = printed(planned("--layout", "pp=1,dp=2,microbatch=1,zero=true"))
+    code = printed(planned("--layout", "pp=1,dp=2,microbatch=1,shard=optimizer"))
     assert "mesh=penstock.MeshShape(pp=1, dp=2),\n    microbatches=4," in code
     assert "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)" in code
+    for loss in processes.run(2, run_lines, code):
+        torch.testing.assert_close(loss, LOSS(model()(batch()[0]), batch()[1]).detach())
+
+
+def test_sharded_weights_are_options_of_the_pipeline(processes: LocalProcesses):
+    layout = "pp=1,dp=2,v=2,microbatch=1,schedule=hanayo,shard=weights,window=1"
+    code = printed(planned("--layout", layout))
+    assert 'parallel=penstock.ParallelOptions(shard="weights", window=1),' in code
     for loss in processes.run(2, run_lines, code):
         torch.testing.assert_close(loss, LOSS(model()(batch()[0]), batch()[1]).detach())
 

@@ -13,6 +13,7 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from penstock.cli.plan import command
+from penstock.cli.plan_run import _layout_of, config_of
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import read_model
@@ -94,6 +95,13 @@ def test_terms_of_the_step_are_compared_and_correct_the_plan():
     # Sequence and batch are the run's, and the corrected cluster predicts its step.
     assert plan["step_seconds"] == pytest.approx(terms["step"][1], rel=1e-6)
     assert plan["tokens_per_second"] == pytest.approx(8 * 16 / plan["step_seconds"])
+
+
+def test_what_a_run_shards_is_part_of_its_layout(folder: Path):
+    for parallel, shard in (({"zero": True}, "optimizer"), ({"shard": "weights", "window": 1}, "weights")):
+        write_config(folder / "run", {**CONFIG, "parallel": {**CONFIG["parallel"], **parallel}})
+        layout, *_ = _layout_of(folder / "run", config_of(folder / "run"))
+        assert (layout.shard, layout.window) == (shard, parallel.get("window"))
 
 
 def test_the_comparison_is_printed(folder: Path):

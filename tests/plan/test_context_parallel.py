@@ -87,7 +87,7 @@ def test_the_ring_of_a_sample_has_the_links_of_its_ranks():
 
 def test_gradients_and_states_are_divided_over_dp_and_cp():
     cluster, profile = read_cluster("h100*8"), of_shape(SHAPE)
-    for layout in ("zero=true", "zero=false"):
+    for layout in ("shard=optimizer", "shard=none"):
         both, of_samples = (
             predict(profile, cluster, f"{layout},microbatch={n},{degrees}", sequence=32, batch=8)
             for n, degrees in ((2, "dp=2,cp=4"), (1, "dp=8"))
@@ -106,7 +106,7 @@ def test_a_search_divides_long_samples_where_nothing_else_fits():
         of_shape(replace(SHAPE, layers=32, hidden=4096, head_size=128, heads=32, kv_heads=8, ffn=14336)),
         read_cluster("h100*8"),
     )
-    given = {"tp": 1, "pp": 1}
+    given = {"tp": 1, "pp": 1, "shard": "optimizer"}
     long = search(profile, cluster, sequence=131072, batch=8, fixed=given, top=30)
     assert long.best.layout.cp > 1
     assert long.rejections["cp"]["1"].text.startswith("does not fit: at least")

@@ -118,7 +118,9 @@ def test_states_of_experts_are_divided_over_those_that_have_the_same():
     rest = SHAPE.parameters - experts
     assert plain.optimizer == 12 * SHAPE.parameters
     for ep in (1, 2, 8):
-        (divided,) = predict(of_shape(SHAPE), cluster, f"dp=8,ep={ep},zero=true", sequence=16, batch=8).memory
+        (divided,) = predict(
+            of_shape(SHAPE), cluster, f"dp=8,ep={ep},shard=optimizer", sequence=16, batch=8
+        ).memory
         assert (divided.weights, divided.gradients) == (2 * (rest + experts / ep), 4 * (rest + experts / ep))
         assert divided.optimizer == 12 * (rest / 8 + experts / ep / (8 / ep))
 
@@ -149,7 +151,7 @@ def large() -> Profile:
 @pytest.mark.slow
 def test_a_search_divides_experts_where_whole_ones_do_not_fit():
     """8 blocks have 1.6 billion parameters of experts."""
-    fixed = {"pp": 1, "schedule": "1f1b", "zero": True}
+    fixed = {"pp": 1, "schedule": "1f1b", "shard": "optimizer"}
     roomy = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed=fixed)
     assert {plan.layout.ep for plan in roomy.plans} == {1, 2, 4}
     tight = search(large(), read_cluster("h100*4"), sequence=1024, batch=16, fixed=fixed, memory=12e9)
@@ -159,7 +161,7 @@ def test_a_search_divides_experts_where_whole_ones_do_not_fit():
     assert {plan.layout.ep for plan in only.plans} == {2}
     quickest = min(
         (
-            predict(large(), read_cluster("h100*4"), f"dp=4,ep={ep},zero=true", sequence=1024, batch=16)
+            predict(large(), read_cluster("h100*4"), f"dp=4,ep={ep},shard=optimizer", sequence=1024, batch=16)
             for ep in (1, 2, 4)
         ),
         key=lambda plan: plan.step_seconds,

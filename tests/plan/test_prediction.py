@@ -41,7 +41,13 @@ def of_small(layout: Any, cluster: Cluster = H100, batch: int = 16, **values: An
 def test_a_step_of_1f1b_by_hand():
     """Two stages of 2 blocks: F 2 s, B 4 s, 8 microbatches; 20 parameters a rank at 32 bytes and 320 bytes/s."""
     prediction = predicted("pp=2", round_cluster(error=0.25, step_overhead=0.5))
-    assert prediction.parts == {"pipeline": (8 + 1) * 6, "reduction": 0, "optimizer": 2, "overhead": 0.5}
+    assert prediction.parts == {
+        "pipeline": (8 + 1) * 6,
+        "reduction": 0,
+        "sharding": 0,
+        "optimizer": 2,
+        "overhead": 0.5,
+    }
     assert prediction.step_seconds == 56.5
     assert (prediction.low, prediction.high) == (56.5 / 1.25, 1.25 * 56.5)
     assert prediction.tokens_per_second == 8 * SEQUENCE / 56.5
@@ -81,7 +87,7 @@ def test_the_reduction_of_gradients_by_hand():
     # Eight replicas, two a node: the two share their links while they reduce, up to the speed within a node.
     far = predicted("dp=8,overlap=no", slow_links(), batch=8)
     assert far.parts["reduction"] == 2 * 7 * (0.5 / 2 + 20 / 20)
-    zero = predicted("dp=2,overlap=no,zero=yes", slow_links(), batch=2)
+    zero = predicted("dp=2,overlap=no,shard=optimizer", slow_links(), batch=2)
     gather = 0.125 + 20 / 40  # the weights of one layer
     assert zero.parts["reduction"] == pytest.approx(near.parts["reduction"] + gather)
     assert zero.parts["optimizer"] == near.parts["optimizer"] / 2
@@ -122,7 +128,7 @@ def test_the_prediction_is_the_simulation_of_its_own_costs():
 
 
 def test_the_object_has_what_others_rely_on():
-    table = of_small("pp=4,dp=2,zero=true").as_dict()
+    table = of_small("pp=4,dp=2,shard=optimizer").as_dict()
     assert {
         "layout", "step_seconds", "low", "high", "tokens_per_second", "tflops_per_device", "mfu", "memory", "fits", "bubble",
         "hardware_tflops_per_device",
@@ -134,7 +140,7 @@ def test_the_object_has_what_others_rely_on():
 
 
 def test_zero_without_replicas_changes_nothing():
-    plain, zero = of_small("pp=4"), of_small("pp=4,zero=true")
+    plain, zero = of_small("pp=4"), of_small("pp=4,shard=optimizer")
     assert zero.step_seconds == plain.step_seconds
     assert zero.memory == plain.memory
 
@@ -215,7 +221,7 @@ LAYOUTS = st.fixed_dictionaries(
         "tp": st.sampled_from([1, 2]),
         "schedule": st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"]),
         "recompute": st.sampled_from(["none", "full", "selective", 3]),
-        "zero": st.booleans(),
+        "shard": st.sampled_from(("none", "optimizer", "gradients", "weights")),
         "sequence_parallel": st.booleans(),
         "overlap": st.booleans(),
         "split": st.sampled_from(["even", "cost"]),
@@ -309,7 +315,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
         ("pp=2,split=8+9", "add up to 17"),
         ("pp=2,split=16", "split gives the blocks of 1 stage"),
         ("dtype=fp32", "the cluster has no matmul rate for fp32; it has bf16, fp16, fp8"),
-        ("zro=true", "did you mean 'zero'"),
+        ("shrd=none", "did you mean 'shard'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(layout: str, message: str):

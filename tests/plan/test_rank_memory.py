@@ -71,7 +71,7 @@ def test_full_recompute_keeps_inputs_and_one_block():
 
 
 def test_zero_divides_the_optimizers_state_alone():
-    plain, zero = (predicted(f"pp=2,dp=4,zero={zero}").memory[0] for zero in ("no", "yes"))
+    plain, zero = (predicted(f"pp=2,dp=4,shard={shard}").memory[0] for shard in ("none", "optimizer"))
     assert zero.optimizer == plain.optimizer / 4
     assert (zero.weights, zero.gradients, zero.activations) == (
         plain.weights,
@@ -79,7 +79,7 @@ def test_zero_divides_the_optimizers_state_alone():
         plain.activations,
     )
     assert plain.buckets == min(2 * BUCKET_BYTES, plain.gradients)
-    assert predicted("pp=2,zero=yes").memory == predicted("pp=2").memory
+    assert predicted("pp=2,shard=optimizer").memory == predicted("pp=2").memory
 
 
 def test_the_last_rank_holds_the_gradient_of_the_logits():

@@ -16,12 +16,13 @@ from penstock.plan.run_layout import Layout, layout_of
 
 DEGREE = st.integers(1, 10**6)
 LAYOUTS = st.builds(
-    Layout,
+    lambda sharding, **values: Layout(**sharding, **values),
+    sharding=st.sampled_from([{}, {"shard": "gradients", "reduce_every": 3}, {"shard": "weights", "window": 2}]),
     pp=DEGREE, dp=DEGREE, tp=DEGREE, ep=DEGREE, microbatch=DEGREE, imbalance=st.floats(1, 10),
     v=st.none() | DEGREE,
     schedule=st.sampled_from(["1f1b", "zb-v", "my schedule.csv"]),
     recompute=st.sampled_from(["none", "selective", "full"]) | st.integers(1, 9),
-    zero=st.booleans(), sequence_parallel=st.booleans(), overlap=st.none() | st.booleans(),
+    sequence_parallel=st.booleans(), overlap=st.none() | st.booleans(),
     split=st.sampled_from(["even", "cost"]) | st.lists(DEGREE, min_size=1, max_size=4).map(tuple),
     attention=st.sampled_from([None, "fused", "unfused"]), dtype=st.sampled_from([None, "bf16", "fp8", "fp32"]),
 )  # fmt: skip
@@ -39,7 +40,7 @@ def test_text_mapping_and_json_give_the_same_layout(layout: Layout):
 def test_keys_have_defaults_and_other_names():
     assert Layout.parse("") == Layout()
     assert str(Layout()) == "pp=1,dp=1,tp=1,microbatch=1,schedule=1f1b"
-    text = " pp = 8, tp=2 ,v=2,sequence_parallel=yes,zero=on,overlap=no,split=3+3;2,recompute=2"
+    text = " pp = 8, tp=2 ,v=2,sequence_parallel=yes,shard=gradients,reduce_every=4,overlap=no,split=3+3;2,recompute=2"
     assert Layout.parse(text) == Layout(
         pp=8,
         dp=1,
@@ -48,12 +49,13 @@ def test_keys_have_defaults_and_other_names():
         microbatch=1,
         schedule="1f1b",
         recompute=2,
-        zero=True,
+        shard="gradients",
+        reduce_every=4,
         sequence_parallel=True,
         split=(3, 3, 2),
         overlap=False,
     )
-    assert Layout.parse("zero=FALSE,recompute=full") == Layout(recompute="full")
+    assert Layout.parse("overlap=FALSE,recompute=full") == Layout(overlap=False, recompute="full")
 
 
 def test_sequence_parallel_needs_a_degree():
@@ -78,7 +80,15 @@ def test_sequence_parallel_needs_a_degree():
         ("virtual_stages=2", "no key 'virtual_stages'"),
         ("schedul=gpipe", r"no key 'schedul' \(did you mean 'schedule'"),
         ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch=2'"),
-        ("zero=maybe", "zero must be true or false, got 'maybe'"),
+        ("overlap=maybe", "overlap must be true or false, got 'maybe'"),
+        ("shard=some", "shard must be one of none, optimizer, gradients, weights, got 'some'"),
+        ("window=2", "window = 2 needs shard = 'weights', and shard is 'none'"),
+        ("shard=weights,window=0", "window must be a number of at least 1, or None, got 0"),
+        ("zero=2", "did you mean 'shard=gradients'?"),
+        ("zero=true", "did you mean 'shard=optimizer'?"),
+        ("zero=False", "did you mean 'shard=none'?"),
+        ("fsdp", "did you mean 'shard=weights'?"),
+        ("sharding-strategy=weights", "did you mean 'shard=weights'?"),
         ("recompute=ful", r"recompute must be none, selective, full or a number .* got 'ful' \(did you mean 'full'"),
         ("recompute=0", "recompute must be .* got 0"),
         ("recompute=" + "9" * 5_000, "recompute must be"),
@@ -97,7 +107,8 @@ def test_wrong_text_is_refused(text: str, message: str):
 @pytest.mark.parametrize(
     "values",
     [
-        {"pp": True}, {"pp": 2.0}, {"pp": "2"}, {"pp": None}, {"v": 0}, {"zero": "yes"}, {"zero": None}, {"overlap": 1},
+        {"pp": True}, {"pp": 2.0}, {"pp": "2"}, {"pp": None}, {"v": 0}, {"shard": True}, {"shard": None}, {"window": [1]},
+        {"overlap": 1},
         {"sequence_parallel": 3}, {"split": (True, 3)}, {"split": (1.5, 2)}, {"split": None}, {"recompute": True},
         {"recompute": None}, {"recompute": 1.5}, {"recompute": float("nan")}, {"schedule": None}, {"schedule": 3},
         {"dtype": 3}, {"attention": []},

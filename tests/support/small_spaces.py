@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from penstock.plan.explore.search_space import Space, make_space
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.profile.model_profile import Profile, of_shape
 from penstock.plan.profile.model_shape import ModelShape
+from penstock.plan.run_layout import Layout
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,38 @@ def small_space(seed: int) -> SmallSpace:
 
 def every_plan(small: SmallSpace) -> list[Prediction]:
     """Return the predictions of all layouts of a space, one by one, without bounds; also those that do not fit."""
-    space, plans = small.space, []
+    plans = _plans_of(small, small.space)
+    if not small.space.shards and not any(plan.fits for plan in plans):
+        plans += _plans_of(small, replace(small.space, shards=True))
+    return plans
+
+
+def _plans_of(small: SmallSpace, space: Space) -> list[Prediction]:
+    plans = []
     for point in space.points():
         for order, split in product(space.orders(point.layout.pp, point.microbatches), space.splits):
-            for layout in space.variants(replace(point.layout, v=order.v, schedule=order.name, split=split)):
-                try:
-                    plan = predict(
-                        small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch
-                    )
-                except PenstockError:
-                    continue  # the family does not allow the counts
-                if split == "cost" and plan.layout.split == "even" and "even" in space.splits:
-                    continue  # it comes again
-                plans.append(plan)
+            at = replace(point.layout, v=order.v, schedule=order.name, split=split)
+            found = _predictions(small, space.variants(at))
+            if not any(plan.fits for plan in found):
+                choices = space.sharded(at, order)
+                tried = _predictions(small, [replace(at, shard=shard, window=k) for shard, k in choices])
+                found += [plan for plan in tried if plan.fits][:1] or tried
+            elif order.for_sharding:
+                found = []
+            # An even split by cost comes again.
+            again = split == "cost" and "even" in space.splits
+            plans += [plan for plan in found if not (again and plan.layout.split == "even")]
+    return plans
+
+
+def _predictions(small: SmallSpace, layouts: Iterable[Layout]) -> list[Prediction]:
+    """Return the predictions of layouts, without those whose family does not allow the counts."""
+    plans = []
+    for layout in layouts:
+        try:
+            plans.append(
+                predict(small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch)
+            )
+        except PenstockError:
+            continue
     return plans

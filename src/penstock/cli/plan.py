@@ -41,8 +41,8 @@ _REASONS = 3
 )  # fmt: skip
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
-    help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, zero, sequence_parallel, "
-    "split, attention, overlap, dtype, imbalance.",
+    help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, shard, window, "
+    "reduce_every, sequence_parallel, split, attention, overlap, dtype, imbalance.",
 )  # fmt: skip
 @click.option(
     "--fix", "fixes", multiple=True, metavar="KEY=VALUE",
@@ -113,8 +113,8 @@ def command(
 
     MODEL is a config.json or a folder with one, a TOML file with [model], or a profile that penstock.profile_layers made of
     your own layers. The search covers pipeline, data and tensor parallel degrees, devices that divide experts or long
-    samples, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the step of every plan
-    is simulated as it will run. Ctrl-C ends the search with the best plans so far.
+    samples, virtual stages, microbatches, all schedules, recompute, what replicas shard, and the split of the blocks; the
+    step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
     from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable

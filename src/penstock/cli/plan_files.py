@@ -20,6 +20,7 @@ HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
 # Tokens of a vocabulary of bytes.
 _BYTES = 256
+_SHARDING = ("shard", "window", "reduce_every")
 _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 """Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""
 
@@ -92,7 +93,10 @@ def run_tables(
     parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
     if layout.ep > 1 or "ep" in parallel:
         parallel["ep"] = layout.ep
-    parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    for key in ("zero", *_SHARDING):  # of the model's own tables
+        parallel.pop(key, None)
+    parallel |= {key: value for key in _SHARDING if (value := getattr(layout, key)) is not None}
+    parallel["sequence_parallel"] = layout.sequence_parallel
     runtime = config.setdefault("runtime", {})
     runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
     runtime["precision"] = _PRECISION[plan.dtype]
@@ -191,11 +195,17 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(plan.dtype)
     if half is not None and (profile.autocast or profile.shape is not None):
         arguments["autocast"] = half
-    if layout.sequence_parallel:
-        arguments["parallel"] = "penstock.ParallelOptions(sequence_parallel=True)"
+    keys = [*(_SHARDING if layout.sharding.comes_and_goes else ()), "sequence_parallel"]
+    options = [
+        f"{key}={json.dumps(value) if key == 'shard' else value}"
+        for key in keys
+        if (value := getattr(layout, key))
+    ]
+    if options:
+        arguments["parallel"] = f"penstock.ParallelOptions({', '.join(options)})"
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     text = f"pipe = penstock.Pipeline(\n    model,\n    loss_fn,\n{lines})\n"
-    if layout.zero and layout.replicas > 1:
+    if layout.sharding.shard != "none":
         text += "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)\n"
     imports = "import torch\n\nimport penstock\n" if "torch." in text else "import penstock\n"
     return f"{header(plan)}{imports}\n{text}"

@@ -144,7 +144,9 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
             microbatch=batch // schedule["microbatches"],
             schedule=schedule["name"],
             recompute=runtime.get("recompute", "none"),
-            zero=parallel["zero"],
+            shard=_shard(parallel),
+            window=parallel.get("window"),
+            reduce_every=parallel.get("reduce_every"),
             sequence_parallel=parallel["sequence_parallel"],
             split=split if isinstance(split, str) else tuple(split),
         )
@@ -153,6 +155,12 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
         raise ConfigError(
             f"cannot read the layout of the run from {run / 'config.toml'}: {error!r}"
         ) from error
+
+
+def _shard(parallel: dict[str, Any]) -> Any:
+    """Return what the replicas of a run sharded."""
+    shard = parallel.get("shard", "none")
+    return "optimizer" if shard == "none" and parallel["zero"] else shard
 
 
 def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MAX_ROWS = 16
 # Columns of a console so wide that a table has its natural width, to be compared with the terminal's.
 _WIDEST = 1000
-_OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "ZeRO", "MFU", "recompute", "micro", "v")
+_OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "shard", "MFU", "recompute", "micro", "v")
 """Columns of the table of plans that a narrow terminal leaves out, the first ones first."""
 
 
@@ -32,7 +32,7 @@ def plans_table(result: SearchResult) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = {name: values for name, values in columns.items() if name not in _OPTIONAL[:left_out]}
         for name in shown:
-            left = name in ("schedule", "recompute")
+            left = name in ("schedule", "recompute", "shard")
             table.add_column(name, justify="left" if left else "right", no_wrap=True)
         for row in zip(*shown.values(), strict=True):
             table.add_row(*row)
@@ -59,7 +59,7 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
         "micro": [str(at.microbatch) for at in layouts],
         "schedule": [at.schedule for at in layouts],
         "recompute": [str(at.recompute) for at in layouts],
-        "ZeRO": ["yes" if at.zero else "" for at in layouts],
+        "shard": [at.shard_text for at in layouts],
         "SP": ["yes" if at.sequence_parallel else "" for at in layouts],
         "step": [time_text(plan.step_seconds) for plan in plans],
         f"{result.best.unit}/s": [f"{plan.tokens_per_second:,.0f}" for plan in plans],

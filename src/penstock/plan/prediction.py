@@ -19,10 +19,11 @@ from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
-from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory, updated_parameters
+from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory, residency_of, updated_parameters
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
+    Table,
     attention_of,
     collective_seconds,
     dtype_of,
@@ -36,6 +37,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.residency import beside
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 from penstock.simulate.reduction import reduce_gradients
@@ -68,7 +70,8 @@ class Prediction:
         reserved: bytes of its memory besides, which are left free.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
-        parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
+        parts: seconds of a step by part: "pipeline", "reduction" (exposed), "sharding" (what gathers of weights, and
+            reductions before a stage's last, add), "optimizer", "overhead".
         dtype: dtype of the matrix products.
         unit: "tokens", or "samples" if a sample of the model has no tokens; `tokens_per_second` counts these.
         assumptions: sentences about what the layout leaves open.
@@ -180,10 +183,11 @@ def predict(
     split = bubbles(trace)
     pipeline = float(makespan(trace))
 
+    sharding = _exposed_sharding(schedule, trace, costs, cluster, layout, dtype)
     reduction, trace = _exposed_reduction(program, trace, costs, cluster, layout, dtype)
     optimizer = optimizer_seconds(costs, cluster, layout, dtype, schedule.placement)
     overhead = cluster.step_overhead + profile.step_overhead
-    seconds = pipeline + reduction + optimizer + overhead
+    seconds = pipeline + reduction + sharding + optimizer + overhead
     replicas = layout.dp * microbatches
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
     # FLOPs divided by this are TFLOP/s of a device.
@@ -211,10 +215,16 @@ def predict(
         reserved=cluster.device.reserved,
         bubble=sum(causes.values()),
         causes=causes,
-        parts={"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
+        parts={
+            "pipeline": pipeline,
+            "reduction": reduction,
+            "sharding": sharding,
+            "optimizer": optimizer,
+            "overhead": overhead,
+        },
         dtype=dtype,
         unit=unit,
-        assumptions=assumptions(profile, cluster, layout, sequence),
+        assumptions=(*assumptions(profile, cluster, layout, sequence), *_sharded(schedule, layout)),
         costs=costs,
         program=program,
         trace=trace,
@@ -259,6 +269,10 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
             f"ep={layout.ep} does not divide {product} = {stage}, the devices of a stage, over which experts "
             f"are divided; take a divisor of {stage}"
         )
+    if layout.ep > 1 and layout.sharding.comes_and_goes:
+        raise ConfigError(
+            f"shard={layout.shard} does not divide experts that ep={layout.ep} divides already; use shard=optimizer, or ep=1"
+        )
     share = layout.dp * layout.microbatch
     if batch % share:
         below, above = batch // share * share, -(-batch // share) * share
@@ -285,9 +299,15 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
 
 @lru_cache(maxsize=256)
 def _family_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
-    family = require_family(schedule)
+    return check(family_schedule(schedule, ranks, microbatches, virtual_stages)).program
+
+
+@lru_cache(maxsize=512)
+def family_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
+    """Return a family's schedule, which is not yet proven."""
+    family = require_family(name)
     fixed = not family.chooses_virtual_stages and virtual_stages == 1
-    return check(family.build(ranks, microbatches, None if fixed else virtual_stages)).program
+    return family.build(ranks, microbatches, None if fixed else virtual_stages)
 
 
 def _exposed_reduction(
@@ -303,10 +323,7 @@ def _exposed_reduction(
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     size = costs.parameters * gradient
     of_experts = costs.expert_parameters * gradient
-    seconds = [
-        _replica_seconds("all_reduce", float(n), float(of), cluster, layout, copies)
-        for n, of in zip(size, of_experts, strict=True)
-    ]
+    seconds = _replica_seconds("all_reduce", size, of_experts, cluster, layout, copies).tolist()
     buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
     reductions = reduce_gradients(program, trace, seconds, buckets)
     ends = float(reductions.trace.end.max())
@@ -323,8 +340,8 @@ def blocking_reduction(
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement) * gradient
-    size, of_experts = (float(n) for n in held[:, held[0].argmax()])
-    seconds = _replica_seconds("all_reduce", size, of_experts, cluster, layout, copies)
+    size, of_experts = held[:, held[0].argmax()]
+    seconds = float(_replica_seconds("all_reduce", size, of_experts, cluster, layout, copies))
     return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
 
 
@@ -339,33 +356,80 @@ def overlaps(cluster: Cluster, layout: Layout) -> bool:
 
 def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
     """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
-    if not layout.zero or layout.replicas == 1:
+    if layout.sharding.shard == "none":
         return 0.0
-    weights = weight * np.stack((costs.parameters, costs.expert_parameters)) / np.maximum(1, costs.counts)
-    return max(
-        _replica_seconds("all_gather", float(n), float(of), cluster, layout, copies) for n, of in weights.T
+    size, of_experts = (
+        weight * each / np.maximum(1, costs.counts) for each in (costs.parameters, costs.expert_parameters)
     )
+    return float(_replica_seconds("all_gather", size, of_experts, cluster, layout, copies).max())
+
+
+def _exposed_sharding(
+    schedule: Schedule, trace: Trace, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
+) -> float:
+    """Return the seconds by which gathers of weights, and reductions before a stage's last, lengthen the step.
+
+    A stage's last reduction is priced as with shard="optimizer": its all-reduce is a reduce-scatter and the gather of the
+    updated weights, which with sharded weights is the stage's first gather. Each further stay of weights on a rank takes an
+    all-gather of the stage's weights, and each earlier reduction a reduce-scatter of its gradients.
+
+    With overlapping reductions, a gather runs from the start of the op before its own, or from that op's end where the
+    window has no earlier place, and a reduction runs beside the next op. What takes longer than that, with the waits
+    between these ops, delays the rank; the step is longer by the largest sum of a rank's delays. Otherwise all of it is
+    exposed.
+    """
+    if not layout.sharding.comes_and_goes:
+        return 0.0
+    residency = residency_of(schedule, layout.sharding)
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    gathers, sums = (
+        _replica_seconds(unit, size * costs.parameters, size * costs.expert_parameters, cluster, layout, 1)
+        for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
+    )
+    hides, start, end = overlaps(cluster, layout), trace.start, trace.end
+    delays = []
+    for rank in range(schedule.ranks):
+        rows, delay = schedule.rows(rank), 0.0
+        seen: set[int] = set()
+        for stage, gathered, first, _ in residency.runs[rank]:
+            if hides:
+                before = end[first - 1] if first > rows.start else 0.0
+                begins = start[gathered] if gathered < first else before
+                delay += max(0.0, float(gathers[stage] - (start[first] - begins)))
+            elif stage in seen:
+                delay += float(gathers[stage])
+            seen.add(stage)
+        last = {stage: row for row, stage in residency.reductions[rank]}
+        for row, stage in residency.reductions[rank]:
+            if row != last[stage]:
+                hidden = end[beside(schedule, row, rows.stop)] - end[row] if hides else 0.0
+                delay += max(0.0, float(sums[stage] - hidden))
+        delays.append(delay)
+    # The gather before the first op is counted by `_exposed_gather`, too.
+    twice = _exposed_gather(costs, cluster, layout, weight, 1) if hides else 0.0
+    return max(0.0, max(delays) - twice)
 
 
 def _replica_seconds(
-    unit: str, size: float, of_experts: float, cluster: Cluster, layout: Layout, copies: int
-) -> float:
-    """Return the seconds of a collective among replicas; `of_experts` of the bytes are for those with the same experts."""
+    unit: str, size: Table, of_experts: Table, cluster: Cluster, layout: Layout, copies: int
+) -> Table:
+    """Return the seconds of collectives among replicas; `of_experts` of the bytes are for those with the same experts."""
     rest = _group_seconds(unit, size - of_experts, cluster, layout, copies)
-    if not of_experts:
+    if not np.any(of_experts):
         return rest
-    return rest + _group_seconds(unit, of_experts, cluster, layout, copies, experts=True)
+    experts = _group_seconds(unit, of_experts, cluster, layout, copies, experts=True)
+    return rest + np.where(of_experts > 0, experts, 0.0)
 
 
 def _group_seconds(
-    unit: str, size: float, cluster: Cluster, layout: Layout, copies: int, *, experts: bool = False
-) -> float:
+    unit: str, size: Table, cluster: Cluster, layout: Layout, copies: int, *, experts: bool = False
+) -> Table:
     # Replicas are so many ranks apart.
     replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.replicas, layout.tp)
     group = replicas * copies
     span = layout.devices if copies > 1 else layout.replicas * layout.tp
     link = cluster.ring(replicas, apart, within=span <= cluster.ranks_per_node, reduces=True)
-    return collective_seconds(unit, size, group, link)
+    return np.asarray(collective_seconds(unit, size, group, link))
 
 
 def optimizer_seconds(
@@ -426,6 +490,14 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     if layout.devices < cluster.devices:
         sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
     return tuple(sentences)
+
+
+def _sharded(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
+    """Return a sentence about the gathers and reductions of a sharded layout."""
+    if not layout.sharding.comes_and_goes:
+        return ()
+    text = residency_of(schedule, layout.sharding).summary()
+    return (f"Over {layout.replicas} replicas, {text}.",)
 
 
 def _error(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> float:

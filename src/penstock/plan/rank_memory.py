@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,9 +11,11 @@ import numpy.typing as npt
 
 from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import StageCosts
+from penstock.plan.stage_costs import StageCosts, rank_parameters
+from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
+from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 
 # About the 25 MiB of `penstock.parallel.data.layout`, which imports torch.
@@ -21,6 +24,7 @@ BUCKET_BYTES = 25_000_000
 MARGIN = 0.02
 """Share of the rest that the allocator needs besides, for what it rounds and cannot reuse."""
 
+Rows = npt.NDArray[np.int64]
 Parameters = TypeVar("Parameters", float, npt.NDArray[np.float64])
 
 
@@ -29,7 +33,8 @@ class RankMemory:
     """Peak bytes of one device of a pipeline rank.
 
     Attributes:
-        weights, gradients, optimizer: bytes of parameters, of their gradients, and of the optimizer's state.
+        weights, gradients, optimizer: bytes of parameters, of their gradients, and of the optimizer's state; of sharded
+            weights and gradients, those that are held at the peak.
         activations: bytes kept for backwards at the peak.
         recompute: bytes of a recomputed layer that is back in memory.
         logits: bytes of the gradient of the logits.
@@ -68,14 +73,24 @@ class RankMemory:
 
 
 def state_bytes(parameters: Parameters, experts: Parameters, layout: Layout, dtype: str) -> Parameters:
-    """Return the bytes of weights, gradients and optimizer state of parameters on one device, `experts` of them experts'."""
+    """Return the bytes of weights, gradients and optimizer state of parameters on one device, `experts` of them experts'.
+
+    Of sharded weights they are the device's share, and of sharded gradients nothing: what is held before the first backward.
+    """
     weight, gradient, state = PARAMETER_BYTES[dtype]
-    return parameters * (weight + gradient) + state * updated_parameters(parameters, experts, layout)
+    sharding = layout.sharding
+    always = weight / layout.replicas if sharding.shard == "weights" else weight
+    always += 0 if sharding.comes_and_goes else gradient
+    return parameters * always + state * updated_parameters(parameters, experts, layout)
+
+
+residency_of = lru_cache(maxsize=64)(make_residency)
+"""`make_residency`, which a search asks for the same schedule with several sizes of its stages."""
 
 
 def updated_parameters(parameters: Parameters, experts: Parameters, layout: Layout) -> Parameters:
-    """Return the number of parameters that one device updates: its share of them with ZeRO, or all."""
-    if not layout.zero:
+    """Return the number of parameters that one device updates: its share of them if they are sharded, or all."""
+    if layout.shard == "none":
         return parameters
     return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
 
@@ -92,7 +107,7 @@ def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
     return merged
 
 
-def held_activations(schedule: Schedule, costs: StageCosts) -> npt.NDArray[np.int64]:
+def held_activations(schedule: Schedule, costs: StageCosts) -> Rows:
     """Return the bytes of activations that the rank of every row holds right after that row, shape (ops,)."""
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     column = held(schedule, saved, waiting, freed_at="B")
@@ -102,15 +117,10 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> npt.NDArray[np.in
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank."""
     weight, gradient, state = PARAMETER_BYTES[dtype]
-    saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
-    column = held_activations(schedule, costs)
-    # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
-    backward = (schedule.kind == Kind.B) | (schedule.kind == Kind.I)
-    # The row holds what is left when the op ends; until then, a backward holds what its forward saved.
-    halved = (schedule.kind == Kind.I) & ~merged_backwards(schedule)
-    left = np.where(halved, waiting[schedule.stage], 0)
-    freed = np.where(backward, np.maximum(saved[schedule.stage] - left, 0), 0)
-    inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
+    column, freed, backward, inside = _activations(schedule, costs)
+    sharded = _sharded_states(schedule, costs, layout, dtype) if layout.sharding.comes_and_goes else None
+    if sharded is not None:
+        inside += sharded.sum(axis=0)
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
@@ -133,19 +143,64 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
         buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.replicas > 1 else 0.0
+        weights, gradients, moving = weight * parameters, gradient * parameters, 0.0
+        if sharded is not None and row is not None:
+            weights, gradients = (float(each[row]) for each in sharded)
+            moving = gradients + (weights if layout.sharding.shard == "weights" else 0.0)
         ranks.append(
             RankMemory(
-                weights=weight * parameters,
-                gradients=gradient * parameters,
+                weights=weights,
+                gradients=gradients,
                 optimizer=state * updated_parameters(parameters, experts, layout),
                 activations=peak,
                 recompute=back,
                 logits=logits,
                 messages=messages,
                 buckets=buckets,
-                # Weights, gradients and states stay where they are, so the allocator loses nothing with them.
-                margin=MARGIN * sum((peak, back, logits, messages, buckets)),
+                # What does not come and go stays where it is, so the allocator loses nothing with it.
+                margin=MARGIN * sum((peak, back, logits, messages, buckets, moving)),
                 peak_op=op,
             )
         )
     return tuple(ranks)
+
+
+def bound_sharded(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> float:
+    """Return bytes that the fullest device needs at least, whether weights or gradients alone are sharded.
+
+    Of these it has its share, and in full what the op itself reads or adds to: a bound that is sooner found than the peak.
+    """
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    kind, size = schedule.kind, costs.parameters[schedule.stage]
+    *_, inside = _activations(schedule, costs)
+    total, experts = rank_parameters(costs, schedule.placement)
+    read = weight * size * (kind != Kind.W)
+    weights = (weight * total)[rank_column(schedule)]
+    full = np.minimum(weights, weights / layout.replicas + read)
+    full += gradient * size * ((kind != Kind.F) & (kind != Kind.R))
+    state = state_bytes(total, experts, layout, dtype) - weight * total / layout.replicas
+    return float((inside + full + state[rank_column(schedule)]).max())
+
+
+def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:
+    """Return columns by row: bytes held after it, bytes freed by it, whether it is a backward, bytes during it."""
+    saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
+    column = held_activations(schedule, costs)
+    # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
+    backward = (schedule.kind == Kind.B) | (schedule.kind == Kind.I)
+    # The row holds what is left when the op ends; until then, a backward holds what its forward saved.
+    halved = (schedule.kind == Kind.I) & ~merged_backwards(schedule)
+    left = np.where(halved, waiting[schedule.stage], 0)
+    freed = np.where(backward, np.maximum(saved[schedule.stage] - left, 0), 0)
+    inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
+    return column, freed, backward, inside
+
+
+def _sharded_states(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> Rows:
+    """Return the bytes of weights and of gradients that the rank of every row holds, shape (2, ops)."""
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    parameters = costs.parameters.round().astype(np.int64)
+    residency = residency_of(schedule, layout.sharding)
+    weights = residency.held(schedule, weight * parameters, 0, layout.replicas)
+    gradients = residency.held(schedule, 0, gradient * parameters, layout.replicas)
+    return np.stack((weights, gradients))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from penstock.base.counts import is_count, require_count
-from penstock.base.errors import ConfigError, nearest
+from penstock.base.errors import ConfigError, ScheduleError, nearest
+from penstock.schedule.residency import Shard, Sharding
 
 Recompute = str | int
 """``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
@@ -33,14 +35,17 @@ OTHER_NAMES = {
     "recompute": "activation_checkpoint activation_checkpointing activation_recompute checkpointing "
     "gradient_checkpointing recomputation remat",
     "schedule": "order pipeline_schedule schedule_name",
+    "shard": "sharding sharding_strategy zero_stage",
+    "shard=gradients": "shard_grad_op zero2 zero_2 zero=2",
+    "shard=none": "no_shard zero=0 zero=false zero=no zero=off",
+    "shard=optimizer": "distributed_optimizer use_distributed_optimizer zero zero1 zero_1",
+    "shard=weights": "fsdp fsdp2 full_shard fully_shard hsdp use_fsdp zero3 zero_3 zero=3",
     "sequence_parallel=true": "sp",
     "split": "blocks layers partition",
     "tp": "tensor tensor_model_parallel_size tensor_parallel tensor_parallel_size tp_degree tp_size",
     "v": "chunks interleave interleaving num_virtual_stages virtual virtual_pipeline virtual_stages vp vpp",
-    "zero=true": "distributed_optimizer use_distributed_optimizer zero1 zero_1",
 }
-"""Names that people and other tools have for a key, or for a key with a value."""
-_NO_SHARDS = "gradients and weights, which a plan does not; zero=true divides the optimizer's state (ZeRO-1)"
+"""Names, some with a value, that people and other tools have for a key, or for a key with a value."""
 NO_KEYS = {
     "batch": "samples of a step are the option --batch", "devices": "it is the option --devices",
     "gpus": "the number of devices is the option --devices", "memory": "bytes of a device are the option --memory-limit",
@@ -48,9 +53,7 @@ NO_KEYS = {
     "seq": "tokens of a sample are the option --sequence", "seq_length": "tokens of a sample are the option --sequence",
     "sequence": "tokens of a sample are the option --sequence; cp=2 divides them over two devices, and "
     "sequence_parallel=true divides activations over tp",
-    "zero2": f"it divides {_NO_SHARDS}", "zero3": f"it divides {_NO_SHARDS}", "fsdp": f"it divides {_NO_SHARDS}",
-    "fsdp2": f"it divides {_NO_SHARDS}", "hsdp": f"it divides {_NO_SHARDS}",
-    "offload": "no plan moves states to the host; take more devices, zero=true or recompute=full",
+    "offload": "no plan moves states to the host; take more devices, shard=weights or recompute=full",
     "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
 }  # fmt: skip
 """Names that are no key of a layout, with the keys that they mean."""
@@ -72,7 +75,11 @@ class Layout:
         microbatch: samples of a microbatch (default 1).
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
         recompute: activations that are computed again; see `Recompute` (default "none").
-        zero: True if each replica keeps a share of the optimizer's state (ZeRO-1).
+        shard: what replicas divide: "none" (default), "optimizer" (its state, ZeRO-1), also "gradients" (ZeRO-2), or also
+            "weights" (ZeRO-3); see `penstock.schedule.residency.Sharding`.
+        window: with shard="weights", stages whose weights a rank may hold at once; None (default) for all of the rank.
+        reduce_every: with shard="gradients" or "weights", microbatches whose gradients are added up before they are summed
+            over the replicas; None (default) for all of the step.
         sequence_parallel: True if activations between the matrices are divided along the sequence, over `tp`.
         split: "even" (default), "cost" (equal times, with embedding and head), or the blocks of every stage, with commas.
         attention: "fused" or "unfused" (stores scores); None (default) is the cluster's rule.
@@ -90,7 +97,9 @@ class Layout:
     microbatch: int = 1
     schedule: str = "1f1b"
     recompute: Recompute = "none"
-    zero: bool = False
+    shard: Shard = "none"
+    window: int | None = None
+    reduce_every: int | None = None
     sequence_parallel: bool = False
     split: str | tuple[int, ...] = "even"
     attention: str | None = None
@@ -109,13 +118,16 @@ class Layout:
                 f"layout: imbalance must be a number from 1 to {_MOST_IMBALANCE:,}, the rows of the fullest device over the "
                 f"mean, got {self.imbalance!r}"
             )
-        for key in ("zero", "sequence_parallel", "overlap"):
+        try:
+            # Searches make many layouts, most of them with these values.
+            if self.shard not in ("none", "optimizer") or (self.window, self.reduce_every) != (None, None):
+                Sharding(self.shard, self.window, self.reduce_every)
+        except ScheduleError as error:
+            raise ConfigError(f"layout: {error}") from None
+        for key in ("sequence_parallel", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
-                stage = " (a plan has ZeRO-1, zero=true, which divides the optimizer's state alone)"
-                raise ConfigError(
-                    f"layout: {key} must be true or false, got {value!r}{stage if key == 'zero' else ''}"
-                )
+                raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
         if not isinstance(self.schedule, str):
             raise ConfigError(
                 f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
@@ -154,6 +166,20 @@ class Layout:
         """Number of devices of a stage that have the same experts: dp * cp * tp / ep."""
         return self.replicas * self.tp // self.ep
 
+    @property
+    def sharding(self) -> Sharding:
+        """Choice of what replicas divide; nothing if there is one."""
+        if self.replicas == 1:
+            return _make_sharding("none", None, None)
+        return _make_sharding(self.shard, self.window, self.reduce_every)
+
+    @property
+    def shard_text(self) -> str:
+        """Words for a table about what replicas divide, such as "weights, window 2"; empty for nothing."""
+        window = "" if self.window is None else f", window {self.window}"
+        every = "" if self.reduce_every is None else f", every {self.reduce_every}"
+        return "" if self.shard == "none" else f"{self.shard}{window}{every}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return all keys with their values."""
         return asdict(self)
@@ -184,6 +210,9 @@ class Layout:
         return replace(self, **values)
 
 
+_make_sharding = lru_cache(maxsize=64)(Sharding)
+
+
 def layout_values(text: str) -> dict[str, Any]:
     """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it."""
     values: dict[str, Any] = {}
@@ -207,7 +236,8 @@ def require_key(key: object, value: object = "") -> None:
     name = str(key).lower().strip("-").replace("-", "_")
     if name in NO_KEYS:
         raise ConfigError(f"layout: no key {key!r}: {NO_KEYS[name]}")
-    near = next((ours for ours, others in OTHER_NAMES.items() if name in others.split()), "")
+    others = {other: ours for ours, names in OTHER_NAMES.items() for other in names.split()}
+    near = others.get(f"{name}={value}".lower()) or others.get(name, "")
     if near and "=" not in near and value != "":
         near = f"{near}={value}"
     hint = f" (did you mean {near!r}?)" if near else nearest(str(key), known)
@@ -215,11 +245,11 @@ def require_key(key: object, value: object = "") -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    if key in ("zero", "sequence_parallel", "overlap"):
+    if key in ("sequence_parallel", "overlap"):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         return text
-    if key in ("schedule", "attention", "dtype"):
+    if key in ("schedule", "shard", "attention", "dtype"):
         return text
     if key == "split":
         if text in ("even", "cost"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from penstock.schedule.placement import Placement
 from penstock.stage.partition import by_counts, even
 
 Table = npt.NDArray[np.float64]
+Size = TypeVar("Size", float, Table)
 _NO_LINK = LinkSpeed()
 
 
@@ -211,14 +213,14 @@ def _seconds(work: DeviceWork, device: Device, dtype: str, links: Links) -> floa
     return launch + work.amount / device.matmul_rate(dtype, work.width)
 
 
-def collective_seconds(unit: str, size: float, group: int, link: LinkSpeed) -> float:
+def collective_seconds(unit: str, size: Size, group: int, link: LinkSpeed) -> Size:
     """Return the seconds of a ring collective: "all_reduce", "all_gather" or "reduce_scatter".
 
     `size` is the bytes of the whole tensor on each rank (before a reduce-scatter, after an all-gather), `link` the
     slowest of the ring.
     """
     if group <= 1:
-        return 0.0
+        return 0.0 * size
     # A ring's all-reduce is a reduce-scatter and then an all-gather.
     rounds = 2 if unit == "all_reduce" else 1
     return rounds * (group - 1) * (link.latency / 2 + size / group / link.bandwidth)

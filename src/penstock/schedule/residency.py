@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -167,18 +168,17 @@ class Residency:
     def _open(self, schedule: Schedule, rank: int) -> Iterator[tuple[int, int, int, bool]]:
         """Yield (stage, first row, last row, whether it is the stage's first) of gradients that are held in full."""
         rows = schedule.rows(rank)
-        reduced = self.reduces(rank)
-        opened: dict[int, int] = {}
-        before: set[int] = set()
-        for row in range(rows.start, rows.stop):
-            stage = int(schedule.stage[row])
-            if schedule.kind[row] != Kind.F and schedule.kind[row] != Kind.R:
-                opened.setdefault(stage, row)
-            for done in reduced.get(row, ()):
-                beside = min(row + 1, rows.stop - 1)
-                beside += int(schedule.paired[beside])
-                yield done, opened.pop(done), beside, done not in before
-                before.add(done)
+        backward = np.isin(schedule.kind[rows], (Kind.B, Kind.I, Kind.W))
+        of_stage = {
+            stage: rows.start + np.flatnonzero(backward & (schedule.stage[rows] == stage))
+            for stage in schedule.placement.stages_of[rank]
+        }
+        before: dict[int, int] = {}  # row of the stage's last reduction
+        for row, stage in self.reductions[rank]:
+            mine = of_stage[stage]
+            opened = int(mine[np.searchsorted(mine, before.get(stage, -1), "right")])
+            yield stage, opened, beside(schedule, row, rows.stop), stage not in before
+            before[stage] = row
 
     def text(self, schedule: Schedule, rank: int) -> Iterator[str]:
         """Yield one rank's ops with these operations among them, as PyTorch writes them."""
@@ -222,6 +222,12 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     )
 
 
+def beside(schedule: Schedule, row: int, stop: int) -> int:
+    """Return the last row of the op after a row, beside which a reduction runs; `stop` ends the rank's rows."""
+    after = min(row + 1, stop - 1)
+    return after + int(schedule.paired[after])
+
+
 def _by_row(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     for row, stage in pairs:
@@ -232,13 +238,14 @@ def _by_row(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 def _groups(schedule: Schedule, rank: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield (first row, last row, stages that are read) of the rank's ops that read weights; a pair is one of them."""
     rows = schedule.rows(rank)
-    row = rows.start
-    while row < rows.stop:
-        last = row + 1 if schedule.paired[row] else row
-        reads = [r for r in range(row, last + 1) if schedule.kind[r] in _READS_WEIGHTS]
-        if reads:
-            yield row, last, tuple(dict.fromkeys(int(schedule.stage[r]) for r in reads))
-        row = last + 1
+    reads = np.isin(schedule.kind[rows], _READS_WEIGHTS).tolist()
+    stages, paired = schedule.stage[rows].tolist(), schedule.paired[rows].tolist()
+    first = 0
+    while first < len(reads):
+        last = first + 1 if paired[first] else first
+        if read := tuple(dict.fromkeys(stages[r] for r in range(first, last + 1) if reads[r])):
+            yield rows.start + first, rows.start + last, read
+        first = last + 1
 
 
 def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
@@ -249,32 +256,34 @@ def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
             f"{schedule.name}: an op of rank {rank} reads the weights of {most} stages, and the window is {limit}; use at "
             f"least {most}"
         )
-    uses: dict[int, list[int]] = {}
-    for place, (*_, stages) in enumerate(groups):
-        for stage in stages:
-            uses.setdefault(stage, []).append(place)
-    after = dict.fromkeys(uses, 0)  # place in `uses` of the stage's next op
-    stays: dict[int, list[int]] = {}  # stage → first and last op so far of a stay that may go on
+    coming: dict[int, int] = {}  # stage → place of its next op
+    following: list[list[int]] = []  # of every group, the last first: places of the next ops of its stages
+    for place in reversed(range(len(groups))):
+        stages = groups[place][2]
+        # A stage that is needed no more comes after all others.
+        following.append([coming.get(stage, len(groups)) for stage in stages])
+        coming.update(dict.fromkeys(stages, place))
+    stays: dict[
+        int, list[int]
+    ] = {}  # stage → first and last op so far of a stay that may go on, and its next op
     ended: list[tuple[int, int, int]] = []
     for place, (*_, stages) in enumerate(groups):
-        for stage in stages:
-            after[stage] += 1
+        for stage, later in zip(stages, following.pop(), strict=True):
             if stage in stays:
-                stays[stage][1] = place
+                stays[stage][1:] = place, later
                 continue
             if len(stays) == limit:
-                others = [other for other in stays if other not in stages]
-                # The stage that is needed last; one that is needed no more comes first.
-                goes = max(
-                    others, key=lambda s: uses[s][after[s]] if after[s] < len(uses[s]) else len(groups)
-                )
-                ended.append((stays[goes][0], stays[goes][1], goes))
-                del stays[goes]
-            stays[stage] = [place, place]
-    ended += [(first, last, stage) for stage, (first, last) in stays.items()]
-    held = np.zeros(len(groups) + 1, np.int64)
+                # The stage that is needed last.
+                goes = max((other for other in stays if other not in stages), key=lambda s: stays[s][2])
+                first, last, _ = stays.pop(goes)
+                ended.append((first, last, goes))
+            stays[stage] = [place, place, later]
+    ended += [(first, last, stage) for stage, (first, last, _) in stays.items()]
+    change = [0] * (len(groups) + 1)
     for first, last, _ in ended:
-        held[first : last + 1] += 1
+        change[first] += 1
+        change[last + 1] -= 1
+    held = list(accumulate(change))
     for first, last, stage in sorted(ended):
         ahead = first
         # One op ahead, so that the gather runs beside that op, if the window has a place for it.
@@ -285,12 +294,10 @@ def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
 
 
 def _reductions(schedule: Schedule, rank: int, every: int) -> Iterator[tuple[int, int]]:
-    done: dict[int, int] = {}
     rows = schedule.rows(rank)
-    for row in range(rows.start, rows.stop):
-        if schedule.kind[row] not in _ENDS:
-            continue
-        stage = int(schedule.stage[row])
-        done[stage] = done.get(stage, 0) + 1
-        if done[stage] % every == 0 or done[stage] == schedule.microbatches:
-            yield row, stage
+    ends = np.isin(schedule.kind[rows], _ENDS)
+    found = []
+    for stage in schedule.placement.stages_of[rank]:
+        done = rows.start + np.flatnonzero(ends & (schedule.stage[rows] == stage))
+        found += [(int(row), stage) for row in dict.fromkeys((*done[every - 1 :: every], *done[-1:]))]
+    yield from sorted(found)

@@ -261,14 +261,14 @@ _MEANINGS = {
     "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
     "ep": "devices that divide experts", "cp": "devices that divide the tokens of a sample",
     "v": "stages per rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
-    "recompute": "activations computed again", "zero": "optimizer's state divided over replicas (ZeRO-1)",
+    "recompute": "activations computed again", "shard": "what is divided over replicas",
     "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
 }  # fmt: skip
 
 
 def _layout(plan: Prediction) -> list[tuple[str, str, str]]:
     values = {name: str(value) for name, value in plan.layout.as_dict().items()}
-    values |= {"zero": "yes" if plan.layout.zero else "no"}
+    values |= {"shard": plan.layout.shard_text or "nothing"}
     values |= {"sequence_parallel": "yes" if plan.layout.sequence_parallel else "no"}
     if plan.costs is not None:
         values["split"] = _runs(plan.costs.counts)
@@ -288,7 +288,7 @@ def _runs(counts: Sequence[int]) -> str:
 
 def _plans(search: SearchResult) -> dict[str, Any]:
     heads = (
-        "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step",
+        "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "shard", "sequence parallel", "step",
         "slower", f"{search.best.unit}/s", "MFU", "memory", "idle",
     )  # fmt: skip
     rows = []
@@ -296,13 +296,15 @@ def _plans(search: SearchResult) -> dict[str, Any]:
         at = plan.layout
         rows.append(
             (
-                at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
+                at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch, at.schedule, at.recompute, at.shard_text,
                 "yes" if at.sequence_parallel else "", time_text(plan.step_seconds),
                 f"{plan.step_seconds / search.best.step_seconds - 1:.1%}", f"{plan.tokens_per_second:,.0f}",
                 f"{plan.mfu:.1%}", size_text(plan.peak_bytes), f"{plan.bubble:.1%}",
             )
         )  # fmt: skip
-    hint = "One row for each choice of degrees, microbatch and schedule, with its best recompute and ZeRO."
+    hint = (
+        "One row for each choice of degrees, microbatch and schedule, with its best recompute and sharding."
+    )
     return {"heads": heads, "rows": rows, "hint": hint}
 
 

@@ -23,6 +23,7 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
 from penstock.train.config.resolve import find_mesh
+from penstock.train.config.sections import ParallelConfig
 from penstock.train.device import choose_device, sharing_cores
 from penstock.train.model.precision import autocast_of
 from penstock.train.model.trainable import TrainableModel, build_model
@@ -60,7 +61,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
         profile = _measure(config, model, shape, run_group)
 
     def choose() -> tuple[dict[str, Any], tuple[int, ...]]:
-        fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, "zero": config.parallel.zero}
+        fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, **_sharding(config.parallel, shape.dp)}
         result = search(
             profile, cluster, sequence=config.data.sequence, batch=config.train.batch, fixed=fixed, devices=shape.ranks,
             # The other processes wait meanwhile, and must not give up.
@@ -101,6 +102,17 @@ def _require_measurable(config: Config, processes: int) -> None:
         )
 
 
+def _sharding(parallel: ParallelConfig, replicas: int) -> dict[str, Any]:
+    """Return what replicas divide, as keys of a layout."""
+    shard = "optimizer" if parallel.zero and parallel.shard == "none" else parallel.shard
+    given = {"shard": shard, "window": parallel.window, "reduce_every": parallel.reduce_every}
+    return (
+        {key: value for key, value in given.items() if value is not None}
+        if replicas > 1
+        else {"shard": "none"}
+    )
+
+
 def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group: RunGroup) -> Profile:
     """Return the profile of a model's layers, the same on every process."""
     sequence = config.data.sequence
@@ -126,6 +138,8 @@ def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config
         split=split,
     )
     parallel = replace(config.parallel, pp=layout.pp, virtual_stages=layout.v)
+    if layout.shard == "weights":
+        parallel = replace(parallel, window=layout.window)
     recompute: Any = "none" if layout.recompute == "selective" else layout.recompute
     return replace(
         config, schedule=schedule, parallel=parallel, runtime=replace(config.runtime, recompute=recompute)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import Cluster, Device, read_cluster
+from penstock.plan.cluster import Cluster, Device, read_cluster, with_memory
 from penstock.plan.explore import branch_and_bound
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import grouped_reasons, time_shares
@@ -109,7 +109,7 @@ def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, objec
 @pytest.mark.parametrize(
     "fixed",
     [
-        {"pp": 2}, {"tp": 4, "dp": 2}, {"recompute": "full"}, {"zero": False}, {"microbatch": 2}, {"schedule": "gpipe"},
+        {"pp": 2}, {"tp": 4, "dp": 2}, {"recompute": "full"}, {"shard": "none"}, {"microbatch": 2}, {"schedule": "gpipe"},
         {"schedule": "interleaved-1f1b", "v": 4, "pp": 4}, {"v": 1}, {"v": 3, "pp": 2}, {"sequence_parallel": False},
     ],
     ids=str,
@@ -232,9 +232,9 @@ def test_devices_and_memory_are_kept():
     profile, cluster = medium(), read_cluster("h100*8")
     few = search(profile, cluster, sequence=2048, batch=32, devices=4)
     assert {plan.layout.devices for plan in few.plans} == {4}
-    free = search(profile, cluster, sequence=2048, batch=32)
+    free = search(profile, cluster, sequence=2048, batch=32, fixed={"pp": 2})
     cap = 0.8 * free.best.peak_bytes
-    capped = search(profile, cluster, sequence=2048, batch=32, memory=cap)
+    capped = search(profile, cluster, sequence=2048, batch=32, fixed={"pp": 2}, memory=cap)
     assert max(plan.peak_bytes for plan in capped.plans) <= cap
     assert capped.best.step_seconds >= free.best.step_seconds
 
@@ -243,7 +243,8 @@ def test_devices_and_memory_are_kept():
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
     small = small_space(seed)
-    least = min(plan.peak_bytes for plan in every_plan(small))
+    nothing = replace(small, cluster=with_memory(small.cluster, 1.0))
+    least = min(plan.peak_bytes for plan in every_plan(nothing))
     cap = 0.5 * least
     result = search(
         small.profile,
@@ -278,7 +279,7 @@ def test_steps_of_many_microbatches_are_predicted_in_full(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "dualpipe", "gpipe"])
 def test_an_extrapolated_step_is_near_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
-    fixed = {"schedule": name, "pp": 4, "tp": 1, "microbatch": 1, "recompute": "full", "zero": True}
+    fixed = {"schedule": name, "pp": 4, "tp": 1, "microbatch": 1, "recompute": "full", "shard": "optimizer"}
     profile, cluster, batch = medium(), read_cluster("h100*8"), 2 * (40 + 2 * len(name))
     extrapolated: list[Prediction] = []
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
-from itertools import count
+from itertools import count, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -27,8 +27,9 @@ from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
+from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.profile.model_profile import Profile
-from penstock.plan.rank_memory import rank_memory, state_bytes
+from penstock.plan.rank_memory import bound_sharded, rank_memory, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     LayerTimes,
@@ -42,6 +43,7 @@ from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
 from penstock.simulate.bounds import lower_bound
 
 DIVES = 40
@@ -96,17 +98,11 @@ def search(
         schedules=schedules,
         devices=devices,
     )
-    run = _Search(space, top)
-    began, complete = perf_counter(), True
-    try:
-        for _ in run.steps():
-            if progress is not None:
-                progress(run.evaluated, run.simulated, run.leader)
-            if limit is not None and perf_counter() - began > limit:
-                complete = False
-                break
-    except KeyboardInterrupt:
-        complete = False
+    began = perf_counter()
+    run, complete = _run(space, top, began, limit, progress)
+    if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
+        space = replace(space, shards=True)
+        run, complete = _run(space, top, began, limit, progress)
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
     return SearchResult(
@@ -122,6 +118,26 @@ def search(
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
     )
+
+
+def _run(
+    space: Space,
+    top: int,
+    began: float,
+    limit: float | None,
+    progress: Callable[[int, int, Prediction | None], None] | None,
+) -> tuple[_Search, bool]:
+    """Search a space until its end or that of the time; return whether it is complete."""
+    run = _Search(space, top)
+    try:
+        for _ in run.steps():
+            if progress is not None:
+                progress(run.evaluated, run.simulated, run.leader)
+            if limit is not None and perf_counter() - began > limit:
+                return run, False
+    except KeyboardInterrupt:
+        return run, False
+    return run, True
 
 
 def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
@@ -158,6 +174,21 @@ class _Candidate:
     # Seconds that it needs at least after the pipeline, once its placement is chosen.
     rest: float = field(default=0.0, compare=False)
     bounded: bool = field(default=False, compare=False)  # the bound is of the schedule's simulation
+    # Only sharded gradients or weights may make it fit.
+    sharded: bool = field(default=False, compare=False)
+
+
+_UNTIMED: dict[str, Any] = {
+    "pp": 1, "dp": 1, "v": None, "schedule": Layout.schedule, "shard": "none", "window": None, "reduce_every": None,
+    "split": "even",
+}  # fmt: skip
+"""Values of a layout's keys that the layers' times do not depend on."""
+_Sizes = Callable[[Schedule, StageCosts, Layout, str], float]
+
+
+def _fullest(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> float:
+    """Return the peak bytes of the fullest device."""
+    return max(rank.total for rank in rank_memory(schedule, costs, layout, dtype))
 
 
 class _Search:
@@ -199,7 +230,9 @@ class _Search:
 
     def _begin(self) -> None:
         """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
-        sized = [(least_bytes(self.space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
+        sized = [
+            (least_bytes(self.space, c.point.layout, self._times_of(c.point.layout)), c) for c in self._heap
+        ]
         roomy = [c for size, c in sized if size < self.space.cluster.device.usable / 2]
         roomy.sort(key=lambda c: c.bound * c.point.layout.pp * c.point.microbatches)  # soon simulated
         for candidate in (*roomy[:DIVES], *(c for _, c in sorted(sized)[:DIVES])):
@@ -282,15 +315,15 @@ class _Search:
 
     def _times_of(self, layout: Layout) -> LayerTimes:
         """Return the layers' times, which depend on few of a layout's values."""
-        return self._times(
-            replace(layout, pp=1, dp=1, v=None, schedule=Layout.schedule, zero=False, split="even")
-        )
+        return self._times(replace(layout, **_UNTIMED))
 
     def _add_point(self, point: Point) -> None:
         """Bound a layout by its work and its states, shared equally by all ranks."""
         layout = point.layout
         times = self._times_of(layout)
-        size = least_bytes(self.space, point, times)
+        size = least_bytes(self.space, layout, times)
+        if size > self.space.cluster.device.usable and self.space.may_shard(layout):
+            size = least_bytes(self.space, replace(layout, shard="weights"), times)
         if size > self.space.cluster.device.usable:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
@@ -305,6 +338,7 @@ class _Search:
     def _choose_placements(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound a layout with every placement of its stages by the work of its busiest rank."""
         point, opened = candidate.point, []
+        usable = self.space.cluster.device.usable
         groups: dict[Placement, list[Order]] = {}
         for order in self.space.orders(point.layout.pp, point.microbatches):
             groups.setdefault(order.placement, []).append(order)
@@ -312,8 +346,14 @@ class _Search:
             at = replace(point.layout, v=orders[0].v)
             for layout, costs in self.space.with_splits(at, placement, self._times_of(at)):
                 self.evaluated += len(orders)
-                if self._too_large(layout, orders, placement, costs):
-                    continue
+                sharded = not self.space.variants(layout)
+                if sharded or least_placed_bytes(self.space, layout, placement, costs) > usable:
+                    least = layout
+                    if choices := self.space.sharded(layout, orders[0]):
+                        least = replace(layout, shard=choices[-1][0], window=choices[-1][1])
+                    if self._too_large(least, orders, placement, costs):
+                        continue
+                    sharded = True
                 work = work_shares(placement) @ costs.work
                 rest = seconds_after_pipeline(self.space, layout, placement, costs)
                 bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
@@ -321,7 +361,11 @@ class _Search:
                 # Whole and split backwards have different lower bounds, so their orders are candidates of their own.
                 for halves in {order.splits_backward for order in orders}:
                     chosen = tuple(order for order in orders if order.splits_backward == halves)
-                    opened.append(self._candidate(bound, 0.0, placed, orders=chosen, costs=costs, rest=rest))
+                    opened.append(
+                        self._candidate(
+                            bound, 0.0, placed, orders=chosen, costs=costs, rest=rest, sharded=sharded
+                        )
+                    )
         return opened
 
     def _bound_orders(self, candidate: _Candidate) -> list[_Candidate]:
@@ -347,7 +391,13 @@ class _Search:
             estimate = (
                 bound if bubble is None else max(bound, m * (f + b + w) + float(bubble) + candidate.rest)
             )
-            opened.append(self._candidate(bound, estimate, point, orders=(order,), costs=costs, bounded=True))
+            chosen: dict[str, Any] = {
+                "bound": bound,
+                "estimate": estimate,
+                "number": next(self._number),
+                "orders": (order,),
+            }
+            opened.append(replace(candidate, **chosen, bounded=True))
         return opened
 
     def _too_large(
@@ -362,20 +412,50 @@ class _Search:
         return True
 
     def _simulate(self, candidate: _Candidate) -> None:
-        """Predict a layout with its schedule, with and without ZeRO; keep what fits."""
-        (order,) = candidate.orders
-        for layout in self.space.variants(replace(candidate.point.layout, schedule=order.name)):
-            try:
-                size = self._peak_bytes(layout, candidate)
-            except ScheduleError:
-                return  # the family does not allow the counts
-            if size > self.space.cluster.device.usable:
-                self.rejections.add_too_large(layout, size)
-                return  # without ZeRO, it needs more
-            self._keep(self._quick_prediction(layout, candidate.point.microbatches, order))
-            self.simulated += 1
+        """Predict a layout with its schedule, with and without a sharded optimizer; keep what fits.
 
-    def _peak_bytes(self, layout: Layout, candidate: _Candidate) -> float:
+        If neither does, the first that fits with sharded gradients or weights is kept.
+        """
+        (order,) = candidate.orders
+        at = replace(candidate.point.layout, schedule=order.name)
+        variants = () if candidate.sharded else self.space.variants(at)
+        if order.for_sharding and variants:
+            if self._fits(variants[0], candidate):
+                return
+            variants = ()
+        # Without a sharded optimizer, a layout needs more.
+        if list(takewhile(lambda layout: self._try(layout, candidate), variants)):
+            return
+        layouts = [replace(at, shard=shard, window=window) for shard, window in self.space.sharded(at, order)]
+        # A bound that holds for all of them, and then the smallest window, spare counting most of them.
+        if not layouts or not self._fits(layouts[-1], candidate, bound_sharded):
+            return
+        for shard in dict.fromkeys(layout.shard for layout in layouts):
+            *wider, smallest = (layout for layout in layouts if layout.shard == shard)
+            if self._fits(smallest, candidate):
+                next(layout for layout in (*wider, smallest) if self._try(layout, candidate))
+                return
+
+    def _try(self, layout: Layout, candidate: _Candidate) -> bool:
+        """Predict a layout if it fits; return whether it does."""
+        if not self._fits(layout, candidate):
+            return False
+        self._keep(self._quick_prediction(layout, candidate.point.microbatches, candidate.orders[0]))
+        self.simulated += 1
+        return True
+
+    def _fits(self, layout: Layout, candidate: _Candidate, size_of: _Sizes = _fullest) -> bool:
+        """Return whether a layout fits in memory by its peak or by a bound; note it if not."""
+        try:
+            size = self._peak_bytes(layout, candidate, size_of)
+        except ScheduleError:
+            return False  # the family does not allow the counts
+        if size <= self.space.cluster.device.usable:
+            return True
+        self.rejections.add_too_large(layout, size, size_of is _fullest)
+        return False
+
+    def _peak_bytes(self, layout: Layout, candidate: _Candidate, size_of: _Sizes) -> float:
         """Return the bytes of the fullest device, from a step that is long enough for the schedule's steady state."""
         (order,), costs = candidate.orders, candidate.costs
         assert costs is not None, "its placement is chosen"
@@ -383,8 +463,7 @@ class _Search:
         dtype = dtype_of(self.space.profile, self.space.cluster, layout)
 
         def peak(m: int) -> float:
-            schedule = order_of_ops(order, layout.pp, m)
-            return max(rank.total for rank in rank_memory(schedule, costs, layout, dtype))
+            return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype)
 
         few = STEADY * layout.pp + microbatches % layout.pp
         if order.family is None or microbatches <= few + layout.pp:
@@ -435,12 +514,11 @@ def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
     return known
 
 
-def least_bytes(space: Space, point: Point, times: LayerTimes) -> float:
+def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     """Return the bytes that the fullest device needs at least, whatever the schedule.
 
     Before the backward of its first microbatch, the pipeline holds that microbatch on all stages.
     """
-    layout = point.layout
     dtype = dtype_of(space.profile, space.cluster, layout)
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
@@ -482,13 +560,18 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
     state = held @ state_bytes(costs.parameters, costs.expert_parameters, layout, dtype)
+    if layout.sharding.comes_and_goes:
+        # The stage of the first backward has its weights and gradients in full.
+        weight, gradient, _ = PARAMETER_BYTES[dtype]
+        full = (gradient + weight * (layout.shard == "weights")) * costs.parameters
+        state += np.where(held, full, np.inf).min(axis=1)
     alone = all(len(ranks) == 1 for ranks in placement.holders)
     saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
     return float((state + saved).max())
 
 
 def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
-    """Return the seconds that a step takes at least after the pipeline's last op, with or without ZeRO."""
+    """Return the seconds that a step takes at least after the pipeline's last op, however they are sharded."""
     cluster = space.cluster
     dtype = dtype_of(space.profile, cluster, layout)
     blocking = not overlaps(cluster, layout)
@@ -498,6 +581,6 @@ def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, c
         + min(
             optimizer_seconds(costs, cluster, variant, dtype, placement)
             + (blocking_reduction(costs, cluster, variant, dtype, placement) if blocking else 0.0)
-            for variant in space.variants(layout)
+            for variant in space.variants(layout) or (layout,)
         )
     )

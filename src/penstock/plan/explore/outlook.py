@@ -62,7 +62,9 @@ def time_shares(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     return {
         "compute": busy * (unlinked - repeated),
         "recompute": busy * repeated,
-        "links": busy * (work - unlinked) + waits + plan.parts["reduction"] / plan.step_seconds,
+        "links": busy * (work - unlinked)
+        + waits
+        + (plan.parts["reduction"] + plan.parts["sharding"]) / plan.step_seconds,
         "bubble": pipeline * plan.bubble - waits,
         "optimizer": (plan.parts["optimizer"] + plan.parts["overhead"]) / plan.step_seconds,
     }
@@ -83,7 +85,7 @@ def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
 def left_out_text(result: SearchResult) -> str:
     """Return sentences about what a search did not compare."""
     given = "; ".join(result.not_compared)
-    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has ZeRO-2, ZeRO-3, FSDP or offloading."
+    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has offloading."
 
 
 def changes(

@@ -14,7 +14,8 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 DIMENSIONS = (
-    "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
+    "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "shard", "window", "sequence_parallel",
+    "split",
 )  # fmt: skip
 
 SAME = 1e-9
@@ -111,7 +112,7 @@ class Rejections:
             dimension: {
                 value_text(value): _reason(seen, best.step_seconds, capacity)
                 for value, seen in sorted(self._seen[dimension].items(), key=lambda item: _order(item[0]))
-                if value != chosen[dimension] and value is not None
+                if value != chosen[dimension] and None not in (value, chosen[dimension])
             }
             for dimension in DIMENSIONS
         }

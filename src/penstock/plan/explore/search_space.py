@@ -12,7 +12,7 @@ from typing import Any
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster
-from penstock.plan.prediction import step_program
+from penstock.plan.prediction import family_schedule, step_program
 from penstock.plan.profile.closed_form import require_divisible
 from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout, Recompute, require_key
@@ -20,6 +20,7 @@ from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtyp
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
+from penstock.schedule.residency import Shard
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 
@@ -50,6 +51,8 @@ class Order:
     v: int | None
     placement: Placement
     splits_backward: bool
+    # Whether only sharded weights make it any better than another order.
+    for_sharding: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,6 +67,9 @@ class Space:
     devices: int
     fixed: Mapping[str, Any]
     schedules: Sequence[str]  # families of the catalogue or the user's own, or paths of CSV files
+    # Whether gradients and weights are sharded where that alone makes a layout fit. If reductions do not overlap, nothing
+    # hides that traffic, so a search tries it only if no other layout fits.
+    shards: bool = True
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
@@ -78,12 +84,16 @@ class Space:
                     self._values("sequence_parallel", self._sequence_parallel(tp, cp)),
                 )
                 for ep, recompute, sequence_parallel in choices:
-                    if dp * cp * tp % ep:
+                    if dp * cp * tp % ep or (
+                        dp * cp == 1 and self.fixed.get("shard") in ("gradients", "weights")
+                    ):
                         continue
-                    # `zero` and `split` are chosen last; see `variants` and `splits`.
+                    # `shard` and `split` are chosen last; see `variants`, `sharded` and `splits`.
                     layout = Layout(
                         pp=pp, dp=dp, tp=tp, ep=ep, cp=cp, v=None, microbatch=microbatch, recompute=recompute,
-                        zero=self.fixed.get("zero", dp * cp > 1),
+                        shard=self.fixed.get("shard", "optimizer" if dp * cp > 1 else "none"),
+                        window=self.fixed.get("window"),
+                        reduce_every=self.fixed.get("reduce_every"),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
                         attention=self.fixed.get("attention"),
@@ -116,10 +126,33 @@ class Space:
             yield replace(at, split="even") if split == "cost" and costs.counts == even else at, costs
 
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
-        """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights."""
-        if "zero" in self.fixed or layout.replicas == 1:
+        """Return a layout with a sharded optimizer, which needs less memory, and without, which need not gather weights."""
+        if layout.replicas == 1 or self.fixed.get("shard") in ("none", "optimizer"):
             return (layout,)
-        return (replace(layout, zero=True), replace(layout, zero=False))
+        if "shard" in self.fixed:
+            return ()
+        return (replace(layout, shard="optimizer"), replace(layout, shard="none"))
+
+    def sharded(self, layout: Layout, order: Order) -> tuple[tuple[Shard, int | None], ...]:
+        """Return what else replicas may divide, with the window: the quickest first, and last what needs the least memory.
+
+        These need more traffic than `variants`, so a search tries them only where none of these fits. Sharded weights save
+        memory on ranks with several stages. Windows are powers of two.
+        """
+        shard = self.fixed.get("shard")
+        stages = max(map(len, order.placement.stages_of))
+        if not self.may_shard(layout) or order.placement.has_copies or (shard is None and stages == 1):
+            return ()
+        windows: list[int | None] = [2**n for n in reversed(range((stages - 1).bit_length()))]
+        if shard is not None:
+            windows = [self.fixed["window"]] if "window" in self.fixed else [None, *windows]
+        weights: list[tuple[Shard, int | None]] = [("weights", k) for k in windows]
+        every = weights if order.for_sharding else [("gradients", None), *weights]
+        return tuple(each for each in every if shard in (None, each[0]))
+
+    def may_shard(self, layout: Layout) -> bool:
+        """Return whether gradients and weights of a layout may be sharded."""
+        return self.shards and layout.replicas > 1 and layout.ep == 1
 
     def orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
         """Return the schedules that may run on `pp` ranks."""
@@ -174,19 +207,21 @@ class Space:
         fixed_v = self.fixed.get("v")
         most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
         name = Layout.schedule
-        if pp == 1 and name in self.schedules and fixed_v in (None, 1):
+        alone = pp == 1 and name in self.schedules and fixed_v in (None, 1)
+        if alone:
             # One rank waits for no other, so all orders need the same time but for what hides reductions, and one microbatch
-            # at a time needs least memory.
+            # at a time needs least memory. But a rank with several stages need not hold all of their weights.
             yield Order(FAMILIES[name], name, 1, Placement.loop(1), False)
-            return
+            if fixed_v == 1 or not self.shards or self.devices == 1:
+                return
         for name in self.schedules:
             family = FAMILIES.get(name)
-            if family is None:
+            if family is None or (alone and (family.splits_backward or not family.chooses_virtual_stages)):
                 continue
             if family.chooses_virtual_stages:
                 choices = [
                     v
-                    for v in range(family.least_virtual_stages, most + 1)
+                    for v in range(max(family.least_virtual_stages, 1 + alone), most + 1)
                     if not self.profile.blocks // pp % v
                 ]
                 if fixed_v is not None:
@@ -199,7 +234,7 @@ class Space:
                 except ScheduleError:
                     continue  # the family does not allow so many ranks
                 if placement.stages <= self.profile.blocks:
-                    yield Order(family, name, v, placement, family.splits_backward)
+                    yield Order(family, name, v, placement, family.splits_backward, alone)
 
     def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield every (pp, dp, tp, cp)."""
@@ -247,12 +282,11 @@ class Space:
         return (self.fixed[key],) if key in self.fixed else default
 
 
-@lru_cache(maxsize=512)
 def order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
     """Return a schedule that is not yet proven, which is enough to count its memory."""
     if order.family is None:
         return step_program(order.name, ranks, microbatches, order.v).schedule
-    return order.family.build(ranks, microbatches, order.v if order.family.chooses_virtual_stages else None)
+    return family_schedule(order.name, ranks, microbatches, order.v)
 
 
 def make_space(
@@ -298,6 +332,8 @@ def make_space(
         devices=count,
         fixed=dict(fixed),
         schedules=names,
+        shards=fixed.get("shard") not in ("none", "optimizer")
+        and ("shard" in fixed or fixed.get("overlap", cluster.overlap)),
     )
     if next(space.points(), None) is None:
         raise ConfigError(_why_empty(space))
@@ -334,6 +370,14 @@ def not_compared(space: Space) -> tuple[str, ...]:
         found.append(f"tp across nodes, as tp={across}")
     if shape is not None and "cp" not in fixed and space.sequence < 2 * LEAST_PART:
         found.append(f"cp above 1 (samples are shorter than {2 * LEAST_PART:,} tokens)")
+    if "shard" not in fixed and space.devices > 1:
+        where = (
+            "where shard=optimizer fits"
+            if space.shards
+            else "(nothing hides their traffic with overlap=false)"
+        )
+        found += [f"shard=gradients and shard=weights {where}", "reduce_every"]
+        found += ["window=3 and others"] if space.shards else []
     if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES:
         found.append(f"v above {MAX_VIRTUAL_STAGES}")
     if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:

@@ -38,7 +38,9 @@ def with_searched_order(
     """
     best: Prediction | None = None
     for plan in result.plans[:TRIED]:
-        if plan.layout.pp == 1 or plan.program is None or plan.costs is None:
+        # Orders are searched for activations that come and go, not for weights and gradients that do.
+        sharded = plan.layout.sharding.comes_and_goes
+        if plan.layout.pp == 1 or sharded or plan.program is None or plan.costs is None:
             continue
         schedule = plan.program.schedule
         split = bool((schedule.kind == Kind.W).any())

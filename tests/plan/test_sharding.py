@@ -1,0 +1,182 @@
+"""Layouts whose replicas divide gradients or weights: bytes as the checker proves them, traffic by hand, and the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import ConfigError, ScheduleError
+from penstock.plan.cluster import read_cluster
+from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.outlook import left_out_text
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.prediction import Prediction, predict
+from penstock.plan.profile.model_profile import Profile, of_shape
+from penstock.plan.profile.model_shape import ModelShape
+from penstock.plan.rank_memory import bound_sharded, rank_memory
+from penstock.schedule.check import check
+from penstock.schedule.memory import Budget, WeightBytes
+from penstock.schedule.residency import Sharding, make_residency
+from tests.support.planning import SEQUENCE, round_cluster, slow_links, timed_profile
+
+ORDERS = (
+    "schedule=gpipe",
+    "schedule=breadth-first,v=4",
+    "schedule=interleaved-1f1b,v=4",
+    "schedule=zb-v,v=2",
+)
+SHARDINGS = (
+    Sharding("gradients"), Sharding("gradients", None, 2), Sharding("weights"), Sharding("weights", 1),
+    Sharding("weights", 2, 3),
+)  # fmt: skip
+
+
+def predicted(layout: str, batch: int = 16, **links: Any) -> Prediction:
+    cluster = slow_links(**links) if links else round_cluster()
+    return predict(timed_profile(16), cluster, layout, sequence=SEQUENCE, batch=batch)
+
+
+def keys_of(sharding: Sharding) -> str:
+    return ",".join(f"{key}={value}" for key, value in vars(sharding).items() if value is not None)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=keys_of)
+@pytest.mark.parametrize("order", ORDERS)
+def test_bytes_are_those_that_the_checker_proves(order: str, sharding: Sharding):
+    plan = predicted(f"pp=2,dp=2,{order},{keys_of(sharding)}")
+    schedule = plan.program.schedule
+    residency = make_residency(schedule, sharding)
+    # Activations apart, a rank's fullest op is that with most weights and gradients.
+    empty = replace(plan.costs, saved=0 * plan.costs.saved, waiting=0 * plan.costs.waiting)
+    sizes = 4 * plan.costs.parameters.astype(int)
+    budget = Budget(0, 0, weights=WeightBytes(sizes, sizes, 2))
+    states = rank_memory(schedule, empty, plan.layout, "fp32")
+    assert [rank.weights + rank.gradients for rank in states] == budget.peak(schedule, residency).tolist()
+    # With activations, the peak is at least what the checker counts after an op.
+    saved, waiting = (column.astype(int) for column in (plan.costs.saved, plan.costs.waiting))
+    whole = replace(budget, saved=saved, waiting=waiting, freed_at="B")
+    for rank, least in zip(plan.memory, whole.peak(schedule, residency), strict=True):
+        assert rank.weights + rank.gradients + rank.activations >= least - waiting.max()
+        assert rank.optimizer == 8 * 80 / 2
+    assert bound_sharded(schedule, plan.costs, plan.layout, "fp32") <= plan.peak_bytes
+    assert check(schedule, sharding=sharding).program.schedule == schedule
+
+
+def test_one_stage_on_each_rank_saves_nothing_of_its_weights():
+    whole, sharded = (predicted(f"pp=4,dp=2,shard={shard}") for shard in ("optimizer", "weights"))
+    for before, after in zip(whole.memory, sharded.memory, strict=True):
+        assert after.weights == 1.5 * before.weights
+        assert after.gradients == before.gradients
+
+
+def test_gathers_and_reductions_by_hand():
+    """Two stages of 80 parameters, each of 320 bytes, over two replicas on a link of 40 bytes a second."""
+    once = 0.25 / 2 + 320 / 2 / 40
+    order = "pp=1,dp=2,v=2,schedule=breadth-first,overlap=no"
+    whole = predicted(f"{order},shard=optimizer", nodes=8)
+    for keys, extra in (
+        ("shard=gradients", 0),
+        ("shard=gradients,reduce_every=4", 2),
+        ("shard=weights", 0),
+        ("shard=weights,window=1", 1),  # forwards of both stages, backwards of both: 3 runs
+        ("shard=weights,window=1,reduce_every=2", 1 + 2 * 3),
+    ):
+        plan = predicted(f"{order},{keys}", nodes=8)
+        assert plan.parts == {**whole.parts, "sharding": pytest.approx(extra * once)}
+        assert "Over 2 replicas, " in plan.assumptions[-1]
+
+
+def test_what_overlaps_hides_beside_the_ops():
+    order = "pp=2,dp=2,v=4,schedule=interleaved-1f1b,shard=weights,window=1"
+    apart, beside, free = (
+        predicted(f"{order},overlap={flag}", **links)
+        for flag, links in (("no", {"nodes": 8}), ("yes", {"nodes": 8}), ("yes", {}))
+    )
+    assert 0 < beside.parts["sharding"] < apart.parts["sharding"]
+    assert free.parts["sharding"] == 0
+    wide = predicted(f"{order.replace('window=1', 'window=4')},overlap=yes", nodes=8)
+    assert wide.parts["sharding"] < beside.parts["sharding"]
+
+
+def test_one_replica_has_nothing_to_divide():
+    plain, sharded = (
+        predicted(f"pp=4,v=2,schedule=interleaved-1f1b,{k}") for k in ("dp=1", "shard=weights,window=1")
+    )
+    assert (plain.parts, plain.memory) == (sharded.parts, sharded.memory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("dp=4,ep=2,shard=weights", "shard=weights does not divide experts that ep=2 divides already"),
+        ("pp=2,dp=2,schedule=dualpipe,shard=gradients", "has copies of stages"),
+        ("pp=2,dp=2,schedule=dualpipe-v,shard=weights,window=1", "the window is 1; use at least 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(layout: str, message: str):
+    with pytest.raises((ConfigError, ScheduleError), match=message):
+        predicted(layout)
+
+
+def large() -> Profile:
+    return of_shape(
+        ModelShape(
+            name="large",
+            layers=16,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            head_size=128,
+            ffn=14336,
+            vocabulary=32000,
+        )
+    )
+
+
+def found(memory: float, **fixed: Any) -> SearchResult:
+    return search(
+        large(),
+        read_cluster("h100*8"),
+        sequence=2048,
+        batch=32,
+        memory=memory,
+        fixed={"tp": 1, **fixed},
+        top=3,
+    )
+
+
+def test_weights_are_sharded_where_nothing_else_fits():
+    """3.75e9 parameters: four replicas of two ranks hold 6 x 1.9e9 bytes each of whole weights and gradients."""
+    fixed = {"pp": 2, "cp": 1}
+    for shard in ("optimizer", "gradients"):
+        assert not found(13.5e9, **fixed, shard=shard).plans
+    result = found(13.5e9, **fixed)
+    best = result.best.layout
+    assert best.shard == "weights"
+    assert best.window is not None
+    assert best.window < best.v
+    assert result.best.fits
+    assert result.rejections["shard"]["optimizer"].text.startswith(("does not fit", "at least"))
+    wider = predict(large(), read_cluster("h100*8"), best.with_values(window=None), sequence=2048, batch=32)
+    assert wider.peak_bytes > 13.5e9
+    assert found(80e9, **fixed).best.layout.shard in ("none", "optimizer")
+    assert "reduce_every" in left_out_text(result)
+
+
+def test_a_fixed_sharding_is_kept_and_its_window_chosen():
+    result = found(80e9, shard="weights", pp=2)
+    assert {(plan.layout.shard, plan.layout.dp * plan.layout.cp) for plan in result.plans} == {("weights", 4)}
+    given = found(80e9, shard="weights", window=2, pp=2)
+    assert {plan.layout.window for plan in given.plans} == {2}
+    with pytest.raises(ConfigError, match="cannot run on 8 devices with"):
+        found(80e9, shard="weights", pp=8)
+
+
+def test_without_overlap_a_search_shards_only_if_nothing_else_fits():
+    fixed = {"pp": 2, "cp": 1, "overlap": False}
+    assert found(13.5e9, **fixed).best.layout.shard == "weights"
+    fits = found(20e9, **fixed)
+    assert not {"gradients", "weights"} & set(fits.rejections["shard"])
+    assert any("nothing hides their traffic" in text for text in fits.not_compared)
