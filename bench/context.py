@@ -14,6 +14,7 @@ processes that may not get more memory than a limit: one process, which fails, a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -49,8 +50,9 @@ ATTENTION = (0.05, 0.2, 0.4)
 """Seconds of a layer's attention in the forward; its gathers take 0.13 s on the link, which stores what takes it 0.25 s."""
 
 
-LONG, LIMIT = 8192, 600 << 20
-MODEL = ModelConfig(vocabulary=64, width=128, layers=6, heads=4, kv_heads=4, hidden=512)
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+LONG, LIMIT = 4096, 1000 << 20
+MODEL = ModelConfig(vocabulary=64, width=512, layers=6, heads=8, kv_heads=8, hidden=2048)
 
 
 class _Slept(torch.autograd.Function):
@@ -181,6 +183,9 @@ def exposed(groups: int, attention: float, gather: float, total: float) -> float
 def limited(rank: int, processes: int, limit: int | None) -> str:
     """Take two steps on a long sample in processes that get at most `limit` bytes more; return what happened."""
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(
+        _M_MMAP_THRESHOLD, 1 << 20
+    )  # freed tensors go back at once, so the limit counts those in use
     before = resource.getrlimit(resource.RLIMIT_DATA)
     ids = torch.randint(64, (1, LONG + 1), generator=torch.Generator().manual_seed(1))
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
