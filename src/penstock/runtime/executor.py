@@ -94,6 +94,7 @@ class Executor:
             weights=resident,
             trains=self.trains,
         )
+        self._sharded_layers = compiler.sharded_layers
         self.ops = compiler.compile()
         self._last_stage = program.schedule.stages - 1
         self._collector = program.schedule.placement.holders[-1][0]
@@ -180,6 +181,7 @@ class Executor:
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
+        self._sharded_layers.set(in_step=True)
         if self.channel is not None:
             self.channel.open(step, self.trains, self._microbatches)
 
@@ -195,6 +197,7 @@ class Executor:
     def _finish_gradients(self) -> None:
         for stage in self.stages.values():
             stage.end()
+        self._sharded_layers.set(in_step=False)
         # Replicas add the sums over holders, so these come first.
         if self.shared is not None:
             self.shared.finish()
@@ -236,6 +239,7 @@ class Executor:
         self._state.clear()
         for stage in self.stages.values():
             stage.drop()
+        self._sharded_layers.abandon()
 
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
         if self.replica_reduction is None or not (self.trains or self._collectives):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.runtime.batch.work import Work
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.weights.fully_sharded import FullyShardedLayers
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.compute.runner import LossInputs, LossReport, Messages
@@ -144,6 +145,7 @@ class OpCompiler:
         self._stages, self._channel = stages, channel
         self._state, self._records = state, records
         self._gradients, self._weights, self._trains = gradients, weights, trains
+        self.sharded_layers = FullyShardedLayers(stages.values())
         self._first_row = program.schedule.rows(rank).start
         self._last_stage = program.schedule.stages - 1
         self._backwards = BackwardKinds.of(program, rank)
@@ -207,6 +209,9 @@ class OpCompiler:
     ) -> list[Callable[[], None]]:
         rows = range(run.row, run.row + run.number)
         calls = [self._compile_op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
+        for stage in self.sharded_layers.layers:
+            if self._program.last_gradient_rows.get((self._rank, stage)) in rows:
+                calls = [partial(self.sharded_layers.reduce, stage, partial(_call_all, calls))]
         if self._weights is None:
             return calls
         # A forward waits layer by layer, in the stage's module.
