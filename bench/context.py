@@ -46,9 +46,6 @@ from penstock.train.model.llama import layers, next_token_loss
 TOKENS, HEADS, WIDTH, LAYERS, BACKWARD = 2048, 4, 64, 1, 2.0
 RATE = 16e6
 """Bytes a second of the link in each direction."""
-SKEW = 0.005
-"""Seconds by which one process is later, as in a step. Gloo says that it is ready to receive behind the data that it sends, so
-the data of the other one follow only then: alone, a sum takes twice the time, and a gather half as long again."""
 ATTENTION = (0.05, 0.2, 0.4)
 """Seconds of a layer's attention in the forward; its gathers take 0.13 s on the link, which stores what takes it 0.25 s."""
 
@@ -147,7 +144,6 @@ def rank(seconds: list[float], rounds: int) -> None:
         found = []
         for _ in range(rounds + 1):
             dist.barrier()
-            time.sleep(SKEW * dist.get_rank())
             begun, works = time.perf_counter(), []
             for _ in range(groups):
                 works.append(start())
