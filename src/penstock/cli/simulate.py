@@ -322,10 +322,14 @@ def _show(metrics: Metrics, step: PlannedStep) -> None:
     split = Bubbles(metrics.makespan, metrics.busy, metrics.idle)
     more: dict[str, list[Any]] = {"peak\nchunks": metrics.peak_activations.tolist()}
     if step.program.residency is not None:
-        click.echo(f"{step.program.residency.summary()}\n")
+        click.echo(f"{step.program.residency.summary()}")
         for name in ("gathers", "reductions"):
-            more[f"exposed\n{name}"] = [f"{time:.6g}" for time in _of_shards(step)[f"exposed_{name}"]]
-    console.print(bubble_table(split, more))
+            times = _of_shards(step)[f"exposed_{name}"]
+            click.echo(
+                f"exposed {name}: {max(times):.6g} on rank {times.index(max(times))}, {sum(times):.6g} on all"
+            )
+        click.echo()
+    console.print(bubble_table(split, more, narrow=step.program.residency is not None))
     console.print()
     console.print(draw_terminal(step.trace, console.width))
 
