@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import torch
 
+from penstock.runtime.start.launch_environment import local_rank, local_size
 from penstock.runtime.workers.pool import LocalProcesses
 
 
@@ -44,3 +45,12 @@ def modules_at_start(rank: int) -> bool:
 def test_a_worker_has_imported_what_its_first_optimizer_needs():
     with LocalProcesses(1) as pool:
         assert pool.run(1, modules_at_start) == [sys.platform == "linux"]
+
+
+def place(rank: int) -> tuple[int, int | None]:
+    return local_rank(), local_size()
+
+
+def test_a_worker_knows_its_place_on_the_machine_by_which_it_takes_its_gpu(processes: LocalProcesses):
+    assert processes.run(3, place) == [(0, 3), (1, 3), (2, 3)]
+    assert processes.run(2, place) == [(0, 2), (1, 2)]

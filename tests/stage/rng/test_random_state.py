@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.base.errors import ConfigError
 from penstock.stage.rng.initial import build_seeded
 from penstock.stage.rng.isolated_rng import seed_of
-from penstock.stage.rng.random_state import RandomState
+from penstock.stage.rng.random_state import RandomState, advanced
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -384,3 +384,10 @@ def test_no_rows_do_not_show_that_a_layer_with_attention_in_evaluation_draws_not
     state.run("counts", layer, 0, 0, lambda: F.dropout(x[:0], 0.5))
     state.run("counts", layer, 0, 1, lambda: layer(x))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_of_a_gpu_that_is_first_used_meanwhile_have_drawn_only_if_they_advanced():
+    assert not advanced((b"cpu",), (b"cpu", (17, 0), (17, 0)))
+    assert advanced((b"cpu",), (b"cpu", (17, 0), (17, 4)))
+    assert advanced((b"cpu", (17, 4)), (b"cpu", (17, 8)))
+    assert advanced((b"cpu",), (b"other",))
