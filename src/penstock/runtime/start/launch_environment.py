@@ -35,6 +35,10 @@ def find_launch(environment: Environment | None = None) -> Launch | None:
     return _with_address(launch, env)
 
 
+OWN_LOCAL_RANK, OWN_LOCAL_SIZE = "PENSTOCK_LOCAL_RANK", "PENSTOCK_LOCAL_WORLD_SIZE"
+"""Set for the processes of `LocalProcesses`."""
+
+
 def meeting_url(environment: Environment | None = None) -> str:
     """Return the address where the processes of this run meet, as ``init_process_group`` takes it."""
     launch = find_launch(environment)
@@ -55,8 +59,8 @@ def meeting_url(environment: Environment | None = None) -> str:
 def local_rank(environment: Environment | None = None) -> int:
     """Return this process's rank on its machine; 0 if unknown."""
     env = os.environ if environment is None else environment
-    if "LOCAL_RANK" in env:
-        return count(env, "LOCAL_RANK")
+    if name := next((name for name in ("LOCAL_RANK", OWN_LOCAL_RANK) if name in env), None):
+        return count(env, name)
     launch = _usable_launch(env)
     return 0 if launch is None or launch.local_rank is None else launch.local_rank
 
@@ -64,8 +68,8 @@ def local_rank(environment: Environment | None = None) -> int:
 def local_size(environment: Environment | None = None) -> int | None:
     """Return the number of this run's processes on this machine; None if unknown."""
     env = os.environ if environment is None else environment
-    if "LOCAL_WORLD_SIZE" in env:
-        return count(env, "LOCAL_WORLD_SIZE")
+    if name := next((name for name in ("LOCAL_WORLD_SIZE", OWN_LOCAL_SIZE) if name in env), None):
+        return count(env, name)
     launch = _usable_launch(env)
     return None if launch is None else launch.local_size
 

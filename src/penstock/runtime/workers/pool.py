@@ -24,6 +24,7 @@ from penstock.base.current_folder import safe_children
 from penstock.base.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 from penstock.base.garbage import end_loading
 from penstock.base.scratch import Scratch
+from penstock.runtime.start.launch_environment import OWN_LOCAL_RANK, OWN_LOCAL_SIZE
 
 PROCESS_BYTES = 100_000_000
 """Least private memory of a process that has loaded PyTorch, in bytes."""
@@ -171,10 +172,8 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
         if len(sys.modules) > modules:  # the function's module was imported, or the last call imported some
             end_loading()
             modules = len(sys.modules)
-        os.environ |= {
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }  # which GPU is a process's own
+        # Which GPU is a process's own. By torch's names other libraries would take this for a launch by torchrun.
+        os.environ |= {OWN_LOCAL_RANK: str(rank), OWN_LOCAL_SIZE: str(ranks)}
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
             dist.barrier()  # a quick rank must not close connections that another one is still opening
