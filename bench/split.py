@@ -30,7 +30,7 @@ from penstock.train.model.llama import LlamaBlock
 MICROBATCHES = 8
 
 
-def mid_size(device: str) -> tuple[nn.Module, torch.Tensor]:
+def mid_size(device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
     """Return a block of the built-in model, and an input."""
     torch.manual_seed(0)
     width, sequence, dtype = (256, 128, torch.float32) if device == "cpu" else (2048, 1024, torch.bfloat16)
@@ -38,7 +38,7 @@ def mid_size(device: str) -> tuple[nn.Module, torch.Tensor]:
     return block.to(device, dtype), torch.randn(4, sequence, width, device=device, dtype=dtype)
 
 
-def tiny(device: str) -> tuple[nn.Module, torch.Tensor]:
+def tiny(device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
     """Return a block of 48 tiny parameters, and an input."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)])

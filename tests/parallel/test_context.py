@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from penstock import (
     ExecutionOptions,
@@ -306,6 +307,24 @@ def test_a_model_with_a_forward_of_its_own_is_divided_and_not_compared_as_a_whol
         )
 
 
+class Checkpointed(nn.Module):
+    """Runs attention again in the backward."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
 class Wrong(NamedTuple):
     what: str
     message: str
@@ -327,10 +346,14 @@ WRONG = [
     Wrong(
         "length", r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32", BatchError
     ),
+    Wrong("checkpointed", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
+    Wrong("reentrant", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
+    Wrong("ignored", "a target has -100, .* give reduction=penstock.valid_tokens", PenstockError),
     Wrong("compile", r"compile='block' cannot be used with cp = 2", ConfigError),
 ]
 LAYERS: dict[str, type[nn.Module]] = {
     "counting": Counting, "shift": Shift, "masked": Masked, "adding": Adding, "failing": Failing,
+    "checkpointed": Checkpointed, "reentrant": Reentrant,
 }  # fmt: skip
 
 
@@ -348,7 +371,10 @@ def wrong(rank: int, case: Wrong) -> str:
             microbatches=2, mesh=MeshShape(cp=2), timeout=60,
             execution=ExecutionOptions(compile="block") if case.what == "compile" else ExecutionOptions(),
         ) as pipe:  # fmt: skip
-            pipe.step(*batch(tokens=30 if case.what == "length" else TOKENS))
+            x, y = batch(tokens=30 if case.what == "length" else TOKENS)
+            if case.what == "ignored":  # all that the first step compares, so it finds nothing
+                y[:, : TOKENS // 2] = -100
+            pipe.step(x, y)
     except case.kind as error:
         return str(error)
     return "no error"

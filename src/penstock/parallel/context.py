@@ -8,15 +8,18 @@ the process whose tokens they are of.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -117,6 +120,7 @@ class Division:
 
     def whole(self, own: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
+        _require_no_checkpoint()
         (part,), sums = _cut(own.movedim(dim, -2), 1)
         return self._joined(part, self.exchange.start_gather(part.detach())(), sums).movedim(-2, dim)
 
@@ -148,6 +152,7 @@ class Division:
         """
         if key.shape[-2] != value.shape[-2]:
             raise PenstockError(f"{key.shape[-2]} keys have {value.shape[-2]} values; leave cp at 1")
+        _require_no_checkpoint()
         both = torch.cat([key, value], -1)
         groups = _groups(both, query, self.part.parts)
         parts, sums = _cut(both, groups)
@@ -305,6 +310,19 @@ def _causal(queries: int, keys: int, like: Tensor, masks: Masks) -> Any:
         mask = torch.full((queries, keys), -torch.inf, dtype=dtype).triu_(keys - queries + 1)
         masks[queries, keys, dtype] = mask
     return mask
+
+
+def _require_no_checkpoint() -> None:
+    """Require that torch.utils.checkpoint does not run the caller: it would run it again where samples are not divided."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise PenstockError(
+                "attention runs within torch.utils.checkpoint, which would run it again without the keys of the other "
+                "processes that divide a sample (cp); turn the model's own checkpointing off, as by "
+                "gradient_checkpointing_disable(), and take recompute='full' of the pipeline"
+            )
+        frame = frame.f_back
 
 
 def _groups(both: Tensor, query: Tensor, parts: int) -> int:

@@ -133,7 +133,8 @@ def _line(
 ) -> list[tuple[str, str, int]]:
     """Return a line in pieces: the text of an event, its letter, and its shade; `nothing` fills the time without any."""
     event = np.searchsorted(trace.start, centres, side="right") - 1
-    event[event >= 0] = np.where(trace.end[event] > centres, event, -1)[event >= 0]
+    begun = event >= 0
+    event[begun] = np.where(trace.end[event[begun]] > centres[begun], event[begun], -1)
     # Both halves of a pair start at once, and the search finds the second.
     event[event >= 0] -= second_of_pair(trace)[event[event >= 0]]
     shades = lighter(trace)

@@ -13,6 +13,7 @@ from torch.utils import _pytree
 from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.parallel.context import PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
+from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.named import Context, names_given, within
 
 _PROBED = 2
@@ -162,6 +163,8 @@ class DividedLoss:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return the loss of this process's tokens."""
+        if self._reduction == "mean":
+            _require_all_count(target)
         if not self._checked:
             self._check(output, target)
         return self._function(output, target)
@@ -197,6 +200,16 @@ class DividedLoss:
         loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
         weight: Any = self._reduction(values[1]) if callable(self._reduction) else 1.0
         return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
+
+
+def _require_all_count(target: object) -> None:
+    """Require targets that all count, since processes with other numbers of them would weigh the same."""
+    for leaf in _pytree.tree_leaves(target):
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
+            raise ConfigError(
+                f"a target has {IGNORED}, which losses leave out, so parts of a sample (cp) have other numbers of tokens "
+                "that count, and the mean of their means is not the mean; give reduction=penstock.valid_tokens"
+            )
 
 
 @contextmanager
