@@ -348,7 +348,7 @@ WRONG = [
     ),
     Wrong("checkpointed", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
     Wrong("reentrant", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
-    Wrong("ignored", "a target has -100, .* give reduction=penstock.valid_tokens", PenstockError),
+    Wrong("ignored", "a target has -100, .* give reduction='valid'", PenstockError),
     Wrong("compile", r"compile='block' cannot be used with cp = 2", ConfigError),
 ]
 LAYERS: dict[str, type[nn.Module]] = {

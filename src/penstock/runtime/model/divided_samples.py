@@ -191,7 +191,8 @@ class DividedLoss:
         if bool((total - expected[0]).abs() > near * expected[0].abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
-                "targets, or use other tokens. Give shifted targets, and a reduction that counts them; or leave cp at 1"
+                "targets, or use other tokens, or its reduction may count others (reduction='valid' counts all that are not "
+                "ignored, penstock.valid_tokens those of a loss that shifts). Give shifted targets; or leave cp at 1"
             )
 
     def _value(self, values: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
@@ -208,7 +209,7 @@ def _require_all_count(target: object) -> None:
         if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
             raise ConfigError(
                 f"a target has {IGNORED}, which losses leave out, so parts of a sample (cp) have other numbers of tokens "
-                "that count, and the mean of their means is not the mean; give reduction=penstock.valid_tokens"
+                "that count, and the mean of their means is not the mean; give reduction='valid'"
             )
 
 
