@@ -263,9 +263,8 @@ def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
         # A stage that is needed no more comes after all others.
         following.append([coming.get(stage, len(groups)) for stage in stages])
         coming.update(dict.fromkeys(stages, place))
-    stays: dict[
-        int, list[int]
-    ] = {}  # stage → first and last op so far of a stay that may go on, and its next op
+    # Stage → first and last op so far of a stay that may go on, and its next op.
+    stays: dict[int, list[int]] = {}
     ended: list[tuple[int, int, int]] = []
     for place, (*_, stages) in enumerate(groups):
         for stage, later in zip(stages, following.pop(), strict=True):

@@ -50,7 +50,7 @@ class Activity(IntEnum):
 
 
 COLLECTIVES = (Activity.GATHER, Activity.REDUCE)
-"""What a rank does over its link to other replicas while it computes."""
+"""Kinds of events on a rank's link to other replicas, which run beside its ops."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
