@@ -1,6 +1,8 @@
 # Targets: demo (installs only what a user needs), setup (what test needs), test (lint, types, the fast tests), setup-ci (what all
-# tests need), test-slow (the rest of the tests), docs (builds docs/_build/html/index.html). Each may be run again; what is done is
-# skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach, `make report` the size of src.
+# tests need), test-slow (processes, faults, browsers, recipes), test-all (the rest of the products of parameters; THIRD=0, 1 or 2
+# runs a third), docs (builds docs/_build/html/index.html). Each may be run again; what is done is skipped. `make coverage` runs all
+# tests and prints the lines and branches of src that they reach (COVERED='-m "not slow"': those of the fast tests), `make report` the
+# size of src.
 # The workflows use the others: test-fast (test without lint), test-threads (those for macOS), types (checks types for a newer
 # Python and for macOS). CONSTRAINTS=constraints-oldest.txt installs the oldest versions instead.
 PYTHON ?= python3
@@ -29,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Make two targets that install (`make -j demo test`) one after the other: they share the virtual environment.
 .NOTPARALLEL:
-.PHONY: setup setup-ci demo test test-fast test-slow test-threads lint types docs coverage report
+.PHONY: setup setup-ci demo test test-fast test-slow test-all test-threads lint types docs coverage report
 
 setup: $(FOR_TESTS)
 
@@ -78,14 +80,17 @@ test-threads: setup
 	$(PYTEST) -m "not slow" $(THREADS)
 
 test-slow: setup-ci
-	$(PYTEST) --no-loadscope-reorder -m slow
+	$(PYTEST) --no-loadscope-reorder -m "slow and not exhaustive"
+
+test-all: setup-ci
+	$(PYTEST) --no-loadscope-reorder -m exhaustive $(if $(THIRD),--third $(THIRD))
 
 docs: $(FOR_DOCS)
 	$(BIN)/python -m sphinx -b html -W --keep-going -n docs docs/_build/html
 
 coverage: setup-ci
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(COVERED)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,15 +38,37 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--third", type=int, choices=(0, 1, 2), help="run this third of the chosen cases, divided by their names"
+    )
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which no test is chosen are not imported: some import what only ``make setup-ci`` installs."""
     chosen = config.option.markexpr
-    if collection_path.suffix != ".py" or chosen not in ("slow", "not slow"):
+    if collection_path.suffix != ".py" or not chosen:
         return None
     text = collection_path.read_text("utf-8")
-    if chosen == "slow":
-        return "mark.slow" not in text or None
-    return "\npytestmark = pytest.mark.slow\n" in text or None
+    if chosen == "not slow":
+        return bool(re.search(r"^pytestmark = pytest\.mark\.(slow|exhaustive)$", text, re.M)) or None
+    if chosen == "exhaustive":
+        return "exhaustive" not in text or None
+    return "slow" not in text or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What only ``make test-all`` runs is slow, too, so that ``-m "not slow"`` leaves it out."""
+    if item.get_closest_marker("exhaustive"):
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    third = config.option.third
+    if third is not None:
+        left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % 3 != third]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish() -> None:

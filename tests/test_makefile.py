@@ -45,7 +45,8 @@ def touch_stamps(clone: Path, target: str) -> None:
         ("test", "dev", "exit $((tests | types))"),
         ("docs", "docs", "docs/_build/html"),
         ("setup-ci", "dev,docs,ci", ""),
-        ("test-slow", "dev,docs,ci", "-m slow"),
+        ("test-slow", "dev,docs,ci", '-m "slow and not exhaustive"'),
+        ("test-all", "dev,docs,ci", "-m exhaustive"),
         ("coverage", "dev,docs,ci", "coverage report"),
     ],
 )
