@@ -1,4 +1,4 @@
-"""Lanes of the tests: which members of a parameter list run by default, which in ``make test-slow``, which in ``make test-all``.
+"""Lanes of the tests: which members of a parameter list run by default, and which in the slower lanes.
 
 A list names first the members that reach a mechanism no other member reaches; the rest of the product is exhaustive:
 
