@@ -40,7 +40,10 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--third", type=int, choices=(0, 1, 2), help="run this third of the chosen cases, divided by their names"
+        "--third",
+        type=int,
+        choices=(0, 1, 2),
+        help="run this third of the chosen cases, divided by their names",
     )
 
 
