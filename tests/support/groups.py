@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 
 
@@ -31,3 +32,12 @@ def _one_after_another(
             error.add_note(f"in the case {case}")
             raise
     return results
+
+
+def outcome(call: Callable[..., Any], *given: Any, **named: Any) -> str:
+    """Return the class and text of the error that a call ends with, or "ok"."""
+    try:
+        call(*given, **named)
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"

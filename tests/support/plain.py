@@ -32,6 +32,16 @@ def step(net: nn.Module, loss_fn, x, y, microbatches: int):
     return torch.stack(losses), grads
 
 
+def require_equal_gradients(ours: nn.Module, theirs: nn.Module, exactly: bool = True) -> None:
+    """Bit for bit, or but for the order of a sum; None where the other's is."""
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if exactly:
+            assert one.grad is None or torch.equal(one.grad, other.grad), name
+        else:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
 def train(layers: int, microbatches: int, steps: int = 3):
     """Losses of every step, final weights and last gradients of the unsplit model."""
     net = model(layers)
