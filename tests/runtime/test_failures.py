@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
-from penstock.base.errors import (
-    BatchError,
-    CallOrderError,
-    ConfigError,
-    PeerError,
-    PenstockError,
-    ScheduleError,
-    StageError,
-)
+from penstock import LinearCrossEntropy
+from penstock.base.errors import BatchError, ConfigError, PeerError, PenstockError, ScheduleError, StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.splitter import digest_of
+from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
 from tests.support import plain
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
+from tests.support.lanes import exhaustive, slow
 
 
 class Boom(nn.Module):
@@ -62,12 +61,16 @@ def caught(error: BaseException | None) -> str:
     return " | ".join(chain)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("backward", [False, True])
+# The first stage, the last, and one between.
+PLACES = [(0, True), (2, False), (3, True)]
+OTHERS = [(0, False), (1, False), (1, True), (2, True), (3, False)]
+
+
+@pytest.mark.parametrize(("stage", "backward"), [*PLACES, *exhaustive(*OTHERS)])
 def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceback(stage, backward):
     net, bomb = failing(stage, 2, backward)
     before = set(threading.enumerate())
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4) as pipe:
+    with Pipeline(net, mse_loss, microbatches=4, ranks=4) as pipe:
         with pytest.raises(
             StageError, match=f"rank {stage}, stage {stage}, microbatch 2, op {stage}"
         ) as info:
@@ -83,7 +86,7 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
         # The pipeline is sound afterwards: the next step runs and equals a fresh one.
         bomb.armed = False
         pipe_loss = pipe.step(*plain.batch(1, 8)).losses
-    losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
+    losses, _ = plain.step(plain.model(4), mse_loss, *plain.batch(1, 8), 4)
     assert torch.equal(pipe_loss, losses)
     assert set(threading.enumerate()) <= before
 
@@ -91,7 +94,7 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
 def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.Tensor]:
     torch.set_num_threads(1)
     net, bomb = failing(stage, 2, backward)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, timeout=300) as pipe:
+    with Pipeline(net, mse_loss, microbatches=4, ranks=4, timeout=300) as pipe:
         try:
             pipe.step(*plain.batch(0, 8))
         except PenstockError as error:
@@ -100,23 +103,16 @@ def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.T
     raise AssertionError("the step did not fail")
 
 
-PLACES = [(stage, backward) for backward in (False, True) for stage in range(4)]
-
-
-@pytest.fixture(scope="module")
-def failures(processes: LocalProcesses) -> dict[tuple[int, bool], list[tuple[str, torch.Tensor]]]:
-    return dict(zip(PLACES, run_cases(processes, 4, fail_in_process, PLACES), strict=True))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "backward"), PLACES)
-def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(failures, stage, backward):
-    losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
-    for rank, (text, after) in enumerate(failures[stage, backward]):
-        assert f"rank {stage}, stage {stage}, microbatch 2, op {stage}{'B' if backward else 'F'}2" in text
-        assert "ValueError: boom" in text
-        assert text.startswith("StageError" if rank == stage else "PeerError")
-        assert torch.equal(after, losses)
+def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(processes: LocalProcesses):
+    losses, _ = plain.step(plain.model(4), mse_loss, *plain.batch(1, 8), 4)
+    cases = PLACES + OTHERS
+    for (stage, backward), told in zip(cases, run_cases(processes, 4, fail_in_process, cases), strict=True):
+        for rank, (text, after) in enumerate(told):
+            assert f"rank {stage}, stage {stage}, microbatch 2, op {stage}{'B' if backward else 'F'}2" in text
+            assert "ValueError: boom" in text
+            assert text.startswith("StageError" if rank == stage else "PeerError")
+            assert torch.equal(after, losses)
 
 
 def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, trains: bool) -> str:
@@ -125,7 +121,7 @@ def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, train
     # More microbatches than an edge has room for: the first rank waits for the others to take its messages.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, shared_memory)
-        pipe = Pipeline(net, nn.functional.mse_loss, microbatches=256, ranks=4, schedule="gpipe", timeout=120)
+        pipe = Pipeline(net, mse_loss, microbatches=256, ranks=4, schedule="gpipe", timeout=120)
     with pipe:
         try:
             (pipe.step if trains else pipe.evaluate)(*plain.batch(0, 256))
@@ -137,28 +133,56 @@ def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("shared_memory", "trains"), [("1", False), ("0", False), ("0", True)])
-def test_a_layer_that_raises_frees_the_ranks_that_wait_to_send(
-    processes: LocalProcesses, stage: int, shared_memory: str, trains: bool
-):
-    texts = processes.run(4, fail_with_many_microbatches, stage, shared_memory, trains)
-    for rank, text in enumerate(texts):
-        assert f"rank {stage}, stage {stage}, microbatch 0, op {stage}F0" in text
-        assert text.startswith("StageError" if rank == stage else "PeerError"), text
+def test_a_layer_that_raises_frees_the_ranks_that_wait_to_send(processes: LocalProcesses):
+    cases = [(1, "1", False), (3, "1", False), (1, "0", False), (3, "0", True)]
+    told = run_cases(processes, 4, fail_with_many_microbatches, cases)
+    for (stage, *_), texts in zip(cases, told, strict=True):
+        for rank, text in enumerate(texts):
+            assert f"rank {stage}, stage {stage}, microbatch 0, op {stage}F0" in text
+            assert text.startswith("StageError" if rank == stage else "PeerError"), text
+
+
+def failure_of(rank: int, call: str, pp: int) -> tuple[str, bool]:
+    """Return the error's class where replica 1 has a class beyond the vocabulary, and whether it is a peer's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    ids = torch.arange(32).reshape(8, 4) % 8
+    y: Any = ids.clone()
+    with Pipeline(net, LinearCrossEntropy(), microbatches=2, mesh=MeshShape(pp, 2), timeout=120) as pipe:
+        pipe.step(ids, y)
+        if pipe.replica == 1:
+            y = y[:, :3] if call == "evaluate, other shape" else y[:7] if "other rows" in call else y
+            y[5, 0] = 8
+        pipe.reduce_gradients = not call.startswith("accumulate")
+        try:
+            if call.startswith(("step", "accumulate")):
+                pipe.step(ids, y)
+            elif call == "log_probs":
+                pipe.log_probs(ids, y)
+            else:
+                pipe.evaluate(ids, y)
+        except Exception as error:
+            return type(error).__name__, isinstance(error, PeerError)
+    return "", False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, *exhaustive(1)])
+def test_each_call_that_fails_on_one_replica_ends_on_all(processes: LocalProcesses, pp: int):
+    calls = ["step", "accumulate", "evaluate", "evaluate, other shape", "log_probs"]
+    calls += ["step, other rows", "accumulate, other rows", "evaluate, other rows"]
+    for told in run_cases(processes, 2 * pp, failure_of, [(call, pp) for call in calls]):
+        assert {name for name, _ in told}.isdisjoint({"", "WaitTimeoutError"}), told
+        assert any(is_peer for _, is_peer in told), told
 
 
 def each_rank_has_its_end_of_the_batch(rank: int) -> list[str]:
     texts = []
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         for rows_in, rows_out in ((3, 8), (7, 8), (7, 7)):
             x, y = plain.batch(0, rows_in)[0], plain.batch(0, rows_out)[1]
-            try:
-                with warnings.catch_warnings(action="ignore"):  # torch's own, of sizes that broadcast
-                    pipe.step(x if rank == 0 else None, y if rank == 1 else None)
-                texts.append("ok")
-            except PenstockError as error:
-                texts.append(f"{type(error).__name__}: {error}")
+            with warnings.catch_warnings(action="ignore"):  # torch's own, of sizes that broadcast
+                texts.append(outcome(pipe.step, x if rank == 0 else None, y if rank == 1 else None))
     return texts
 
 
@@ -177,9 +201,7 @@ def a_reduction_raises(rank: int) -> str:
     def reduction(target: torch.Tensor) -> float:
         raise ZeroDivisionError("no tokens")
 
-    with Pipeline(
-        plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, reduction=reduction
-    ) as pipe:
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, reduction=reduction) as pipe:
         try:
             pipe.step(*plain.batch(0, 8))
         except Exception as error:
@@ -195,19 +217,11 @@ def test_an_error_of_the_users_own_before_the_step_names_its_class_on_every_rank
 
 
 def each_rank_shuffles(rank: int, mesh: MeshShape) -> list[str]:
-    texts = []
-    options = {"microbatches": 2, "mesh": mesh, "timeout": 300}
-    with Pipeline(plain.model(4), nn.functional.mse_loss, **options) as pipe:
-        for seed in (0, rank, 0):
-            try:
-                pipe.step(*plain.batch(seed, 8))
-                texts.append("ok")
-            except PenstockError as error:
-                texts.append(f"{type(error).__name__}: {error}")
-    return texts
+    with Pipeline(plain.model(4), mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
+        return [outcome(pipe.step, *plain.batch(seed, 8)) for seed in (0, rank, 0)]
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), MeshShape(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), *slow(MeshShape(2, 2, 1))], ids=str)
 def test_ranks_that_are_given_different_batches_refuse_the_step_and_the_next_one_runs(processes, mesh):
     for texts in processes.run(mesh.ranks, each_rank_shuffles, mesh):
         assert [texts[0], texts[2]] == ["ok", "ok"]
@@ -227,17 +241,11 @@ def test_batches_are_told_apart_by_their_bytes_and_shapes():
 
 
 def dies(rank: int) -> str:
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         pipe.step(*plain.batch(0, 8))
         if rank == 1:
-            import os
-
             os._exit(7)
-        try:
-            pipe.step(*plain.batch(1, 8))
-        except PeerError as error:
-            return str(error)
-    raise AssertionError("the step did not fail")
+        return outcome(pipe.step, *plain.batch(1, 8))
 
 
 def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
@@ -246,30 +254,23 @@ def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
 
 
 def leaves(rank: int) -> str:
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         pipe.step(*plain.batch(0, 8))
         if rank == 1:
             return "left"
-        try:
-            pipe.step(*plain.batch(1, 8))
-        except (CallOrderError, PeerError) as error:  # the second with the first's text
-            return str(error)
-    raise AssertionError("the step did not fail")
+        return outcome(pipe.step, *plain.batch(1, 8))
 
 
 def test_a_rank_that_leaves_ends_the_wait_of_the_others(processes: LocalProcesses):
     told, _ = processes.run(2, leaves)
+    assert told.startswith(("CallOrderError", "PeerError"))
     assert "rank 1 calls pipe.close()" in told
 
 
 def test_a_shape_the_next_stage_cannot_take_is_named():
     net = nn.Sequential(nn.Linear(12, 12), nn.Linear(5, 12))
-    with (
-        Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe,
-        pytest.raises(
-            StageError, match=r"rank 1, stage 1, microbatch 0.*the stage's input was float32 \(2, 12\)"
-        ),
-    ):
+    text = r"rank 1, stage 1, microbatch 0.*the stage's input was float32 \(2, 12\)"
+    with Pipeline(net, mse_loss, microbatches=2, ranks=2) as pipe, pytest.raises(StageError, match=text):
         pipe.step(*plain.batch(0, 4))
 
 
@@ -290,11 +291,60 @@ def test_a_shape_the_next_stage_cannot_take_is_named():
         ({"microbatches": 2, "ranks": 2, "schedule": "1f1c"}, "did you mean '1f1b'"),
         ({"microbatches": 2, "schedule": "no/such.csv"}, "cannot read the schedule no/such.csv"),
         ({"microbatches": 2, "ranks": 2, "split": "odd"}, "no split 'odd'"),
+        ({"microbatches": 2, "device": "gpu"}, "not a device"),
+        (
+            {"microbatches": 1, "reduction": "median"},
+            "reduction must be 'mean', 'sum', 'valid' or a function",
+        ),
+        ({"microbatches": 1, "autocast": torch.int8}, "autocast must be"),
+        ({"microbatches": 2, "seed": 1.5}, "seed must be a whole number"),
+        ({"microbatches": 2, "recompute": "some"}, "recompute must be 'none', 'full', 'auto', or k"),
+        ({"microbatches": 2, "recompute": 0}, "recompute must be 'none', 'full', 'auto', or k"),
+        ({"microbatches": 2, "recompute": "auto"}, "recompute='auto' needs memory"),
+        (
+            {"microbatches": 2, "recompute": "full", "execution": ExecutionOptions(memory=10)},
+            "memory=10 is for recompute='auto'",
+        ),
+        (
+            {"microbatches": 2, "recompute": "full", "execution": ExecutionOptions(compile="stage")},
+            "compile='stage' compiles a stage's layers as one",
+        ),
+        ({"microbatches": 10**9, "ranks": 2}, "is too large"),
+        ({"microbatches": 4, "ranks": 10**6}, "is too large"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_what_is_allowed(options, message):
+    error = ScheduleError if message == "is too large" else ConfigError
+    with pytest.raises(error, match=message):
+        Pipeline(plain.model(4), mse_loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (ExecutionOptions, {"compile": "all"}, "compile must be 'none', 'block' or 'stage', got 'all'"),
+        (ExecutionOptions, {"first_timeout": -1.0}, "first_timeout must be a positive number of seconds"),
+        (ExecutionOptions, {"memory": 0}, "memory must be a positive number of bytes or None, got 0"),
+        (ExecutionOptions, {"memory": True}, "memory must be a positive number of bytes or None, got True"),
+        (ParallelOptions, {"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes, got 0"),
+        (
+            ParallelOptions,
+            {"bucket_bytes": "all"},
+            "bucket_bytes must be a positive number of bytes, got 'all'",
+        ),
+        (ParallelOptions, {"buffers": "last"}, "buffers must be"),
+        (ParallelOptions, {"check_replicas": True}, "must be a number of steps, or 0 for never, got True"),
+        (ParallelOptions, {"check_replicas": -1}, "must be a number of steps, or 0 for never, got -1"),
+    ],
+)
+def test_options_are_checked_where_they_are_made(kind, options, message):
     with pytest.raises(ConfigError, match=message):
-        Pipeline(plain.model(4), nn.functional.mse_loss, **options)
+        kind(**options)
+
+
+def test_a_pipeline_has_no_more_arguments_than_one_can_read():
+    arguments = inspect.signature(Pipeline).parameters.values()
+    assert len([a for a in arguments if a.kind is a.KEYWORD_ONLY]) <= 14
 
 
 @pytest.mark.parametrize(
@@ -310,17 +360,13 @@ def test_what_cannot_be_used_is_refused_with_what_is_allowed(options, message):
 def test_a_csv_schedule_that_is_wrong_is_refused(tmp_path, lines, message):
     path = tmp_path / "wrong.csv"
     path.write_text(lines)
+    microbatches = 2 if "0F1" in lines else 1
     with pytest.raises(ScheduleError, match=message):
-        Pipeline(
-            plain.model(4),
-            nn.functional.mse_loss,
-            microbatches=2 if "0F1" in lines else 1,
-            schedule=str(path),
-        )
+        Pipeline(plain.model(4), mse_loss, microbatches=microbatches, schedule=str(path))
 
 
 def test_a_target_of_another_length_is_refused_before_anything_runs():
-    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+    with Pipeline(plain.model(2), mse_loss, microbatches=2, ranks=2) as pipe:
         with pytest.raises(BatchError, match="the target y has 3 rows"):
             pipe.step(plain.batch(0, 4)[0], plain.batch(0, 3)[1])
         pipe.step(*plain.batch(0, 4))
@@ -335,7 +381,7 @@ def test_a_loss_that_is_no_scalar_is_refused():
 
 
 def test_a_closed_pipeline_says_so():
-    pipe = Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, ranks=2)
+    pipe = Pipeline(plain.model(2), mse_loss, microbatches=2, ranks=2)
     pipe.close()
     pipe.close()
     with pytest.raises(PenstockError, match="closed"):

@@ -9,37 +9,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.base.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support import plain, tied
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
+from tests.support.lanes import exhaustive
+from tests.support.sharded import CONFIG, GROUPS, ROWS, half_frozen, in_bf16, tokens
 from tests.support.states import assert_equal, joined
 
-CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
-GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
-M, STEPS = 8, 4
 
-
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    found = torch.randint(0, 32, (M, 9), generator=generator)
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
-
-
-def pipe_on(mesh: MeshShape | None, parts: Any = None, schedule: str = "1f1b", **options: Any) -> Pipeline:
-    return Pipeline(
-        parts or layers(CONFIG), next_token_loss, microbatches=M // (mesh.dp if mesh else 1), schedule=schedule,
-        mesh=mesh, ranks=None if mesh else 1, timeout=300, parallel=ParallelOptions(bucket_bytes=4000), **options,
-    )  # fmt: skip
+def pipe_on(mesh: MeshShape, given: Any = None, schedule: str = "1f1b", **options: Any) -> Pipeline:
+    small = ParallelOptions(bucket_bytes=4000)
+    settings = {"microbatches": ROWS // mesh.dp, "schedule": schedule, "mesh": mesh, "parallel": small}
+    return Pipeline(given or layers(CONFIG), next_token_loss, timeout=300, **settings, **options)
 
 
 def adamw(pipe: Pipeline, **options: Any) -> PipelineOptimizer:
@@ -49,19 +39,6 @@ def adamw(pipe: Pipeline, **options: Any) -> PipelineOptimizer:
 
 def cosine(optimizer: torch.optim.Optimizer) -> CosineAnnealingLR:
     return CosineAnnealingLR(optimizer, 10)
-
-
-def half_frozen() -> list[tuple[str, nn.Module]]:
-    torch.manual_seed(0)
-    parts = [(layer.name, layer.build()) for layer in layers(CONFIG)]
-    for _, part in parts[1:3]:
-        part.requires_grad_(False)
-    return parts
-
-
-def in_bf16() -> list[tuple[str, nn.Module]]:
-    torch.manual_seed(0)
-    return [(layer.name, layer.build().bfloat16()) for layer in layers(CONFIG)]
 
 
 CASES = {
@@ -75,80 +52,49 @@ CASES = {
 
 
 def trained(rank: int, mesh: MeshShape, case: str, zero: Any) -> tuple:
-    parts, schedule, options = CASES[case]
+    given, schedule, options = CASES[case]
     virtual = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
-    with pipe_on(mesh, parts and parts(), schedule, **virtual) as pipe:
+    with pipe_on(mesh, given and given(), schedule, **virtual) as pipe:
         optimizer = adamw(pipe, zero=zero, **options)
         before = copy.deepcopy(pipe.state_dict())
-        told = [(pipe.step(*tokens(n)).losses, optimizer.step()) for n in range(STEPS)]
+        losses, done = zip(*((pipe.step(*tokens(n)).losses, optimizer.step()) for n in range(4)), strict=True)
         state = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
         assert (optimizer.shards is not None) == bool(zero)
-        return (
-            [losses for losses, _ in told],
-            [done for _, done in told],
-            state,
-            optimizer.state_bytes(),
-            before,
-        )
+        return losses, done, state, optimizer.state_bytes(), before
 
 
-def alike(found: object, wanted: object, tolerance: float) -> None:
-    if isinstance(wanted, Tensor):
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        for key in wanted:
-            alike(found[key], wanted[key], tolerance)
-    else:
-        assert found == wanted
-
-
-def in_processes(processes: LocalProcesses, mesh: MeshShape, names: Any, ways: tuple) -> dict[tuple, list]:
-    """What every process of a mesh trained, by case and way of dividing the optimizer."""
-    cases = [(mesh, name, zero) for name in names for zero in ways]
-    told = run_cases(processes, 4, trained, cases)
-    return {case[1:]: parts for case, parts in zip(cases, told, strict=True)}
-
-
-@pytest.fixture(scope="module")
-def replicated(processes: LocalProcesses) -> dict[tuple, list]:
-    return in_processes(processes, MeshShape(2, 2, 1), CASES, (False, True, "overlap"))
+REPLICAS, CUT = MeshShape(2, 2, 1), MeshShape(1, 2, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(replicated, case: str):
-    for zero in (True, "overlap"):
-        compare(replicated[case, zero], replicated[case, False], MeshShape(2, 2, 1), case)
-
-
-CUT = ("plain", "main weights")
-
-
-@pytest.fixture(scope="module")
-def cut(processes: LocalProcesses) -> dict[tuple, list]:
-    return in_processes(processes, MeshShape(1, 2, 2), CUT, (False, "overlap"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CUT)
-def test_matrices_that_are_cut_are_divided_as_well(cut, case: str):
-    compare(cut[case, "overlap"], cut[case, False], MeshShape(1, 2, 2), case)
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    [
+        *((REPLICAS, case) for case in ("plain", "scheduled", "main weights", "both ends on two ranks")),
+        (CUT, "plain"),
+        *exhaustive((REPLICAS, "fused, accumulated"), (REPLICAS, "frozen"), (CUT, "main weights")),
+    ],
+)
+def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(processes: LocalProcesses, mesh, case: str):
+    whole, *divided = run_cases(
+        processes, 4, trained, [(mesh, case, zero) for zero in (False, True, "overlap")]
+    )
+    for each in divided:
+        compare(each, whole, mesh, case)
 
 
 def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
     # The norm of two halves is that of the whole but for its last bit, and clipping brings that into everything.
     tolerance = 0.0 if CASES[case][2].get("clip", 0.5) in (None, math.inf) else 1e-6
     for rank, (ours, theirs) in enumerate(zip(divided, whole, strict=True)):
-        alike(torch.stack(ours[0]), torch.stack(theirs[0]), tolerance)
+        assert_equal(torch.stack(ours[0]), torch.stack(theirs[0]), "losses", tolerance)
         for done, wanted in zip(ours[1], theirs[1], strict=True):
             assert (done.applied, done.lr) == (wanted.applied, wanted.lr)
             assert (done.grad_norm is None) == (wanted.grad_norm is None)
             if done.grad_norm is not None:
                 torch.testing.assert_close(done.grad_norm, wanted.grad_norm, rtol=1e-6, atol=0)
-        alike(dict(ours[2][0]), dict(theirs[2][0]), tolerance)
-        alike(ours[2][1], theirs[2][1], tolerance)
+        assert_equal(dict(ours[2][0]), dict(theirs[2][0]), "weights", tolerance)
+        assert_equal(ours[2][1], theirs[2][1], "state", tolerance)
         first = divided[mesh.rank(pp=mesh.coordinate(rank, "pp"))]
         assert_equal(dict(ours[2][0]), dict(first[2][0]))
         assert_equal(ours[2][1], first[2][1])
@@ -160,26 +106,13 @@ def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
             assert sum(divided[rank][3] for rank in pair) == pytest.approx(whole[pair[0]][3], rel=0.01)
 
 
-def test_a_tied_weight_stays_one(processes: LocalProcesses):
-    for weights, views in processes.run(4, tied_and_divided):
-        whole = tied_and_whole()
-        assert all(torch.equal(view, views[0]) for view in views)
-        for name, value in weights.items():
-            torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
-
-
-def tied_and_divided(rank: int):
-    with Pipeline(
-        tied.model(),
-        tied.loss_fn,
-        microbatches=2,
-        mesh=MeshShape(2, 2, 1),
-        timeout=300,
-        parallel=ParallelOptions(bucket_bytes=512),
-    ) as pipe:
-        optimizer = PipelineOptimizer(
-            pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"
-        )
+def train_tied(rank: int, mesh: MeshShape | None) -> tuple[dict[str, Tensor], list[Tensor]]:
+    options: dict[str, Any] = {"ranks": 1, "microbatches": 4}
+    if mesh:
+        options = {"mesh": mesh, "microbatches": 2, "parallel": ParallelOptions(bucket_bytes=512)}
+    with Pipeline(tied.model(), tied.loss_fn, timeout=300, **options) as pipe:
+        settings = {"lr": 0.01, "weight_decay": 0.3, "clip": 0.5, "zero": "overlap" if mesh else False}
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, **settings)
         for n in range(3):
             pipe.step(*tied.batch(n))
             optimizer.step()
@@ -188,13 +121,12 @@ def tied_and_divided(rank: int):
         return weights, [t.clone() for t in table]
 
 
-def tied_and_whole() -> dict[str, Tensor]:
-    with Pipeline(tied.model(), tied.loss_fn, microbatches=4, ranks=1) as pipe:
-        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5)
-        for n in range(3):
-            pipe.step(*tied.batch(n))
-            optimizer.step()
-        return {n: p.detach().clone() for n, p in pipe.named_parameters()}
+def test_a_tied_weight_stays_one(processes: LocalProcesses):
+    whole, _ = train_tied(0, None)
+    for weights, views in processes.run(4, train_tied, MeshShape(2, 2, 1)):
+        assert all(torch.equal(view, views[0]) for view in views)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
 
 
 class Poisoned(nn.Module):
@@ -215,19 +147,12 @@ def pair(mesh: MeshShape | None) -> Pipeline:
     torch.manual_seed(0)
     net = nn.Sequential(Poisoned(), nn.Linear(plain.WIDTH, plain.WIDTH))
     ranks = None if mesh else 1
-    return Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, ranks=ranks, timeout=300)
+    return Pipeline(net, mse_loss, microbatches=2, mesh=mesh, ranks=ranks, timeout=300)
 
 
 def refused(rank: int) -> dict[str, str]:
     """What is said of each misuse; nothing of it changes a weight."""
     said: dict[str, str] = {}
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-        except PenstockError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-
     x, y = plain.batch(0, 8)
     marked = x.clone()
     marked[5, 0] = 9.0  # in the second replica
@@ -236,24 +161,22 @@ def refused(rank: int) -> dict[str, str]:
         pipe.step(x, y)
         optimizer.step()
         before = copy.deepcopy(pipe.state_dict())
-        attempt("nan", lambda: pipe.step(marked, y))
-        attempt("pending", lambda: pipe.step(x, y))
+        said["nan"] = outcome(pipe.step, marked, y)
+        said["pending"] = outcome(pipe.step, x, y)
         optimizer.zero_grad()
         assert_equal(dict(pipe.state_dict()), dict(before))
         pipe.step(x, y)
         assert optimizer.step().applied
         assert any(not torch.equal(v, before[n]) for n, v in pipe.state_dict().items())
-        attempt("value", lambda: PipelineOptimizer(pipe, torch.optim.AdamW, zero="later"))
+        said["value"] = outcome(PipelineOptimizer, pipe, torch.optim.AdamW, zero="later")
         PipelineOptimizer(pipe, torch.optim.AdamW)
-        attempt("replaced", optimizer.step)
+        said["replaced"] = outcome(optimizer.step)
     return said
 
 
 def test_what_cannot_be_is_refused_on_every_process_and_changes_no_weight(processes: LocalProcesses):
     for said in processes.run(4, refused):
-        assert said["nan"].startswith(
-            f"{NonFiniteError.__name__}: step 2: the gradient of a weight of stage 0 is NaN"
-        )
+        assert said["nan"].startswith("NonFiniteError: step 2: the gradient of a weight of stage 0 is NaN")
         assert "wait for the optimizer's step() or zero_grad()" in said["pending"]
         assert "zero must be False, True or 'overlap', got 'later'" in said["value"]
         assert "a later PipelineOptimizer was made for this pipeline" in said["replaced"]
@@ -276,12 +199,8 @@ def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:
 
 def test_an_inf_in_one_replica_skips_the_update_in_all(processes: LocalProcesses):
     (whole, *_), divided = run_cases(processes, 4, overflowing, [(False,), (True,)])
-    for told in divided:
-        assert (
-            [one[:2] for one in told]
-            == [one[:2] for one in whole]
-            == [(True, 8.0), (False, 4.0), (True, 4.0), (True, 8.0)]
-        )
+    for told in (whole, *divided):
+        assert [one[:2] for one in told] == [(True, 8.0), (False, 4.0), (True, 4.0), (True, 8.0)]
         for ours, theirs in zip(told, whole, strict=True):
             torch.testing.assert_close(ours[2], theirs[2])
 
@@ -307,10 +226,8 @@ KINDS = {
 
 
 def of_a_kind(rank: int, kind: type[torch.optim.Optimizer], zero: Any) -> tuple:
-    with Pipeline(
-        plain.model(4), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(1, 2, 1), timeout=300,
-        parallel=ParallelOptions(bucket_bytes=512),
-    ) as pipe:  # fmt: skip
+    options = {"mesh": MeshShape(1, 2, 1), "parallel": ParallelOptions(bucket_bytes=512)}
+    with Pipeline(plain.model(4), mse_loss, microbatches=2, timeout=300, **options) as pipe:
         optimizer = PipelineOptimizer(pipe, kind, lr=1e-2, zero=zero, **KINDS[kind])
         for n in range(6):
             pipe.step(*plain.batch(n, 8))
@@ -331,10 +248,8 @@ def test_every_optimizer_takes_the_steps_of_the_whole_one_bit_for_bit(processes:
 
 def waits(rank: int) -> None:
     """Each layer waits for its own parameters; `Pipeline.parameters` for all of them."""
-    with Pipeline(
-        plain.model(3), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(1, 2, 1), timeout=300,
-        parallel=ParallelOptions(bucket_bytes=1),
-    ) as pipe:  # fmt: skip
+    options = {"mesh": MeshShape(1, 2, 1), "parallel": ParallelOptions(bucket_bytes=1)}
+    with Pipeline(plain.model(3), mse_loss, microbatches=2, timeout=300, **options) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero="overlap")
         pipe.step(*plain.batch(0, 8))
         optimizer.step()
@@ -354,8 +269,8 @@ def test_layers_wait_for_their_own_parameters_only(processes: LocalProcesses):
 
 def half_by_half(rank: int, mesh: MeshShape, case: str, zero: bool, weights: dict | None, state: dict | None):
     """Three steps, from the start or from what another run came to."""
-    parts, schedule, options = CASES[case]
-    with pipe_on(mesh, parts and parts(), schedule) as pipe:
+    given, schedule, options = CASES[case]
+    with pipe_on(mesh, given and given(), schedule) as pipe:
         optimizer = adamw(pipe, zero=zero, **{**options, "clip": None})
         if state is not None:
             pipe.load_state_dict(weights)

@@ -15,14 +15,17 @@ def joined(parts: list[tuple[dict, dict]]) -> tuple[dict, dict]:
     return weights, state
 
 
-def assert_equal(ours: object, theirs: object, where: str = "") -> None:
-    """Equal through and through, tensors bit for bit and in dtype."""
+def assert_equal(ours: object, theirs: object, where: str = "", tolerance: float = 0.0) -> None:
+    """Equal through and through, tensors in dtype, and bit for bit or within a tolerance."""
     if isinstance(theirs, torch.Tensor):
         assert ours.dtype == theirs.dtype, where
-        assert torch.equal(ours, theirs), where
+        if tolerance:
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(ours, theirs), where
     elif isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
         for key in theirs:
-            assert_equal(ours[key], theirs[key], f"{where}/{key}")
+            assert_equal(ours[key], theirs[key], f"{where}/{key}", tolerance)
     else:
         assert ours == theirs, where
