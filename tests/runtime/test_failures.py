@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
 from tests.support import plain
 from tests.support.groups import outcome, run_cases
-from tests.support.lanes import exhaustive, slow
+from tests.support.lanes import exhaustive
 
 
 class Boom(nn.Module):
@@ -71,18 +73,13 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
     net, bomb = failing(stage, 2, backward)
     before = set(threading.enumerate())
     with Pipeline(net, mse_loss, microbatches=4, ranks=4) as pipe:
-        with pytest.raises(
-            StageError, match=f"rank {stage}, stage {stage}, microbatch 2, op {stage}"
-        ) as info:
+        text = f"rank {stage}, stage {stage}, microbatch 2, op {stage}"
+        with pytest.raises(StageError, match=text) as info:
             pipe.step(*plain.batch(0, 8))
         cause = info.value.__cause__
         assert isinstance(cause, ValueError)
         assert str(cause) == "boom"
-        frames, frame = [], cause.__traceback__
-        while frame is not None:
-            frames.append(frame.tb_frame.f_code.co_name)
-            frame = frame.tb_next
-        assert frames[-1] == ("explode" if backward else "forward")
+        assert traceback.extract_tb(cause.__traceback__)[-1].name == ("explode" if backward else "forward")
         # The pipeline is sound afterwards: the next step runs and equals a fresh one.
         bomb.armed = False
         pipe_loss = pipe.step(*plain.batch(1, 8)).losses
@@ -91,55 +88,36 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
     assert set(threading.enumerate()) <= before
 
 
-def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.Tensor]:
+def fail_in_process(
+    rank: int, stage: int, backward: bool, many: bool, shared_memory: str, trains: bool
+) -> tuple:
     torch.set_num_threads(1)
+    # Many are more than an edge has room for: the first rank waits for the others to take its messages.
+    m, schedule = (256, "gpipe") if many else (4, "1f1b")
     net, bomb = failing(stage, 2, backward)
-    with Pipeline(net, mse_loss, microbatches=4, ranks=4, timeout=300) as pipe:
-        try:
-            pipe.step(*plain.batch(0, 8))
-        except PenstockError as error:
-            bomb.armed = False
-            return caught(error), pipe.step(*plain.batch(1, 8)).losses
-    raise AssertionError("the step did not fail")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, shared_memory)
+        pipe = Pipeline(net, mse_loss, microbatches=m, ranks=4, schedule=schedule, timeout=120)
+    with pipe:
+        with pytest.raises(PenstockError) as info:
+            (pipe.step if trains else pipe.evaluate)(*plain.batch(0, 2 * m))
+        bomb.armed = False
+        return caught(info.value), pipe.step(*plain.batch(1, 2 * m)).losses
 
 
 @pytest.mark.slow
 def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(processes: LocalProcesses):
-    losses, _ = plain.step(plain.model(4), mse_loss, *plain.batch(1, 8), 4)
-    cases = PLACES + OTHERS
-    for (stage, backward), told in zip(cases, run_cases(processes, 4, fail_in_process, cases), strict=True):
+    cases = [(*place, False, "1", True) for place in PLACES + OTHERS]
+    cases += [(1, False, True, "1", False), (3, False, True, "0", False), (3, False, True, "0", True)]
+    for case, told in zip(cases, run_cases(processes, 4, fail_in_process, cases), strict=True):
+        stage, backward, many, *_ = case
+        m = 256 if many else 4
+        losses, _ = plain.step(plain.model(4), mse_loss, *plain.batch(1, 2 * m), m)
         for rank, (text, after) in enumerate(told):
             assert f"rank {stage}, stage {stage}, microbatch 2, op {stage}{'B' if backward else 'F'}2" in text
             assert "ValueError: boom" in text
             assert text.startswith("StageError" if rank == stage else "PeerError")
             assert torch.equal(after, losses)
-
-
-def fail_with_many_microbatches(rank: int, stage: int, shared_memory: str, trains: bool) -> str:
-    torch.set_num_threads(1)
-    net, bomb = failing(stage, 0)
-    # More microbatches than an edge has room for: the first rank waits for the others to take its messages.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, shared_memory)
-        pipe = Pipeline(net, mse_loss, microbatches=256, ranks=4, schedule="gpipe", timeout=120)
-    with pipe:
-        try:
-            (pipe.step if trains else pipe.evaluate)(*plain.batch(0, 256))
-        except PenstockError as error:
-            bomb.armed = False
-            assert pipe.evaluate(*plain.batch(0, 256)).losses.isfinite().all()
-            return caught(error)
-    raise AssertionError("the step did not fail")
-
-
-@pytest.mark.slow
-def test_a_layer_that_raises_frees_the_ranks_that_wait_to_send(processes: LocalProcesses):
-    cases = [(1, "1", False), (3, "1", False), (1, "0", False), (3, "0", True)]
-    told = run_cases(processes, 4, fail_with_many_microbatches, cases)
-    for (stage, *_), texts in zip(cases, told, strict=True):
-        for rank, text in enumerate(texts):
-            assert f"rank {stage}, stage {stage}, microbatch 0, op {stage}F0" in text
-            assert text.startswith("StageError" if rank == stage else "PeerError"), text
 
 
 def failure_of(rank: int, call: str, pp: int) -> tuple[str, bool]:
@@ -176,9 +154,13 @@ def test_each_call_that_fails_on_one_replica_ends_on_all(processes: LocalProcess
         assert any(is_peer for _, is_peer in told), told
 
 
+def pipe_of_two(**options: Any) -> Pipeline:
+    return Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300, **options)
+
+
 def each_rank_has_its_end_of_the_batch(rank: int) -> list[str]:
     texts = []
-    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
+    with pipe_of_two() as pipe:
         for rows_in, rows_out in ((3, 8), (7, 8), (7, 7)):
             x, y = plain.batch(0, rows_in)[0], plain.batch(0, rows_out)[1]
             with warnings.catch_warnings(action="ignore"):  # torch's own, of sizes that broadcast
@@ -186,8 +168,32 @@ def each_rank_has_its_end_of_the_batch(rank: int) -> list[str]:
     return texts
 
 
-def test_a_batch_that_does_not_fit_is_refused_on_every_rank_and_the_next_one_runs(processes: LocalProcesses):
-    first, second = processes.run(2, each_rank_has_its_end_of_the_batch)
+def a_reduction_raises(rank: int) -> str:
+    with pipe_of_two(reduction=lambda target: 1 / 0) as pipe:
+        try:
+            return outcome(pipe.step, *plain.batch(0, 8))
+        except ZeroDivisionError as error:
+            return f"ZeroDivisionError: {error}"
+
+
+def each_rank_shuffles(rank: int) -> list[str]:
+    with pipe_of_two() as pipe:
+        return [outcome(pipe.step, *plain.batch(seed, 8)) for seed in (0, rank, 0)]
+
+
+def leaves(rank: int) -> str:
+    with pipe_of_two() as pipe:
+        pipe.step(*plain.batch(0, 8))
+        return "left" if rank == 1 else outcome(pipe.step, *plain.batch(1, 8))
+
+
+def call(rank: int, function: Callable[[int], Any]) -> Any:
+    return function(rank)
+
+
+def test_what_one_of_two_processes_does_is_refused_on_both_and_the_next_step_runs(processes: LocalProcesses):
+    cases = (each_rank_has_its_end_of_the_batch, a_reduction_raises, each_rank_shuffles, leaves)
+    (first, second), reduction, shuffled, left = run_cases(processes, 2, call, [(case,) for case in cases])
     assert first[0].startswith("BatchError")
     assert second[0].startswith("PeerError")
     assert "a batch of 3 is too small for 4 microbatches" in second[0]
@@ -195,37 +201,14 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank_and_the_next_one_run
         assert texts[1].startswith("BatchError: step 2: the target's microbatches have [2, 2, 2, 2] rows")
         assert "the input's [2, 2, 2, 1]" in texts[1]
         assert texts[2] == "ok"
-
-
-def a_reduction_raises(rank: int) -> str:
-    def reduction(target: torch.Tensor) -> float:
-        raise ZeroDivisionError("no tokens")
-
-    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, reduction=reduction) as pipe:
-        try:
-            pipe.step(*plain.batch(0, 8))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    raise AssertionError("the step did not fail")
-
-
-def test_an_error_of_the_users_own_before_the_step_names_its_class_on_every_rank(processes: LocalProcesses):
-    texts = processes.run(2, a_reduction_raises)
-    assert any(text.startswith("ZeroDivisionError: no tokens") for text in texts), texts
-    for text in texts:
-        assert "ZeroDivisionError: no tokens" in text
-
-
-def each_rank_shuffles(rank: int, mesh: MeshShape) -> list[str]:
-    with Pipeline(plain.model(4), mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
-        return [outcome(pipe.step, *plain.batch(seed, 8)) for seed in (0, rank, 0)]
-
-
-@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), *slow(MeshShape(2, 2, 1))], ids=str)
-def test_ranks_that_are_given_different_batches_refuse_the_step_and_the_next_one_runs(processes, mesh):
-    for texts in processes.run(mesh.ranks, each_rank_shuffles, mesh):
-        assert [texts[0], texts[2]] == ["ok", "ok"]
-        assert texts[1].startswith("BatchError: step 2: the processes were given different batches")
+    # An error of the user's own names its class on every rank.
+    assert any(text.startswith("ZeroDivisionError: division by zero") for text in reduction), reduction
+    assert all("ZeroDivisionError: division by zero" in text for text in reduction), reduction
+    for before, other, after in shuffled:
+        assert before == after == "ok"
+        assert other.startswith("BatchError: step 2: the processes were given different batches")
+    assert left[0].startswith(("CallOrderError", "PeerError"))
+    assert "rank 1 calls pipe.close()" in left[0]
 
 
 def test_batches_are_told_apart_by_their_bytes_and_shapes():
@@ -241,7 +224,7 @@ def test_batches_are_told_apart_by_their_bytes_and_shapes():
 
 
 def dies(rank: int) -> str:
-    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
+    with pipe_of_two() as pipe:
         pipe.step(*plain.batch(0, 8))
         if rank == 1:
             os._exit(7)
@@ -251,20 +234,6 @@ def dies(rank: int) -> str:
 def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
     with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a result"):
         pool.run(2, dies)
-
-
-def leaves(rank: int) -> str:
-    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
-        pipe.step(*plain.batch(0, 8))
-        if rank == 1:
-            return "left"
-        return outcome(pipe.step, *plain.batch(1, 8))
-
-
-def test_a_rank_that_leaves_ends_the_wait_of_the_others(processes: LocalProcesses):
-    told, _ = processes.run(2, leaves)
-    assert told.startswith(("CallOrderError", "PeerError"))
-    assert "rank 1 calls pipe.close()" in told
 
 
 def test_a_shape_the_next_stage_cannot_take_is_named():

@@ -139,6 +139,13 @@ class Quantised(nn.Linear):
         return RoundedGradient.apply(F.linear(x, weight, self.bias))
 
 
+class Attention(nn.TransformerEncoderLayer):
+    """Autocast chooses the dtype of each of its operators; its rows are one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, 16, 0.0)
+
+
 KINDS = {
     "weight used twice": ([Twice, Twice], torch.bfloat16),
     "input used twice": ([Gates, Gates], torch.bfloat16),
@@ -148,6 +155,7 @@ KINDS = {
     "other layout": ([linear, Fourier], None),
     "transposed": ([linear, Turned], None),
     "hook on the input": ([linear, Hooked], None),
+    "layer of many operators": ([Attention], torch.bfloat16),
     "eight bits": ([Quantised, Quantised], None),
 }
 # Each kind once, and those with split backwards or recompute where these go another way for them.
@@ -164,6 +172,7 @@ CASES = [
     ("transposed", 3, "1f1b", "full"),
     ("hook on the input", 1, "1f1b", "none"),
     ("hook on the input", 3, "1f1b", "full"),
+    ("layer of many operators", 3, "zb-h1", "full"),
     ("eight bits", 3, "zb-v", "full"),
     ("eight bits", 3, "zb-h1", "none"),
 ]

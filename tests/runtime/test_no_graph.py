@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
-from penstock.base.errors import PenstockError, StageError
+from penstock.base.errors import StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
+from tests.support.groups import outcome, run_cases
+from tests.support.lanes import exhaustive
 
 
 def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(output.detach(), target)
+    return mse_loss(output.detach(), target)
 
 
 def without_grad(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return nn.functional.mse_loss(output, target)
+        return mse_loss(output, target)
 
 
 class Constant:
@@ -32,7 +37,7 @@ class Constant:
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if int(target[0, 0]) in self.constant:
             return torch.zeros(())
-        return nn.functional.mse_loss(output, target)
+        return mse_loss(output, target)
 
 
 def numbered(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,15 +57,17 @@ def head_frozen_behind_a_cut() -> nn.Sequential:
     return net[:3].append(net[3].requires_grad_(False))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("check_finite", [True, False])
-@pytest.mark.parametrize("loss", [detached, without_grad])
-def test_a_loss_without_a_graph_is_refused_and_the_next_step_is_sound(ranks, family, check_finite, loss):
+# Losses cut from the graph in both ways, with and without the look at their values, one rank and two.
+FEW = [(detached, True, "zb-h1", 2), (without_grad, False, "1f1b", 1), (without_grad, True, "1f1b", 2)]
+REST = [(loss, check, "1f1b", 2) for loss in (detached, without_grad) for check in (False, True)][:3]
+
+
+@pytest.mark.parametrize(("loss", "check_finite", "family", "ranks"), [*FEW, *exhaustive(*REST)])
+def test_a_loss_without_a_graph_is_refused_and_the_next_step_is_sound(loss, check_finite, family, ranks):
     net, cut = plain.model(4), True
 
     def sometimes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return loss(output, target) if cut else nn.functional.mse_loss(output, target)
+        return loss(output, target) if cut else mse_loss(output, target)
 
     execution = ExecutionOptions(check_finite=check_finite)
     with Pipeline(net, sometimes, microbatches=4, ranks=ranks, schedule=family, execution=execution) as pipe:
@@ -71,35 +78,27 @@ def test_a_loss_without_a_graph_is_refused_and_the_next_step_is_sound(ranks, fam
         cut = False
         losses = pipe.step(*plain.batch(0, 8)).losses
     other = plain.model(4)
-    assert torch.equal(losses, plain.step(other, nn.functional.mse_loss, *plain.batch(0, 8), 4)[0])
-    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert torch.equal(losses, plain.step(other, mse_loss, *plain.batch(0, 8), 4)[0])
+    plain.require_equal_gradients(net, other)
 
 
 def refused(rank: int, where: str) -> list[str]:
     net = head_frozen_behind_a_cut() if where == "layer" else plain.model(4)
-    loss = detached if where == "loss" else nn.functional.mse_loss
-    texts = []
-    with Pipeline(net, loss, microbatches=4, ranks=4, timeout=300) as pipe:
-        for _ in range(2):
-            try:
-                pipe.step(*plain.batch(0, 8))
-            except PenstockError as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        texts.append(str(pipe.steps))
-    return texts
+    loss = detached if where == "loss" else mse_loss
+    with Pipeline(net, loss, microbatches=4, ranks=2, split=[3, 1], timeout=300) as pipe:
+        texts = [outcome(pipe.step, *plain.batch(0, 8)) for _ in range(2)]
+        assert pipe.steps == 0
+        return texts
 
 
-@pytest.mark.parametrize("where", ["loss", "layer"])
 def test_every_process_says_the_same_also_where_only_another_rank_has_something_to_train(
-    processes: LocalProcesses, where
+    processes: LocalProcesses,
 ):
-    told = processes.run(4, refused, where)
-    for texts in (*told, refused(0, where)):
-        assert [text.partition(" (")[0] for text in texts[:2]] == [
-            f"StageError: step {n}: no microbatch's loss has a graph" for n in (1, 2)
-        ]
-        assert texts[2:] == ["0"]
+    places = ("loss", "layer")
+    for where, told in zip(places, run_cases(processes, 2, refused, [(p,) for p in places]), strict=True):
+        for texts in (*told, refused(0, where)):
+            for n, text in enumerate(texts, 1):
+                assert text.startswith(f"StageError: step {n}: no microbatch's loss has a graph (")
 
 
 def test_losses_without_a_graph_in_some_microbatches_are_not_refused():
@@ -107,48 +106,34 @@ def test_losses_without_a_graph_in_some_microbatches_are_not_refused():
     net, other = plain.model(4), plain.model(4)
     with Pipeline(net, Constant([0, 2, 3]), microbatches=4, ranks=2) as pipe:
         pipe.step(x, y)
-    (nn.functional.mse_loss(other(x[2:4]), y[2:4]) / 4).backward()
-    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    (mse_loss(other(x[2:4]), y[2:4]) / 4).backward()
+    plain.require_equal_gradients(net, other)
 
 
-def of_processes(rank: int, constant: list[int]) -> str:
-    with Pipeline(
-        plain.model(2), Constant(constant), microbatches=2, mesh=MeshShape(pp=2, dp=2), timeout=300
-    ) as pipe:
-        try:
-            pipe.step(*numbered(4))
-        except StageError as error:
-            return str(error).partition(" (")[0]
-        return "trained" if all(p.grad is not None for p in pipe.parameters()) else "not trained"
+REPLICAS = {"microbatches": 2, "mesh": MeshShape(pp=2, dp=2), "timeout": 300}
+COUNTS = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
 
 
-def test_of_two_replicas_one_may_be_without_a_graph(processes: LocalProcesses):
-    assert processes.run(4, of_processes, [0, 1]) == ["trained"] * 4
-    assert processes.run(4, of_processes, [0, 1, 2, 3]) == ["step 1: no microbatch's loss has a graph"] * 4
+def of_processes(rank: int, constant: list[int], counts: bool) -> str:
+    options = {"reduction": lambda target: COUNTS[int(target[0, 0])]} if counts else {}
+    with Pipeline(plain.model(2), Constant(constant), **REPLICAS, **options) as pipe:
+        text = outcome(pipe.step, *numbered(4))
+        assert all((p.grad is not None) == (text == "ok") for p in pipe.parameters())
+        return text.partition(" (")[0]
 
 
-def of_those_that_count(rank: int) -> bool:
-    counts = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
-    with Pipeline(
-        plain.model(2),
-        Constant([0, 1]),
-        microbatches=2,
-        mesh=MeshShape(pp=2, dp=2),
-        reduction=lambda target: counts[int(target[0, 0])],
-        timeout=300,
-    ) as pipe:
-        pipe.step(*numbered(4))
-        return all(p.grad is not None for p in pipe.parameters())
-
-
-def test_what_does_not_count_may_be_the_only_loss_with_a_graph_of_a_replica(processes: LocalProcesses):
-    assert processes.run(4, of_those_that_count) == [True] * 4
+def test_of_two_replicas_one_may_be_without_a_graph_also_where_the_other_counts_nothing(
+    processes: LocalProcesses,
+):
+    cases = [([0, 1], False), ([0, 1], True), ([0, 1, 2, 3], False)]
+    one, counted, none = run_cases(processes, 4, of_processes, cases)
+    assert one == counted == ["ok"] * 4
+    assert none == ["StageError: step 1: no microbatch's loss has a graph"] * 4
 
 
 def test_a_model_that_is_frozen_as_a_whole_may_take_a_step():
     net = plain.model(4).requires_grad_(False)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=2) as pipe:
+    with Pipeline(net, mse_loss, microbatches=4, ranks=2) as pipe:
         losses = pipe.step(*plain.batch(0, 8)).losses
     assert torch.equal(losses, plain.train(4, 4, steps=1)[0][0])
 
@@ -162,8 +147,6 @@ def test_a_model_that_is_frozen_as_a_whole_may_take_a_step():
     ],
 )
 def test_a_loss_of_another_dtype_is_refused_by_name(loss, given):
-    with (
-        Pipeline(plain.model(2), loss, microbatches=2, ranks=2) as pipe,
-        pytest.raises(StageError, match=f"real floating-point dtype.*returned {given}"),
-    ):
-        pipe.step(*plain.batch(0, 4))
+    text = f"StageError: .*real floating-point dtype.*returned {given}"
+    with Pipeline(plain.model(2), loss, microbatches=2, ranks=2) as pipe:
+        assert re.match(text, outcome(pipe.step, *plain.batch(0, 4)))

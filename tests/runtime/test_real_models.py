@@ -235,21 +235,6 @@ def test_losses_are_summed_when_asked_and_several_are_reported_by_name():
     torch.testing.assert_close(result.loss, result.losses.sum())
 
 
-def test_microbatches_may_differ_in_shape():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(11, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-    other = nn.Sequential(nn.Embedding(11, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-    other.load_state_dict(net.state_dict())
-    xs = [torch.arange(2 * n).view(2, n) % 11 for n in (3, 5, 2, 7)]
-    ys = [torch.zeros(*x.shape, WIDTH) for x in xs]
-    expected = plain(other, xs, ys)
-    with Pipeline(net, F.mse_loss, ranks=2, microbatches=M) as pipe:
-        for _ in range(2):
-            net.zero_grad()
-            result = pipe.step(penstock.Microbatches(xs), penstock.Microbatches(ys))
-    compare(net, expected, result, exact=True)
-
-
 def tied_factories() -> list[penstock.Layer]:
     return [  # each built anew: no identity to be found
         penstock.Layer(str(n), lambda n=n: tied.model()[n], tied={"weight": "0.weight"} if n == 5 else {})

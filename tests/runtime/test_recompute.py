@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.base.errors import ConfigError, StageError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
+from tests.support.groups import outcome
+from tests.support.lanes import exhaustive
 
 WIDTH, ROWS, M = 16, 4, 4
 
@@ -57,10 +58,8 @@ def model(blocks: int = 8) -> nn.Sequential:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(ROWS * M, WIDTH, generator=generator),
-        torch.randn(ROWS * M, WIDTH, generator=generator),
-    )
+    x, y = (torch.randn(ROWS * M, WIDTH, generator=generator) for _ in range(2))
+    return x, y
 
 
 def train(rank: int, options: dict, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -88,29 +87,30 @@ def unsplit() -> tuple:
     return train(0, {"ranks": 1})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full", 2, 3])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
+# Everything and every third layer, with whole backwards and split ones.
+CASES = [("1f1b", "full"), ("zb-h1", 3), ("zb-v", "full")]
+REST = [
+    (name, n)
+    for name in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+    for n in ("none", "full", 2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "recompute"), [*CASES, *exhaustive(*(c for c in REST if c not in CASES))])
 def test_recompute_changes_no_loss_no_weight_and_no_running_statistic(unsplit, name, recompute):
-    for p in (2, 4):
-        assert_same(train(0, {"ranks": p, "schedule": name, "recompute": recompute}), unsplit)
+    assert_same(train(0, {"ranks": 2, "schedule": name, "recompute": recompute}), unsplit)
 
 
 def test_offloading_changes_nothing(unsplit):
-    assert_same(train(0, {"ranks": 2, "execution": ExecutionOptions(offload=True)}), unsplit)
-    assert_same(
-        train(
-            0, {"ranks": 2, "execution": ExecutionOptions(offload=True), "schedule": "zb-h1", "recompute": 2}
-        ),
-        unsplit,
-    )
+    offload = ExecutionOptions(offload=True)
+    assert_same(train(0, {"ranks": 4, "execution": offload}), unsplit)
+    assert_same(train(0, {"ranks": 2, "execution": offload, "schedule": "zb-h1", "recompute": 2}), unsplit)
 
 
-@pytest.mark.parametrize("p", [2, 4])
-def test_dropout_and_recompute_are_the_same_in_processes(processes: LocalProcesses, unsplit, p):
+def test_dropout_and_recompute_are_the_same_in_processes(processes: LocalProcesses, unsplit):
     alone = ExecutionOptions(threads=1)  # as in `unsplit`: sums of several threads have another order
-    options = {"ranks": p, "schedule": "zb-h1", "recompute": "full", "execution": alone}
-    parts = processes.run(p, train, options)
+    options = {"ranks": 2, "schedule": "zb-h1", "recompute": "full", "execution": alone}
+    parts = processes.run(2, train, options)
     joined = (parts[0][0], {name: value for _, state in parts for name, value in state.items()})
     assert_same(joined, (unsplit[0], joined[1]))
     for name, value in unsplit[1].items():
@@ -133,8 +133,14 @@ def with_recompute(schedule: Schedule, early: bool) -> Schedule:
     return Schedule.from_ops("with R", schedule.placement, schedule.microbatches, lists)
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [
+        ("1f1b", False),
+        ("zb-v", True),
+        *exhaustive(("1f1b", True), ("zb-h1", False), ("zb-h1", True), ("zb-v", False)),
+    ],
+)
 def test_a_schedule_may_say_itself_when_to_recompute(unsplit, name, early):
     schedule = with_recompute(build_schedule(name, 2, M), early)
     assert_same(train(0, {"ranks": 2, "schedule": schedule}), unsplit)
@@ -175,62 +181,19 @@ def test_the_memory_driven_choice_recomputes_as_few_layers_as_the_limit_allows(u
     assert peaks[0] > peaks[1] >= peaks[2] >= full
 
 
-def test_a_limit_below_everything_recomputed_is_refused_with_what_it_takes():
-    with (
-        Pipeline(
-            model(),
-            F.mse_loss,
-            microbatches=M,
-            ranks=2,
-            recompute="auto",
-            execution=ExecutionOptions(memory=1000),
-        ) as pipe,
-        pytest.raises(
-            ConfigError, match=r"rank 0 holds \d+ bytes of activations even with every layer recomputed"
-        ),
-    ):
-        pipe.step(*batch(0))
-
-
 def refused_by(rank: int, memory: int) -> str:
-    options = ExecutionOptions(memory=memory)
-    with Pipeline(
-        model(), F.mse_loss, microbatches=M, ranks=2, recompute="auto", timeout=300, execution=options
-    ) as pipe:
-        try:
-            pipe.step(*batch(0))
-        except ConfigError as error:
-            return str(error)
-    return ""
+    options = {"recompute": "auto", "execution": ExecutionOptions(memory=memory)}
+    with Pipeline(model(), F.mse_loss, microbatches=M, ranks=2, timeout=300, **options) as pipe:
+        return outcome(pipe.step, *batch(0))
 
 
-def test_a_limit_that_one_rank_cannot_keep_is_refused_by_all_processes(processes: LocalProcesses):
-    needed = int(re.search(r"rank 0 holds (\d+) bytes", refused_by(0, 1))[1])
-    errors = processes.run(2, refused_by, needed - 1)
-    assert errors[0] == errors[1]
-    assert "rank 0 holds" in errors[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"recompute": "some"}, "recompute must be 'none', 'full', 'auto', or k"),
-        ({"recompute": 0}, "recompute must be 'none', 'full', 'auto', or k"),
-        ({"recompute": "auto"}, "recompute='auto' needs memory"),
-        (
-            {"recompute": "full", "execution": ExecutionOptions(memory=10)},
-            "memory=10 is for recompute='auto'",
-        ),
-        (
-            {"execution": ExecutionOptions(compile="stage"), "recompute": "full"},
-            "compile='stage' compiles a stage's layers as one",
-        ),
-        ({"seed": 1.5}, "seed must be a whole number"),
-    ],
-)
-def test_options_that_do_not_hold_together_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
-        Pipeline(model(), F.mse_loss, microbatches=M, ranks=2, **options)
+def test_a_limit_below_everything_recomputed_is_refused_by_all_processes(processes: LocalProcesses):
+    text = r"ConfigError: .*rank 0 holds (\d+) bytes of activations even with every layer recomputed"
+    needed = int(re.match(text, refused_by(0, 1))[1])
+    assert refused_by(0, needed) == "ok"
+    first, second = processes.run(2, refused_by, needed - 1)
+    assert first == second
+    assert re.match(text, first)
 
 
 def test_torchs_own_generator_is_left_alone():
@@ -267,33 +230,6 @@ def test_a_run_that_continues_at_a_step_draws_what_it_would_have_drawn(unsplit):
     assert all(torch.equal(a, b) for a, b in zip(losses, unsplit[0][1:], strict=True))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_autocast_is_what_plain_pytorch_under_autocast_does(name, recompute):
-    def fresh() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            *[nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4)]
-        )
-
-    net, other = fresh(), fresh()
-    x = torch.randn(ROWS * M, 5, WIDTH, generator=torch.Generator().manual_seed(1))
-    y = torch.zeros_like(x)
-    losses = []
-    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.mse_loss(other(a), b)
-        (loss / M).backward()
-        losses.append(loss.detach())
-    options = {"schedule": name, "recompute": recompute, "autocast": torch.bfloat16}
-    with Pipeline(net, F.mse_loss, microbatches=M, ranks=2, **options) as pipe:
-        result = pipe.step(x, y)
-    assert torch.equal(result.losses, torch.stack(losses))
-    for (key, found), (_, wanted) in zip(net.named_parameters(), other.named_parameters(), strict=True):
-        assert found.grad.dtype == torch.float32
-        assert torch.equal(found.grad, wanted.grad), key
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "stage"])
 def test_compiled_layers_give_what_eager_ones_give(what):
@@ -307,9 +243,8 @@ def test_compiled_layers_give_what_eager_ones_give(what):
         wanted = pipe.step(x, y).losses
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on loading its compiler
-        with Pipeline(
-            net, F.mse_loss, microbatches=M, ranks=2, execution=ExecutionOptions(compile=what)
-        ) as pipe:
+        execution = ExecutionOptions(compile=what)
+        with Pipeline(net, F.mse_loss, microbatches=M, ranks=2, execution=execution) as pipe:
             found = pipe.step(x, y).losses
             assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in other.named_parameters()]
     torch.testing.assert_close(found, wanted)
@@ -338,14 +273,11 @@ class Counts(nn.Module):
         return self.inner(x) * self.calls
 
 
-@pytest.mark.parametrize("recompute", ["full", 2])
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize(("recompute", "place"), [("full", 1), ("full", 3), (2, 1), (2, 3)])
 def test_a_layer_whose_second_forward_differs_is_refused_by_name(recompute, place: int):
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     net[place] = Counts()
     x, y = torch.randn(2 * M, WIDTH), torch.randn(2 * M, WIDTH)
-    with (
-        Pipeline(net, F.mse_loss, microbatches=M, ranks=2, recompute=recompute) as pipe,
-        pytest.raises(StageError, match=rf"layer '{place}' returns something else when it runs again"),
-    ):
-        pipe.step(x, y)
+    text = rf"layer '{place}' returns something else when it runs again"
+    with Pipeline(net, F.mse_loss, microbatches=M, ranks=2, recompute=recompute) as pipe:
+        assert re.search(text, outcome(pipe.step, x, y))
