@@ -9,11 +9,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from penstock.base.errors import StageError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.lanes import exhaustive
 
 LIMIT = 30.0  # seconds, of what takes none
 
@@ -43,10 +45,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(8, 4), torch.zeros(8, 4)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("stepped", [True, *exhaustive(False)])
 def test_its_threads_end_and_the_model_may_stay(stepped: bool):
     before, model = set(ours()), layers()
-    pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2)
+    pipe = Pipeline(model, mse_loss, ranks=2, microbatches=2)
     optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
     if stepped:
         pipe.step(*batch())
@@ -64,7 +66,7 @@ def test_its_threads_end_and_the_model_may_stay(stepped: bool):
 def test_its_threads_end_after_a_step_that_failed():
     before = set(ours())
     model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4))
-    pipe = Pipeline(model, nn.functional.mse_loss, ranks=3, microbatches=2)
+    pipe = Pipeline(model, mse_loss, ranks=3, microbatches=2)
     with pytest.raises(StageError, match="broken on purpose"):
         pipe.step(*batch())
     threads = [thread for thread in ours() if thread not in before]
@@ -76,8 +78,8 @@ def test_its_threads_end_after_a_step_that_failed():
 
 def test_a_pipeline_in_place_of_another_works_when_that_has_gone():
     model = layers()
-    for _ in range(3):
-        pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2)
+    for _ in range(2):
+        pipe = Pipeline(model, mse_loss, ranks=2, microbatches=2)
         gc.collect()
         assert pipe.step(*batch()).loss is not None
     pipe.close()
@@ -86,7 +88,7 @@ def test_a_pipeline_in_place_of_another_works_when_that_has_gone():
 def drop(rank: int) -> bool:
     torch.set_num_threads(1)
     before = set(ours())
-    pipe = Pipeline(layers(), nn.functional.mse_loss, microbatches=2)
+    pipe = Pipeline(layers(), mse_loss, microbatches=2)
     pipe.step(*batch())
     threads = [thread for thread in ours() if thread not in before]
     assert [thread.name for thread in threads] == ["penstock-watch"]

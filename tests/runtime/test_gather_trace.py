@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch.nn.functional import mse_loss
 
 from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
@@ -21,7 +21,7 @@ RANKS, MICROBATCHES = 2, 4
 
 def traced(rank: int):
     torch.set_num_threads(1)
-    with Pipeline(plain.model(8), nn.functional.mse_loss, microbatches=MICROBATCHES) as pipe:
+    with Pipeline(plain.model(8), mse_loss, microbatches=MICROBATCHES) as pipe:
         before = pipe.gather_trace()
         pipe.step(*plain.batch(0, 2 * MICROBATCHES))
         part = pipe.trace()
@@ -48,13 +48,10 @@ def test_every_process_gets_the_whole_step(processes: LocalProcesses):
 
 def first_of_two(rank: int):
     torch.set_num_threads(1)
-    mesh = MeshShape(RANKS, 2, 1)
-    with Pipeline(
-        plain.model(8), nn.functional.mse_loss, microbatches=MICROBATCHES, mesh=mesh, timeout=300
-    ) as pipe:
-        pipe.step(*plain.batch(0, 4 * MICROBATCHES))
+    with Pipeline(plain.model(2), mse_loss, microbatches=2, mesh=MeshShape(RANKS, 2, 1), timeout=300) as pipe:
+        pipe.step(*plain.batch(0, 8))
         trace = pipe.gather_trace() if pipe.is_first else None
-        pipe.step(*plain.batch(1, 4 * MICROBATCHES))
+        pipe.step(*plain.batch(1, 8))
         return trace
 
 
@@ -70,7 +67,7 @@ def test_of_pipelines_side_by_side_one_can_be_gathered_alone(processes: LocalPro
 
 
 def test_threads_have_one_trace_anyway():
-    pipe = Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2, ranks=2)
+    pipe = Pipeline(plain.model(4), mse_loss, microbatches=2, ranks=2)
     assert pipe.gather_trace() is None
     pipe.step(*plain.batch(0, 4))
     whole, local = pipe.gather_trace(), pipe.trace()

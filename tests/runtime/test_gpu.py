@@ -12,6 +12,7 @@ from time import perf_counter
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from penstock.base.errors import ConfigError
 from penstock.runtime.options import ExecutionOptions
@@ -68,10 +69,8 @@ def equal_to_plain(pipe: Pipeline, other: nn.Module) -> None:
 def test_a_step_on_the_device_equals_plain_pytorch_there(family):
     net, other = plain.model(8), plain.model(8).cuda()
     x, y = plain.batch(0, 16)
-    losses, _ = plain.step(other, nn.functional.mse_loss, x.cuda(), y.cuda(), 8)
-    with Pipeline(
-        net, nn.functional.mse_loss, microbatches=8, ranks=4, schedule=family, device="cuda"
-    ) as pipe:
+    losses, _ = plain.step(other, mse_loss, x.cuda(), y.cuda(), 8)
+    with Pipeline(net, mse_loss, microbatches=8, ranks=4, schedule=family, device="cuda") as pipe:
         result = pipe.step(x, y)
         assert torch.allclose(result.losses.cpu(), losses.cpu(), rtol=1e-6)
         equal_to_plain(pipe, other)
@@ -93,7 +92,7 @@ def test_every_rank_has_a_stream_of_its_own():
             return x
 
     net = nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), Where(n)) for n in range(4)])
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, device="cuda") as pipe:
+    with Pipeline(net, mse_loss, microbatches=4, ranks=4, device="cuda") as pipe:
         pipe.step(*plain.batch(0, 8))
     assert len({*found.values(), torch.cuda.current_stream().cuda_stream}) == 5
 
@@ -102,9 +101,7 @@ def test_every_rank_has_a_stream_of_its_own():
 def test_late_values_are_waited_for_over_several_steps(family):
     """The caller is late, too: it makes inputs and updates parameters just before a step, and spoils the input after."""
     ours, theirs = late_model(8), plain.model(8).cuda()
-    with Pipeline(
-        ours, nn.functional.mse_loss, microbatches=8, ranks=4, schedule=family, device="cuda"
-    ) as pipe:
+    with Pipeline(ours, mse_loss, microbatches=8, ranks=4, schedule=family, device="cuda") as pipe:
         optimizers = [torch.optim.SGD(p, lr=0.1) for p in (list(pipe.parameters()), theirs.parameters())]
         for n in range(4):
             x, y = (part.cuda() for part in plain.batch(n, 16))
@@ -121,7 +118,7 @@ def test_late_values_are_waited_for_over_several_steps(family):
                 torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
             optimizers[1].zero_grad()
             expected = theirs(x)
-            losses, input_grads = plain.step(theirs, nn.functional.mse_loss, x, y, 8)
+            losses, input_grads = plain.step(theirs, mse_loss, x, y, 8)
             optimizers[1].step()
             torch.cuda.synchronize()
             assert torch.allclose(result.losses, losses, rtol=1e-5), n
@@ -142,10 +139,8 @@ def test_freed_memory_is_not_used_again_before_every_stream_is_done_with_it():
     net = nn.Sequential(*[nn.Sequential(block, Greedy()) for block in late_model(8)])
     other = plain.model(8).cuda()
     x, y = (part.cuda() for part in plain.batch(0, 64))
-    losses, _ = plain.step(other, nn.functional.mse_loss, x, y, 32)
-    with Pipeline(
-        net, nn.functional.mse_loss, microbatches=32, ranks=4, schedule="zb-v", device="cuda"
-    ) as pipe:
+    losses, _ = plain.step(other, mse_loss, x, y, 32)
+    with Pipeline(net, mse_loss, microbatches=32, ranks=4, schedule="zb-v", device="cuda") as pipe:
         for _ in range(3):
             for parameter in pipe.parameters():
                 parameter.grad = None
@@ -158,7 +153,7 @@ def test_a_step_in_threads_does_not_wait_for_the_device():
     x, y = (part.cuda() for part in plain.batch(0, 16))
     execution = ExecutionOptions(check_finite=False)  # checking for NaN synchronizes
     with Pipeline(
-        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, device="cuda", execution=execution
+        plain.model(8), mse_loss, microbatches=8, ranks=4, device="cuda", execution=execution
     ) as pipe:
         pipe.step(x, y)
         try:
@@ -171,9 +166,7 @@ def test_a_step_in_threads_does_not_wait_for_the_device():
 def test_steps_leave_the_memory_flat():
     x, y = (part.cuda() for part in plain.batch(0, 16))
     found = []
-    with Pipeline(
-        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda"
-    ) as pipe:
+    with Pipeline(plain.model(8), mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda") as pipe:
         for _ in range(20):
             pipe.step(x, y)
             torch.cuda.synchronize()
@@ -184,7 +177,7 @@ def test_steps_leave_the_memory_flat():
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_trace_tells_when_ops_ran_on_the_device(ranks):
     net = late_model(4)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=8, ranks=ranks, device="cuda") as pipe:
+    with Pipeline(net, mse_loss, microbatches=8, ranks=ranks, device="cuda") as pipe:
         for _ in range(3):
             began = perf_counter()
             pipe.step(*plain.batch(0, 16))
@@ -217,9 +210,7 @@ def over_nccl(rank: int, family: str):
         block.append(Late())
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    with Pipeline(
-        net, nn.functional.mse_loss, microbatches=8, ranks=2, schedule=family, device=device
-    ) as pipe:
+    with Pipeline(net, mse_loss, microbatches=8, ranks=2, schedule=family, device=device) as pipe:
         for _ in range(3):
             for parameter in pipe.parameters():
                 parameter.grad = None
@@ -234,7 +225,7 @@ def over_nccl(rank: int, family: str):
 def test_processes_over_nccl_equal_plain_pytorch(processes, family):
     other = plain.model(8).cuda()
     x, y = plain.batch(0, 16)
-    losses, _ = plain.step(other, nn.functional.mse_loss, x.cuda(), y.cuda(), 8)
+    losses, _ = plain.step(other, mse_loss, x.cuda(), y.cuda(), 8)
     expected = {name: p.grad.cpu() for name, p in other.named_parameters()}
     for found, gradients in processes.run(2, over_nccl, family, timeout=300):
         assert torch.allclose(found, losses.cpu(), rtol=1e-5)
@@ -244,9 +235,7 @@ def test_processes_over_nccl_equal_plain_pytorch(processes, family):
 
 def test_clipping_gives_the_bits_that_torch_gives_on_the_device():
     x, y = plain.batch(0, 16)
-    with Pipeline(
-        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda"
-    ) as pipe:
+    with Pipeline(plain.model(8), mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda") as pipe:
         pipe.step(x, y)
         others = [nn.Parameter(p.detach().clone()) for p in pipe.parameters()]
         for other, p in zip(others, pipe.parameters(), strict=True):
@@ -271,11 +260,10 @@ def test_a_stage_without_parameters_computes_under_autocast(recompute):
     x, y = plain.batch(0, 16)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected = [
-            nn.functional.mse_loss(net.cuda()(a), b)
-            for a, b in zip(x.cuda().chunk(8), y.cuda().chunk(8), strict=True)
+            mse_loss(net.cuda()(a), b) for a, b in zip(x.cuda().chunk(8), y.cuda().chunk(8), strict=True)
         ]
     with Pipeline(
-        net.cpu(), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-h1", device="cuda",
+        net.cpu(), mse_loss, microbatches=8, ranks=4, schedule="zb-h1", device="cuda",
         autocast=torch.bfloat16, recompute=recompute,
     ) as pipe:  # fmt: skip
         assert torch.equal(pipe.step(x, y).losses, torch.stack(expected).detach())
@@ -286,7 +274,7 @@ def test_dropout_draws_the_same_for_any_split(recompute):
     def losses(ranks: int, schedule: str, recompute: str) -> torch.Tensor:
         net = nn.Sequential(*[nn.Sequential(block, nn.Dropout(0.3)) for block in plain.model(8)])
         with Pipeline(
-            net, nn.functional.mse_loss, microbatches=8, ranks=ranks, schedule=schedule, device="cuda", seed=3,
+            net, mse_loss, microbatches=8, ranks=ranks, schedule=schedule, device="cuda", seed=3,
             recompute=recompute,
         ) as pipe:  # fmt: skip
             return pipe.step(*plain.batch(0, 16)).losses
@@ -295,7 +283,7 @@ def test_dropout_draws_the_same_for_any_split(recompute):
 
 
 def on_one_gpu(rank: int) -> None:
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, device="cuda:0"):
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2, device="cuda:0"):
         pass
 
 
@@ -311,7 +299,7 @@ def test_offloading_has_the_same_bits_and_holds_less():
     found = []
     for offload in (False, True):
         with Pipeline(
-            copy.deepcopy(net), nn.functional.mse_loss, microbatches=8, ranks=1, schedule="gpipe", device="cuda",
+            copy.deepcopy(net), mse_loss, microbatches=8, ranks=1, schedule="gpipe", device="cuda",
             execution=ExecutionOptions(offload=offload),
         ) as pipe:  # fmt: skip
             pipe.step(x, y)

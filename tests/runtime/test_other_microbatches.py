@@ -236,7 +236,7 @@ OWN = f"{__name__}:"
     [
         ({}, 0, "ConfigError: microbatches must be a whole number of"),
         ({}, 2.0, "ConfigError: microbatches must be a whole number of"),
-        ({}, 20, "BatchError: a batch of 8 is too small for 20"),
+        ({}, 20, "BatchError: .*a batch of 8 is too small for 20"),
         ({"schedule": OWN + "in_pairs"}, 3, "ScheduleError: .*pairs of microbatches, and not 3"),
         (
             {"schedule": build_schedule("1f1b", 2, 4)},
@@ -247,7 +247,7 @@ OWN = f"{__name__}:"
         (
             {"recompute": "auto", "execution": ExecutionOptions(memory=1 << 30)},
             6,
-            "ConfigError: recompute='auto' chooses the layers for the 4 of the pipeline; give recompute='full'",
+            "ConfigError: .*recompute='auto' chooses the layers for the 4 of the pipeline; give recompute='full'",
         ),
     ],
 )
@@ -310,7 +310,7 @@ def test_another_number_on_one_rank_is_one_error_on_every_rank(
 
 
 def test_a_number_that_a_family_cannot_take_is_its_own_error_on_every_rank(processes: LocalProcesses):
-    numbers = [(3, 3), (3, 4), (4, 3), (0, 4), (2, 2)]
+    numbers = [(3, 3), (4, 4), (3, 4), (4, 4), (4, 3), (0, 4), (2, 2)]
     for told in processes.run(2, each_its_own, MeshShape(2, 1, 1), numbers, "1", OWN + "in_pairs"):
         for count, texts in zip(numbers, zip(*[iter(told)] * 3, strict=True), strict=True):
             if count[0] == count[1] != 3:

@@ -167,10 +167,7 @@ def test_the_trace_has_every_op_in_order_with_bytes_that_return_to_zero():
 def test_autocast_of_the_caller_holds_in_the_ranks():
     net, other = plain.model(4), plain.model(4)
     x, y = plain.batch(0, 8)
-    with (
-        Pipeline(net, mse_loss, microbatches=4, ranks=2) as pipe,
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    with Pipeline(net, mse_loss, microbatches=4, ranks=2) as pipe, torch.autocast("cpu", torch.bfloat16):
         losses = pipe.step(x, y).losses
         expected, _ = plain.step(other, mse_loss, x, y, 4)
     assert torch.equal(losses, expected)

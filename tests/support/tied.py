@@ -30,10 +30,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randint(WORDS, (8,), generator=generator),
-        torch.randint(WORDS, (8,), generator=generator),
-    )
+    return (torch.randint(WORDS, (8,), generator=generator), torch.randint(WORDS, (8,), generator=generator))
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
