@@ -55,6 +55,7 @@ def first_of_two(rank: int):
         return trace
 
 
+@pytest.mark.slow
 def test_of_pipelines_side_by_side_one_can_be_gathered_alone(processes: LocalProcesses):
     found = processes.run(2 * RANKS, first_of_two)
     mesh = MeshShape(RANKS, 2, 1)

@@ -78,7 +78,7 @@ def test_a_norm_over_one_stage_is_refused_at_the_next_step_and_what_is_right_is_
 
 
 def test_replicas_have_whole_models_and_may_clip_as_they_like(processes: LocalProcesses):
-    names = ("torch's clipping", "one stage", "our clipping")
+    names = ("torch's clipping", "one stage")
     for texts in processes.run(2, trained, MeshShape(1, 2, 1), True, names):
         assert [name for name, text in texts.items() if text != "ok"] == ["one stage"]
 

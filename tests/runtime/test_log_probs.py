@@ -88,7 +88,12 @@ def test_it_is_the_gathered_log_softmax_and_leaves_nothing(head: str, schedule: 
 
 @pytest.mark.parametrize(
     ("loss_fn", "reduction"),
-    [(ppo_loss, "valid"), (LinearCrossEntropy(3), "mean"), (nn.CrossEntropyLoss(), "valid")],
+    [
+        (ppo_loss, "mean"),
+        (ppo_loss, "valid"),
+        (LinearCrossEntropy(3), "valid"),
+        (nn.CrossEntropyLoss(), "valid"),
+    ],
 )
 @pytest.mark.filterwarnings("error")
 def test_uneven_microbatches_and_any_loss(loss_fn: Any, reduction: str):

@@ -222,7 +222,9 @@ def test_replicas_refuse_what_the_loss_trains_or_changes_and_take_constants(proc
         assert re.match("StageError: .*the loss function changes its buffer loss_fn.centre", changes)
 
 
-@pytest.mark.parametrize(("schedule", "in_place"), [("dualpipe", True), ("chimera", False)])
+@pytest.mark.parametrize(
+    ("schedule", "in_place"), [("dualpipe", True), ("dualpipe", False), ("chimera", True)]
+)
 def test_buffers_that_the_loss_changes_are_refused_there(schedule: str, in_place: bool):
     with pipeline(Centred(in_place), schedule) as pipe:
         for _ in range(2):

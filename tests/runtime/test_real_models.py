@@ -131,9 +131,18 @@ def compare(net: nn.Module, expected, result, exact: bool) -> None:
     torch.testing.assert_close(result.losses, torch.stack(losses), rtol=0 if exact else 1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("p", [2, *exhaustive(4)])
-def test_masks_reach_every_layer_that_names_them(name, p):
+@pytest.mark.parametrize(
+    ("p", "name"),
+    [
+        (2, "interleaved-1f1b"),
+        (4, "zb-v"),
+        (4, "dualpipe"),
+        *exhaustive(
+            (2, "gpipe"), (4, "1f1b"), (2, "zb-h1"), (4, "interleaved-1f1b"), (2, "zb-v"), (2, "dualpipe")
+        ),
+    ],
+)
+def test_masks_reach_every_layer_that_names_them(p, name):
     net, other = build(*[Masked] * 8), build(*[Masked] * 8)
     x, y = data(ROWS * M)
     mask = (torch.arange(ROWS * M) % 3 > 0).float()
@@ -170,13 +179,16 @@ def test_a_value_skips_stages_and_its_gradient_comes_back_and_added_losses_count
     assert torch.equal(evaluated.parts["energy"], result.parts["energy"])
 
 
+def loss_of_fields(out: dict, y: Tensor) -> Tensor:
+    return F.mse_loss(out["h"], y)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_dictionaries_of_anything_travel_between_stages(name):
     net, other = build(*[Fields] * 8), build(*[Fields] * 8)
     x, y = data(ROWS * M)
     expected = plain(other, x.chunk(M), y.chunk(M))
-    loss_fn = lambda out, y: F.mse_loss(out["h"], y)  # noqa: E731
-    with Pipeline(net, loss_fn, ranks=2, microbatches=M, schedule=name) as pipe:
+    with Pipeline(net, loss_of_fields, ranks=2, microbatches=M, schedule=name) as pipe:
         compare(net, expected, pipe.step(x, y), name != "dualpipe")
 
 
@@ -197,17 +209,19 @@ def test_an_uneven_batch_gives_the_whole_batchs_gradient(name):
         torch.testing.assert_close(found, want)
 
 
+def valid(y: Tensor) -> Tensor:
+    return y[:, 0] > -0.5
+
+
 def counted_loss(out: Tensor, y: Tensor) -> Tensor:
-    valid = y[:, 0] > -0.5
-    return F.mse_loss(out[valid], y[valid])
+    return F.mse_loss(out[valid(y)], y[valid(y)])
 
 
 def test_weighing_by_a_count_gives_the_whole_batchs_gradient_even_where_a_microbatch_counts_nothing():
     net, other = build(*[nn.Linear] * 4), build(*[nn.Linear] * 4)
     x, y = data(ROWS * M)
     y[:ROWS, 0] = -1.0  # the first microbatch has no valid row: its mean is 0/0
-    count = lambda y: (y[:, 0] > -0.5).sum()  # noqa: E731
-    with Pipeline(net, counted_loss, ranks=2, microbatches=M, reduction=count) as pipe:
+    with Pipeline(net, counted_loss, ranks=2, microbatches=M, reduction=lambda y: valid(y).sum()) as pipe:
         result = pipe.step(x, y)
         evaluated = pipe.evaluate(x, y)
     whole = counted_loss(other(x), y)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from penstock.show.report import write
 from penstock.trace.events import Activity
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support.groups import outcome, run_cases
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 from tests.support.sharded import CONFIG, GROUPS, ROWS, half_frozen, in_bf16, tokens
 from tests.support.states import assert_equal
 
@@ -218,14 +217,13 @@ def between_steps(rank: int, shard: str) -> tuple:
         return losses, norm, refused
 
 
-def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProcesses):
-    shards = ("weights", "gradients")
-    *found, expected = run_cases(processes, 4, between_steps, [(shard,) for shard in (*shards, "optimizer")])
-    for shard, told in zip(shards, found, strict=True):
-        for (losses, norm, refused), (wanted, of_whole, _) in zip(told, expected, strict=True):
-            assert losses == pytest.approx(wanted, rel=1e-5)
-            assert norm == pytest.approx(of_whole, rel=1e-5)
-            assert f"which shard={shard!r} does not divide; use shard='optimizer'" in refused
+@pytest.mark.parametrize("shard", ["weights", *slow("gradients")])
+def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProcesses, shard: str):
+    told, whole = run_cases(processes, 4, between_steps, [(shard,), ("optimizer",)])
+    for (losses, norm, refused), (wanted, of_whole, _) in zip(told, whole, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert norm == pytest.approx(of_whole, rel=1e-5)
+        assert f"which shard={shard!r} does not divide; use shard='optimizer'" in refused
 
 
 def traced(rank: int, sharding: dict[str, Any]) -> tuple:
@@ -244,12 +242,14 @@ def traced(rank: int, sharding: dict[str, Any]) -> tuple:
         return step, later, evaluated, pipe.schedule
 
 
-def test_the_trace_has_the_gathers_and_reductions_of_the_program(processes: LocalProcesses, tmp_path: Path):
-    ways: list[dict[str, Any]] = [{**WEIGHTS, "reduce_every": 2}, {"shard": "gradients"}]
-    for sharding, told in zip(ways, run_cases(processes, 4, traced, [(w,) for w in ways]), strict=True):
-        require_program(told, sharding)
-        text = write(tmp_path / "run.html", [StepAnalysis("step 1", told[0][0])], title="a run").read_text()
-        assert ("+ gather of weights" in text) == (sharding["shard"] == "weights")
+@pytest.mark.parametrize("sharding", [{**WEIGHTS, "reduce_every": 2}, *slow({"shard": "gradients"})])
+def test_the_trace_has_the_gathers_and_reductions_of_the_program(
+    processes: LocalProcesses, sharding, tmp_path
+):
+    told = processes.run(4, traced, sharding)
+    require_program(told, sharding)
+    text = write(tmp_path / "run.html", [StepAnalysis("step 1", told[0][0])], title="a run").read_text()
+    assert ("+ gather of weights" in text) == (sharding["shard"] == "weights")
 
 
 def require_program(told: list[tuple], sharding: dict[str, Any]) -> None:
@@ -291,6 +291,7 @@ def leaving(rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_an_error_of_one_program_ends_the_others_with_an_error(processes: LocalProcesses):
     told = processes.run(4, leaving)
     assert told[0] == "KeyError"
