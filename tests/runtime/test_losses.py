@@ -109,7 +109,7 @@ def test_losses_without_a_graph_in_some_microbatches_are_not_refused():
     plain.require_equal_gradients(net, other)
 
 
-REPLICAS = {"microbatches": 2, "mesh": MeshShape(pp=2, dp=2), "timeout": 300}
+REPLICAS = {"microbatches": 2, "mesh": MeshShape(pp=1, dp=2), "timeout": 300}
 COUNTS = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
 
 
@@ -125,9 +125,9 @@ def test_of_two_replicas_one_may_be_without_a_graph_also_where_the_other_counts_
     processes: LocalProcesses,
 ):
     cases = [([0, 1], False), ([0, 1], True), ([0, 1, 2, 3], False)]
-    one, counted, none = run_cases(processes, 4, of_processes, cases)
-    assert one == counted == ["ok"] * 4
-    assert none == ["StageError: step 1: no microbatch's loss has a graph"] * 4
+    one, counted, none = run_cases(processes, 2, of_processes, cases)
+    assert one == counted == ["ok"] * 2
+    assert none == ["StageError: step 1: no microbatch's loss has a graph"] * 2
 
 
 def test_a_model_that_is_frozen_as_a_whole_may_take_a_step():

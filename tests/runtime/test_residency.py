@@ -43,9 +43,9 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def pipe_on(given: Any, schedule: str, sharding: Any, **options: Any) -> Pipeline:
-    virtual = {"virtual_stages": 2} if schedule in INTERLEAVED else {}
-    settings = {"microbatches": ROWS // 2, "schedule": schedule, "mesh": REPLICAS, **virtual, **options}
+def pipe_on(given: Any, schedule: str, sharding: Any, mesh: MeshShape = REPLICAS, **options: Any) -> Pipeline:
+    virtual = {"virtual_stages": 4 // mesh.pp} if schedule in INTERLEAVED else {}
+    settings = {"microbatches": ROWS // 2, "schedule": schedule, "mesh": mesh, **virtual, **options}
     parallel = ParallelOptions(bucket_bytes=4000, **sharding)
     return Pipeline(given or layers(CONFIG), next_token_loss, timeout=120, parallel=parallel, **settings)
 
@@ -140,6 +140,7 @@ def failing(rank: int) -> tuple:
         return told
 
 
+@pytest.mark.slow
 def test_a_layer_that_fails_on_one_replica_ends_the_step_on_all_and_loses_nothing(processes: LocalProcesses):
     told = processes.run(4, failing)
     for failed, evaluated, loss, again in told:
@@ -196,7 +197,7 @@ def test_a_model_with_a_tied_weight_and_its_own_forward_and_a_second_optimizer(p
 
 def between_steps(rank: int, shard: str) -> tuple:
     """What a program may do between two steps."""
-    with pipe_on(None, "interleaved-1f1b", {"shard": shard}) as pipe:
+    with pipe_on(None, "interleaved-1f1b", {"shard": shard}, MeshShape(1, 2)) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
         losses = [float(pipe.step(*tokens(0)).loss)]
         optimizer.step()
@@ -219,7 +220,7 @@ def between_steps(rank: int, shard: str) -> tuple:
 
 @pytest.mark.parametrize("shard", ["weights", *slow("gradients")])
 def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProcesses, shard: str):
-    told, whole = run_cases(processes, 4, between_steps, [(shard,), ("optimizer",)])
+    told, whole = run_cases(processes, 2, between_steps, [(shard,), ("optimizer",)])
     for (losses, norm, refused), (wanted, of_whole, _) in zip(told, whole, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert norm == pytest.approx(of_whole, rel=1e-5)

@@ -186,7 +186,7 @@ def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:
     x, y = plain.batch(0, 8)
     marked = x.clone()
     marked[5, 0] = 9.0
-    with pair(MeshShape(2, 2, 1)) as pipe:
+    with pair(MeshShape(1, 2, 1)) as pipe:
         scaler = GradScaler(init_scale=8.0, growth_interval=2)
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=1.0, scaler=scaler, zero=zero)
         told = []
@@ -198,7 +198,7 @@ def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:
 
 
 def test_an_inf_in_one_replica_skips_the_update_in_all(processes: LocalProcesses):
-    (whole, *_), divided = run_cases(processes, 4, overflowing, [(False,), (True,)])
+    (whole, *_), divided = run_cases(processes, 2, overflowing, [(False,), (True,)])
     for told in (whole, *divided):
         assert [one[:2] for one in told] == [(True, 8.0), (False, 4.0), (True, 4.0), (True, 8.0)]
         for ours, theirs in zip(told, whole, strict=True):
