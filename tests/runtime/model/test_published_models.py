@@ -13,15 +13,7 @@ import penstock
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.commands import python
 from tests.support.groups import run_cases
-from tests.support.published_models import (
-    FORMS,
-    MICROBATCHES,
-    STEPS,
-    differences,
-    piped,
-    plainly,
-    sgd,
-)
+from tests.support.published_models import FORMS, MICROBATCHES, STEPS, differences, piped, plainly, sgd
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {

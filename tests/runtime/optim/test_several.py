@@ -165,12 +165,7 @@ def test_what_is_no_option_or_optimizer_is_refused(group: dict[str, Any], said: 
 
 
 def divided(
-    rank: int,
-    mesh: penstock.MeshShape,
-    case: str,
-    zero: Any,
-    steps: int = STEPS,
-    folder: Path | None = None,
+    rank: int, mesh: penstock.MeshShape, case: str, zero: Any, steps: int = STEPS, folder: Path | None = None
 ) -> tuple[dict[str, Tensor], list[Tensor | None], int]:
     """Train on replicas; with a folder, after what is saved there, and save."""
     given = CASES.get(case, {})

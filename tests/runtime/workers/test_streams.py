@@ -209,11 +209,7 @@ def test_steps_after_the_first_make_no_events(ranks, device):
     rank_threads, channels = ranks
 
     def step() -> None:
-        run(
-            rank_threads,
-            lambda: channels[0].send(1, 7, Message((value(),))),
-            lambda: channels[1].recv(0, 7),
-        )
+        run(rank_threads, lambda: channels[0].send(1, 7, Message((value(),))), lambda: channels[1].recv(0, 7))
 
     step()
     before = Mark.made
