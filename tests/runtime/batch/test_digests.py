@@ -13,6 +13,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
 from tests.support import plain
+from tests.support.lanes import exhaustive
 
 STEPS = FULL_STEPS + 3
 
@@ -32,7 +33,9 @@ def each_rank_drifts(rank: int, mesh: MeshShape) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), MeshShape(1, 2, 1), MeshShape(1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(1, 2, 1), *exhaustive(MeshShape(2, 1, 1), MeshShape(1, 1, 2))], ids=str
+)
 def test_a_loader_that_drifts_after_the_first_steps_is_refused_in_training_and_evaluation(
     processes: LocalProcesses, mesh: MeshShape
 ):
@@ -64,12 +67,16 @@ def test_all_bytes_count_at_first_and_a_sample_later():
     assert batch_digest((x, y), 0, False) == sample_digest_of((x, y))
 
 
-@pytest.mark.parametrize(
-    "shape", [(64, 3, 32, 32), (100_000,), (5000, 1), (1, 1, 9000), (7, 0), (), (2, 5000, 3)], ids=str
-)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
-)
+KINDS = [
+    *(
+        (shape, torch.float32)
+        for shape in [(64, 3, 32, 32), (5000, 1), (1, 1, 9000), (7, 0), (), (2, 5000, 3)]
+    ),
+    *(((100_000,), dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.complex64)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), KINDS, ids=str)
 def test_a_sample_tells_shuffled_rows_apart_and_equal_tensors_not(shape: tuple[int, ...], dtype: torch.dtype):
     x = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
     found = sample_digest_of((x,))

@@ -16,6 +16,8 @@ from penstock import BatchError, ConfigError, NonFiniteError, Pipeline
 from penstock.runtime.batch.splitter import ignore_index_of
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
+from tests.support.groups import run_cases
+from tests.support.lanes import exhaustive
 
 ROWS, LENGTH, CLASSES, MICROBATCHES = 8, 5, 7, 4
 
@@ -60,10 +62,16 @@ def whole(loss_fn: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor,
     return loss.detach(), [p.grad for p in other.parameters()]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe"])
-@pytest.mark.parametrize("ignored", [UNEVEN, ONE_EMPTY], ids=["uneven", "one microbatch empty"])
-@pytest.mark.parametrize(("loss_fn", "index"), [(token_loss, -100), (PadIsZero(), 0)], ids=["-100", "0"])
-def test_valid_gives_the_gradient_of_the_whole_batch(ignored: dict, schedule: str, loss_fn: Any, index: int):
+@pytest.mark.parametrize(
+    ("schedule", "ignored", "loss_fn", "index"),
+    [
+        ("1f1b", UNEVEN, token_loss, -100),
+        ("zb-h1", ONE_EMPTY, PadIsZero(), 0),
+        ("dualpipe", ONE_EMPTY, token_loss, -100),
+        *exhaustive(("zb-h1", UNEVEN, token_loss, -100), ("dualpipe", UNEVEN, PadIsZero(), 0)),
+    ],
+)
+def test_valid_gives_the_gradient_of_the_whole_batch(schedule: str, ignored: dict, loss_fn: Any, index: int):
     """Also where a microbatch's own mean is 0/0: it weighs nothing, and its NaN reaches no gradient."""
     x, y = batch(ignored, index)
     loss, grads = whole(loss_fn, x, y)
@@ -134,9 +142,9 @@ def told_by_rank(rank: int, mesh: Any) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("mesh", [None, penstock.MeshShape(1, 2, 1)], ids=["ranks", "replicas"])
-def test_a_microbatch_of_ignored_targets_is_named_on_every_rank(processes: LocalProcesses, mesh: Any):
-    for text in (*processes.run(2, told_by_rank, mesh), told_by_rank(0, None)):
+def test_a_microbatch_of_ignored_targets_is_named_on_every_rank(processes: LocalProcesses):
+    ranks, replicas = run_cases(processes, 2, told_by_rank, [(None,), (penstock.MeshShape(1, 2, 1),)])
+    for text in (*ranks, *replicas, told_by_rank(0, None)):
         facts = ("1 ", "microbatch 1 is NaN", "-100", "0/0", "reduction='valid'", "No weight was changed")
         assert all(fact in text for fact in facts), text
         assert "learning rate" not in text
@@ -162,7 +170,7 @@ def test_valid_needs_one_tensor_of_integers():
         Pipeline(net(), token_loss, microbatches=2, reduction="tokens")
 
 
-@pytest.mark.parametrize("given", ["layers", "model"])
+@pytest.mark.parametrize("given", ["layers", *exhaustive("model")])
 def test_a_language_model_of_transformers_weighs_by_valid_tokens(given: str):
     """By default, as transformers: the loss of the padded batch; also with rows that have no label at all."""
     model = hf_models.model("llama")

@@ -16,6 +16,7 @@ import penstock
 from penstock.base.errors import BatchError, ConfigError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, named_models, own_models
+from tests.support.lanes import exhaustive
 from tests.support.named_models import Colliding, Diffusion, Labelled, Options, TakesAMapping
 
 MICROBATCHES = 4
@@ -62,18 +63,18 @@ def diffusion_step(rank: int = 0, way: str = "keywords", **options: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["keywords", "mapping", "double star"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("way", "schedule"), [("keywords", "1f1b"), ("mapping", "zb-h1"), ("double star", "1f1b")]
+)
 def test_a_diffusion_transformer_trains_unmodified(way: str, schedule: str):
     assert diffusion_step(way=way, ranks=3, schedule=schedule) == ""
 
 
 def test_a_diffusion_transformer_trains_in_processes(processes: LocalProcesses):
-    for way in ("keywords", "mapping"):
-        assert processes.run(2, diffusion_step, way) == ["", ""]
+    assert processes.run(2, diffusion_step, "mapping") == ["", ""]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["full", *exhaustive("none")])
 def test_arguments_may_have_any_names(recompute: str):
     net = own_models.made(Colliding)
     ids, y = own_models.batch(8)
@@ -162,7 +163,7 @@ def test_a_batch_has_the_names_of_the_forwards_arguments():
             pipe.step(batch)
 
 
-@pytest.mark.parametrize("as_layers", [False, True])
+@pytest.mark.parametrize("as_layers", [True, *exhaustive(False)])
 def test_a_batch_of_a_collator_of_hugging_face(as_layers: bool):
     from transformers import BatchEncoding
 

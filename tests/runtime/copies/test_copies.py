@@ -8,16 +8,24 @@ from torch import Tensor, nn
 
 from penstock.base.errors import NonFiniteError, PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 from tests.support.groups import run_cases
+from tests.support.lanes import slow
 
 WIDTH, M, ROWS, STEPS = 6, 8, 3, 3
 DUALPIPE, CHIMERA = ("dualpipe", MeshShape(2, 1, 1)), ("chimera", MeshShape(2, 1, 1))
-REPLICAS, BOTH = ("1f1b", MeshShape(2, 2, 1)), ("dualpipe", MeshShape(2, 2, 1))
+TWO, REPLICAS, BOTH = (
+    ("1f1b", MeshShape(1, 2, 1)),
+    ("1f1b", MeshShape(2, 2, 1)),
+    ("dualpipe", MeshShape(2, 2, 1)),
+)
 
 
 def model(momentum: float | None = 0.1) -> nn.Sequential:
@@ -48,6 +56,13 @@ def order(schedule: str) -> list[int]:
     return [op.microbatch for op in ops if op.kind == Kind.F and op.stage == 0]
 
 
+def pipe_of(net: nn.Module, schedule: str, mesh: MeshShape, **parallel: object) -> Pipeline:
+    options = ParallelOptions(**parallel)
+    return Pipeline(
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, parallel=options
+    )
+
+
 def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -65,16 +80,7 @@ def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor
 
 
 def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, frozen_after: int):
-    net = model(momentum)
-    with Pipeline(
-        net,
-        loss_of,
-        microbatches=M // mesh.dp,
-        schedule=schedule,
-        mesh=mesh,
-        timeout=300,
-        parallel=ParallelOptions(check_replicas=1),
-    ) as pipe:
+    with pipe_of(model(momentum), schedule, mesh, check_replicas=1) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in range(STEPS):
             pipe.train(step < frozen_after)
@@ -84,9 +90,10 @@ def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, f
         return pipe.evaluate(*batch(99)).loss, pipe.state_dict()
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("frozen_after", [STEPS, 1])
-@pytest.mark.parametrize(("schedule", "mesh"), [DUALPIPE, CHIMERA])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "momentum", "frozen_after"),
+    [(*DUALPIPE, 0.1, STEPS), (*CHIMERA, None, STEPS), (*DUALPIPE, None, 1)],
+)
 def test_copies_of_batch_norm_have_the_statistics_of_plain_pytorch(schedule, mesh, momentum, frozen_after):
     check([trained(0, schedule, mesh, momentum, frozen_after)], schedule, momentum, frozen_after)
 
@@ -102,9 +109,15 @@ def check(told: list, schedule: str, momentum: float | None, frozen_after: int) 
             assert all(torch.equal(value, other[name]) for _, other in told if name in other), name
 
 
-def test_copies_of_batch_norm_in_processes(processes: LocalProcesses):
-    cases = [(*BOTH, 0.1, STEPS), (*REPLICAS, None, STEPS), (*REPLICAS, 0.1, 1), (*BOTH, None, 1)]
-    told = run_cases(processes, 4, trained, cases)
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [(*DUALPIPE, 0.1, STEPS), (*TWO, None, STEPS), (*TWO, 0.1, 1)]),
+        *slow((4, [(*BOTH, 0.1, STEPS), (*REPLICAS, None, STEPS), (*BOTH, None, 1)])),
+    ],
+)
+def test_copies_of_batch_norm_in_processes(processes: LocalProcesses, ranks: int, cases: list):
+    told = run_cases(processes, ranks, trained, cases)
     for (schedule, _, momentum, frozen_after), parts in zip(cases, told, strict=True):
         check(parts, schedule, momentum, frozen_after)
 
@@ -139,10 +152,7 @@ class Mean(nn.Module):
 def own_buffers(rank: int, schedule: str, mesh: MeshShape, rule: str, persistent: bool = True):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mean(persistent), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300,
-        parallel=ParallelOptions(buffers=rule, check_replicas=1),
-    ) as pipe:  # fmt: skip
+    with pipe_of(net, schedule, mesh, buffers=rule, check_replicas=1) as pipe:
         try:
             for step in range(2):
                 pipe.step(*batch(step))
@@ -152,12 +162,14 @@ def own_buffers(rank: int, schedule: str, mesh: MeshShape, rule: str, persistent
         return None, "", pipe.steps, pipe.state_dict()
 
 
-@pytest.mark.parametrize(("schedule", "mesh"), [DUALPIPE, REPLICAS])
-def test_other_buffers_follow_the_rule_and_are_refused_without_one(processes: LocalProcesses, schedule, mesh):
-    for rule in ("refuse", "mean", "first"):
-        told = processes.run(mesh.ranks, own_buffers, schedule, mesh, rule)
-        if mesh.dp == 1:
-            told.append(own_buffers(0, schedule, mesh, rule))
+def test_other_buffers_follow_the_rule_and_are_refused_without_one(processes: LocalProcesses):
+    """Scratch buffers stay each copy's own."""
+    cases = [(*layout, rule) for layout in (DUALPIPE, TWO) for rule in ("refuse", "mean", "first")]
+    *by_case, scratch = run_cases(processes, 2, own_buffers, [*cases, (*TWO, "refuse", False)])
+    assert [steps for _, _, steps, _ in [*scratch, own_buffers(0, *DUALPIPE, "refuse", False)]] == [2] * 3
+    for (*layout, rule), told in zip(cases, by_case, strict=True):
+        if layout == [*DUALPIPE]:
+            told.append(own_buffers(0, *DUALPIPE, rule))
         for name, text, steps, state in told:
             assert name == ("1.mean" if rule == "refuse" else None)
             assert ("buffers='mean' or buffers='first'" in text) == (rule == "refuse")
@@ -169,16 +181,8 @@ def test_other_buffers_follow_the_rule_and_are_refused_without_one(processes: Lo
         assert all(torch.equal(state, states[0]) for state in states)
 
 
-def test_scratch_buffers_stay_each_copys_own(processes: LocalProcesses):
-    told = [own_buffers(0, *DUALPIPE, "refuse", False)]
-    told += processes.run(4, own_buffers, *REPLICAS, "refuse", False)
-    assert [steps for _, _, steps, _ in told] == [2] * 5
-
-
 def restored(rank: int, schedule: str, mesh: MeshShape) -> None:
-    with Pipeline(
-        model(), loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300
-    ) as pipe:
+    with pipe_of(model(), schedule, mesh) as pipe:
         pipe.step(*batch(0))
         state = {name: value.clone() for name, value in pipe.state_dict().items()}
         loss = pipe.evaluate(*batch(1)).losses
@@ -199,25 +203,14 @@ def test_after_a_failed_step_buffers_are_as_before_it_and_a_loaded_state_is_that
     processes: LocalProcesses,
 ):
     restored(0, *DUALPIPE)
-    processes.run(4, restored, *REPLICAS)
+    processes.run(2, restored, *TWO)
 
 
 def damage(
     rank: int, schedule: str, mesh: MeshShape, name: str, alone: int, zero: bool
 ) -> tuple[str, str, int]:
     """One process changes a parameter or a buffer of its own; the check comes every second step."""
-    net = model()
-    with Pipeline(
-        net,
-        loss_of,
-        microbatches=M // mesh.dp,
-        schedule=schedule,
-        mesh=mesh,
-        timeout=300,
-        parallel=ParallelOptions(check_replicas=2),
-    ) as pipe:
-        from penstock.runtime.optim.optimizer import PipelineOptimizer
-
+    with pipe_of(model(), schedule, mesh, check_replicas=2) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero=zero)
         steps = 0
         try:
@@ -235,24 +228,22 @@ def damage(
 
 def test_processes_whose_copies_come_apart_all_stop_with_the_name_and_the_place(processes: LocalProcesses):
     cases = [
-        (*REPLICAS, "0.weight", 1, False, "(pp 0, dp 1, tp 0)"),
-        (*REPLICAS, "3.1.running_mean", 3, False, "(pp 1, dp 1, tp 0)"),
-        (*REPLICAS, "3.0.bias", 2, True, "(pp 1, dp 0, tp 0)"),
-        (*BOTH, "1.weight", 3, False, "(pp 1, dp 1, tp 0)"),
+        (*REPLICAS, "0.weight", 1, False),
+        (*REPLICAS, "3.1.running_mean", 3, False),
+        (*REPLICAS, "3.0.bias", 2, True),
+        (*BOTH, "1.weight", 3, False),
     ]
-    for schedule, mesh, name, alone, zero, where in cases:
-        for found, text, steps in processes.run(mesh.ranks, damage, schedule, mesh, name, alone, zero):
+    places = ["(pp 0, dp 1, tp 0)", "(pp 1, dp 1, tp 0)", "(pp 1, dp 0, tp 0)", "(pp 1, dp 1, tp 0)"]
+    told = run_cases(processes, 4, damage, cases)
+    for (_, _, name, *_), where, by_rank in zip(cases, places, told, strict=True):
+        for found, text, steps in by_rank:
             assert found == name
             assert where in text
             assert steps == 2
 
 
 def test_threads_whose_copies_come_apart_stop_with_the_name():
-    schedule, mesh = DUALPIPE
-    checked = ParallelOptions(check_replicas=2)
-    with Pipeline(
-        model(), loss_of, microbatches=M, schedule=schedule, mesh=mesh, timeout=300, parallel=checked
-    ) as pipe:
+    with pipe_of(model(), *DUALPIPE, check_replicas=2) as pipe:
         for step in range(2):
             pipe.step(*batch(step))
         own, *_, other = [
@@ -276,31 +267,22 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
 
 
 def cut(rank: int, alone: int) -> tuple[str, str]:
-    from penstock.train.config.sections import ModelConfig
-    from penstock.train.model.llama import layers, next_token_loss
-
     config = ModelConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
-    tokens = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(0))
-    with Pipeline(
-        layers(config),
-        next_token_loss,
-        microbatches=2,
-        mesh=MeshShape(1, 2, 2),
-        timeout=300,
-        parallel=ParallelOptions(check_replicas=1),
-    ) as pipe:
-        pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    tokens = torch.randint(0, 32, (8, 8), generator=torch.Generator().manual_seed(0))
+    options = {"microbatches": 2, "mesh": MeshShape(1, 2, 2), "parallel": ParallelOptions(check_replicas=1)}
+    with Pipeline(layers(config), next_token_loss, timeout=300, **options) as pipe:
+        pipe.step(tokens, tokens)
         name, parameter = list(pipe.named_parameters())[2]
         if torch.distributed.get_rank() == alone:
             with torch.no_grad():
                 getattr(parameter, "_local_tensor", parameter).view(-1)[0] += 1e-3
-        with pytest.raises(PenstockError) as caught:
-            pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        assert isinstance(caught.value, ReplicaError)
+        with pytest.raises(ReplicaError) as caught:
+            pipe.step(tokens, tokens)
         assert caught.value.name == name
         return str(caught.value), name
 
 
+@pytest.mark.slow
 def test_parts_of_cut_matrices_are_compared_over_replicas(processes: LocalProcesses):
     for text, name in processes.run(4, cut, 3):
         assert repr(name) in text
@@ -308,24 +290,18 @@ def test_parts_of_cut_matrices_are_compared_over_replicas(processes: LocalProces
 
 
 def renormalising(rank: int, mesh: MeshShape | None, schedule: str, trains: bool) -> str:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
-    ranks = None if mesh is not None else 2
-    with Pipeline(
-        net, nn.functional.mse_loss, microbatches=4, schedule=schedule, mesh=mesh, ranks=ranks, timeout=300
-    ) as pipe:
-        batch = 4 * (mesh.dp if mesh is not None else 1)
-        with pytest.raises(PenstockError) as refused:
-            (pipe.step if trains else pipe.evaluate)(torch.arange(batch) % 8, torch.zeros(batch, 4))
+    options = {"mesh": mesh, "ranks": None if mesh is not None else 2, "timeout": 300}
+    with (
+        Pipeline(net, loss_of, microbatches=4, schedule=schedule, **options) as pipe,
+        pytest.raises(PenstockError) as refused,
+    ):
+        (pipe.step if trains else pipe.evaluate)(torch.arange(8), torch.zeros(8, 4))
     return str(refused.value)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused(trains: bool):
-    assert "the forward writes into parameter 0.weight" in renormalising(0, None, "dualpipe", trains)
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_in_processes_it_is_refused_as_well(processes: LocalProcesses, trains: bool):
-    told = processes.run(2, renormalising, MeshShape(pp=1, dp=2), "1f1b", trains)
-    assert all("the forward writes into parameter 0.weight" in text for text in told)
+def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused(processes: LocalProcesses):
+    told = [renormalising(0, None, "dualpipe", trains) for trains in (True, False)]
+    cases = [(MeshShape(pp=1, dp=2), "1f1b", trains) for trains in (True, False)]
+    told += [text for by_rank in run_cases(processes, 2, renormalising, cases) for text in by_rank]
+    assert all("the forward writes into parameter 0.weight" in text for text in told), told

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from penstock.base.errors import PenstockError, ReplicaError
 from penstock.runtime.pipeline import Pipeline
+from tests.support.lanes import exhaustive
 
 WIDTH, M = 6, 4
 
@@ -51,10 +52,6 @@ def plain(net: nn.Module) -> Tensor:
     return torch.stack(losses)
 
 
-COPIED = [("dualpipe", False), ("chimera", False), ("1f1b", True)]
-"""Schedule, and whether one module is used on both ranks."""
-
-
 def pipeline(net: nn.Module, schedule: str) -> Pipeline:
     return Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2)
 
@@ -90,8 +87,15 @@ FOLLOWED: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", FOLLOWED)
-@pytest.mark.parametrize(("schedule", "shared"), COPIED)
+@pytest.mark.parametrize(
+    ("schedule", "shared", "change"),
+    [
+        *(("dualpipe", False, change) for change in FOLLOWED),
+        ("1f1b", True, "attribute"),
+        ("1f1b", True, "one in eval"),
+        *exhaustive(*(("chimera", False, change) for change in FOLLOWED)),
+    ],
+)
 def test_copies_follow_modes_and_attributes(schedule: str, shared: bool, change: str):
     net = make(shared=shared)
     reference = copy.deepcopy(net)
@@ -114,6 +118,8 @@ def patched(net: nn.Sequential) -> None:
 REFUSED: dict[str, Callable[[nn.Sequential], object]] = {
     "activation": lambda net: setattr(net[0], "act", nn.ReLU()),
     "layer": lambda net: setattr(net[0], "linear", nn.Linear(WIDTH, WIDTH)),
+    "another layer": lambda net: net[0].add_module("more", nn.Linear(WIDTH, WIDTH)),
+    "weight": lambda net: setattr(net[0].linear, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
     "bias": lambda net: setattr(net[0].linear, "bias", None),
     "buffer": lambda net: net[0].register_buffer("more", torch.zeros(1)),
     "assign": lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
@@ -127,8 +133,15 @@ REFUSED: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", REFUSED)
-@pytest.mark.parametrize(("schedule", "shared"), [COPIED[0], COPIED[2]])
+@pytest.mark.parametrize(
+    ("schedule", "shared", "change"),
+    [
+        *(("dualpipe", False, change) for change in REFUSED),
+        ("1f1b", True, "activation"),
+        ("1f1b", True, "forward hook"),
+        *exhaustive(*(("1f1b", True, change) for change in REFUSED)),
+    ],
+)
 def test_changes_that_copies_cannot_follow_are_refused_by_name(schedule: str, shared: bool, change: str):
     net = make(shared=shared)
     with pipeline(net, schedule) as pipe:

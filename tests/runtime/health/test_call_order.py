@@ -18,6 +18,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain, waiting
+from tests.support.lanes import exhaustive, slow
 
 LONG = 600.0  # seconds; no wait may end by it
 
@@ -36,6 +37,7 @@ CALLS: dict[str, Callable[[Loop], Any]] = {
     "pipe.step()": lambda loop: loop.pipe.step(*loop.batch),
     "pipe.evaluate()": lambda loop: loop.pipe.evaluate(*loop.batch),
     "pipe.full_state_dict()": lambda loop: loop.pipe.full_state_dict(rank0_only=True),
+    "pipe.named_weights()": lambda loop: list(loop.pipe.named_weights()),
     "pipe.clip_grad_norm_()": lambda loop: loop.pipe.clip_grad_norm_(1.0),
     "pipe.sum_over_ranks()": lambda loop: loop.pipe.sum_over_ranks(torch.ones(3, dtype=torch.float64)),
     "pipe.gather_trace()": lambda loop: loop.pipe.gather_trace(),
@@ -61,20 +63,22 @@ def calls_on_ranks(rank: int, folder: Path, calls: list[str], shared_memory: str
     return "no error"
 
 
-ALONE = [
-    *((["pipe.step()", name], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()")),
-    *(([name, "pipe.step()"], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()")),
+PAIRS = [
+    (["pipe.evaluate()", "pipe.step()"], "1"),
     (["pipe.full_state_dict()", "pipe.step()"], "0"),
     (["pipe.step()", "Checkpoints.save()"], "0"),
     (["pipe.full_state_dict()", "pipe.clip_grad_norm_()"], "1"),
-    (["pipe.full_state_dict()", "pipe.gather_trace()"], "1"),
-    (["pipe.sum_over_ranks()", "pipe.clip_grad_norm_()"], "1"),
+    (["pipe.named_weights()", "pipe.gather_trace()"], "1"),
+    (["pipe.sum_over_ranks()", "PipelineOptimizer.step()"], "1"),
     (["Checkpoints.save()", "Checkpoints.load_newest()"], "1"),
-    (["pipe.evaluate()", "PipelineOptimizer.step()"], "1"),
+    *slow(*(([name, "pipe.step()"], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()"))),
+    *exhaustive(
+        *((["pipe.step()", name], "1") for name in CALLS if name not in ("pipe.step()", "pipe.close()"))
+    ),
 ]
 
 
-@pytest.mark.parametrize(("calls", "shared_memory"), ALONE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("calls", "shared_memory"), PAIRS, ids=str)
 def test_both_calls_are_named_on_both_ranks(
     tmp_path: Path, processes: LocalProcesses, calls: list[str], shared_memory: str
 ):
@@ -107,7 +111,7 @@ def leave_early(rank: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("evaluating", [0, 1])
+@pytest.mark.parametrize("evaluating", [0, *slow(1)])
 def test_an_evaluation_in_place_of_the_first_step_is_named(
     tmp_path: Path, processes: LocalProcesses, evaluating: int
 ):
@@ -128,7 +132,7 @@ def first_call(rank: int, evaluating: int) -> str:
 def alone(rank: int, folder: Path) -> str:
     """Rank 0 waits in a call; rank 1 makes none until rank 0 has given up."""
     done = folder / "given-up"
-    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=2.0) as pipe:
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=0.5) as pipe:
         pipe.step(*plain.batch(0, 4))
         if rank:
             waiting.until(done.exists)
@@ -156,9 +160,9 @@ def build_another(rank: int, folder: Path) -> str:
         if rank:
             waiting.until(done.exists)
             return ""
-        options = ExecutionOptions(first_timeout=2.0)
+        options = ExecutionOptions(first_timeout=0.5)
         try:
-            Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=2.0, execution=options)
+            Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=0.5, execution=options)
         except WaitTimeoutError as error:
             return str(error)
         finally:

@@ -21,6 +21,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, own_models, plain
 from tests.support.documentation import DOCS, blocks
 from tests.support.groups import run_cases
+from tests.support.lanes import slow
 
 W = plain.WIDTH
 BIG = 1 << 22  # numbers in a layer of 16 MiB
@@ -179,6 +180,7 @@ def bytes_of(rank: int) -> tuple[int, int, int]:
         return whole, resident() - before, values
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_rest_is_free(processes: LocalProcesses):
     layer = 4 * W * (BIG // W)
     for whole, after, values in processes.run(4, bytes_of):
@@ -283,7 +285,7 @@ def plain_average() -> tuple[Tensor, dict[str, Tensor]]:
     return nn.functional.mse_loss(average(x), y).detach(), average.module.state_dict()
 
 
-@pytest.mark.parametrize("transport", ["threads", "processes"])
+@pytest.mark.parametrize("transport", ["threads", *slow("processes")])
 def test_the_moving_average_of_the_page_is_that_of_torch(request: pytest.FixtureRequest, transport: str):
     loss, weights = plain_average()
     in_processes = transport == "processes"

@@ -16,6 +16,7 @@ from penstock.base.errors import SplitError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models, unsplittable
 from tests.support.groups import run_cases
+from tests.support.lanes import exhaustive, slow
 
 OFF = penstock.ExecutionOptions(check_split=False)
 
@@ -55,13 +56,15 @@ def test_values_that_blocks_leave_for_each_other_are_refused_in_threads(gate: fl
     assert unchanged
 
 
-def test_every_process_refuses_by_the_same_name(processes: LocalProcesses):
-    for cases, ranks in (([(1.0, 1, False), (0.0, 1, True)], 2), ([(1.0, 2, False)], 4)):
-        for by_rank in run_cases(processes, ranks, refused, cases):
-            texts = {text for text, _ in by_rank}
-            assert len(texts) == 1
-            assert "the layers" in texts.pop()
-            assert all(unchanged for _, unchanged in by_rank)
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, [(1.0, 1, False), (0.0, 1, True)]), *slow((4, [(1.0, 2, False)]))]
+)
+def test_every_process_refuses_by_the_same_name(processes: LocalProcesses, ranks: int, cases: list):
+    for by_rank in run_cases(processes, ranks, refused, cases):
+        texts = {text for text, _ in by_rank}
+        assert len(texts) == 1
+        assert "the layers" in texts.pop()
+        assert all(unchanged for _, unchanged in by_rank)
 
 
 def test_blocks_of_one_stage_may_leave_values_for_each_other():
@@ -199,8 +202,17 @@ def assert_same(one: tuple, other: tuple) -> None:
     assert torch.equal(one[3], other[3])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "autocast"),
+    [
+        *(
+            (kind, None)
+            for kind in ("tied", "one module in three places", "draws", "a dictionary", "sparse gradients")
+        ),
+        *((kind, torch.bfloat16) for kind in ("skips", "statistics", "recurrent", "spectral_norm", "hooks")),
+        *exhaustive(*((kind, None) for kind in ("weight_norm", "pruned", "several outputs"))),
+    ],
+)
 def test_no_number_shows_it_in_threads(kind: str, autocast: torch.dtype | None):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -252,8 +264,10 @@ def kept(rank: int) -> list[int]:
     return found
 
 
-def test_it_keeps_no_memory(processes: LocalProcesses):
-    for without, with_check in [kept(0), *processes.run(2, kept)]:
+@pytest.mark.parametrize("transport", ["threads", *slow("processes")])
+def test_it_keeps_no_memory(request: pytest.FixtureRequest, transport: str):
+    in_threads = transport == "threads"
+    for without, with_check in [kept(0)] if in_threads else request.getfixturevalue("processes").run(2, kept):
         assert with_check == without > 0
 
 
@@ -283,7 +297,7 @@ def with_tensor_parallelism(rank: int) -> list[str]:
     net = own_models.made(own_models.NanoGPT)
     with (
         warnings.catch_warnings(record=True) as caught,
-        pipeline(net, None, None, mesh=penstock.MeshShape(pp=2, tp=2)) as pipe,
+        pipeline(net, None, None, mesh=penstock.MeshShape(pp=1, tp=2)) as pipe,
     ):
         warnings.simplefilter("always")
         pipe.step(*own_models.batch())
@@ -291,7 +305,7 @@ def with_tensor_parallelism(rank: int) -> list[str]:
 
 
 def test_sharded_matrices_are_not_compared_and_one_process_says_so(processes: LocalProcesses):
-    (text,), *others = processes.run(4, with_tensor_parallelism)
+    (text,), *others = processes.run(2, with_tensor_parallelism)
     assert "NanoGPT" in text
     assert "processes divide its matrices" in text
     assert not any(others)

@@ -11,9 +11,10 @@ from torch import nn
 import penstock
 from penstock.base.errors import ConfigError, SplitError
 from tests.support import hf_models, own_models
+from tests.support.lanes import exhaustive
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2")])
 def test_a_model_of_hugging_face_goes_in_as_it_is_and_comes_back(family: str):
     net = hf_models.model(family, tied=True)
     expected = copy.deepcopy(net)

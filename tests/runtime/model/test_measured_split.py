@@ -11,11 +11,14 @@ from torch import nn
 
 import penstock
 from penstock.base.errors import ConfigError, ProfileError, SplitError
+from penstock.profile.measured import Effort
+from penstock.runtime.model import measured_split
 from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
+from tests.support.lanes import exhaustive
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
 TOKENS = torch.arange(2 * 2 * 8).reshape(4, 8)
@@ -35,24 +38,26 @@ def loss_and_split(rank: int) -> tuple[float, list[str]]:
         return float(loss), [str(trace.info["split"]), *(layer.name for layer in pipe.layers)]
 
 
-def test_a_measured_split_trains_as_any_other():
+def test_a_measured_split_trains_as_any_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measured_split, "_EFFORT", Effort(seconds=0.05, rounds=2))
     with pipeline() as pipe, pipeline(split="even") as other:
         assert torch.equal(pipe.step(TOKENS, TOKENS).loss, other.step(TOKENS, TOKENS).loss)
         assert sum(len(stage.module.layers) for stage in pipe.stages.values()) == 6
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "split"),
+    ("schedule", "virtual_stages", "split", "recompute"),
     [
-        ("1f1b", 1, [0, 4]),
-        ("gpipe", 1, [4, 0]),
-        ("interleaved-1f1b", 2, [0, 2, 2, 0]),
-        ("zb-v", None, [0, 2, 2, 0]),
-        ("dualpipe-v", None, [0, 3, 1, 0]),
-        ("chimera", None, [0, 4]),
+        ("1f1b", 1, [4, 0], "full"),
+        ("interleaved-1f1b", 2, [0, 2, 2, 0], "none"),
+        ("dualpipe-v", None, [0, 3, 1, 0], "none"),
+        *exhaustive(
+            ("gpipe", 1, [0, 4], "none"),
+            ("zb-v", None, [0, 2, 2, 0], "full"),
+            ("chimera", None, [0, 4], "none"),
+        ),
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_embedding_and_a_head_may_be_stages_of_their_own(
     schedule: str, virtual_stages: int | None, split: list[int], recompute: str
 ):

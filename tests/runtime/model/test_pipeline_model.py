@@ -16,6 +16,7 @@ from penstock.forward.loss_piece import loss_in
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models
 from tests.support.groups import run_cases
+from tests.support.lanes import exhaustive, slow
 
 STEPS, MICROBATCHES = 2, 2
 
@@ -51,7 +52,7 @@ def assert_close(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", *exhaustive("interleaved-1f1b", "zb-v")])
 def test_threads_give_the_state_under_all_names_of_tied_weights(schedule: str):
     options = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
     with trained(own_models.NanoGPT, schedule, **options) as pipe:
@@ -78,25 +79,19 @@ def in_process(
         return state, dict(net.state_dict())
 
 
-def test_processes_give_every_rank_the_same_state(processes: LocalProcesses):
-    cases = [("1f1b", 1, False, False), ("zb-v", 1, False, False), ("1f1b", 1, False, True)]
-    for case, by_rank in zip(cases, run_cases(processes, 2, in_process, cases), strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [("1f1b", 1, False, True)]),
+        *slow((2, [("zb-v", 1, False, False)]), (4, [("1f1b", 2, False, False), ("1f1b", 2, True, True)])),
+    ],
+)
+def test_processes_give_every_rank_the_same_state(processes: LocalProcesses, ranks: int, cases: list):
+    for case, by_rank in zip(cases, run_cases(processes, ranks, in_process, cases), strict=True):
+        expected = plain(own_models.NanoGPT, case[1] * MICROBATCHES)
         for rank, (state, loaded) in enumerate(by_rank):
-            expected = plain(own_models.NanoGPT, MICROBATCHES)
             assert_close(loaded, expected)
-            if case[3] and rank:
-                assert state == {}
-            else:
-                assert_close(state, expected)
-
-
-def test_replicas_and_zero_give_it_too(processes: LocalProcesses):
-    cases = [("1f1b", 2, False, False), ("1f1b", 2, True, True)]
-    for case, by_rank in zip(cases, run_cases(processes, 4, in_process, cases), strict=True):
-        for rank, (state, loaded) in enumerate(by_rank):
-            expected = plain(own_models.NanoGPT, 2 * MICROBATCHES)
-            assert_close(loaded, expected)
-            assert_close(state, expected if not case[3] or rank == 0 else {})
+            assert_close(state, {} if case[3] and rank else expected)
 
 
 def with_shared_buffer(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,6 +127,7 @@ def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return pipe.full_state_dict(), expected
 
 
+@pytest.mark.slow
 def test_sharded_matrices_are_given_in_full(processes: LocalProcesses):
     for state, expected in processes.run(4, sharded):
         assert list(state) == list(expected)
@@ -174,7 +170,9 @@ def test_a_list_of_layers_has_no_module():
             pipe.unsplit()
 
 
-@pytest.mark.parametrize("make", [own_models.NanoGPT, own_models.SharedRotary, own_models.WithUnused])
+@pytest.mark.parametrize(
+    "make", [own_models.NanoGPT, *exhaustive(own_models.SharedRotary, own_models.WithUnused)]
+)
 def test_checkpoints_have_the_models_names_and_load_at_another_split(make, tmp_path: Path):
     def loss(output, target):
         logits = output[0] if isinstance(output, tuple) else output
@@ -211,10 +209,8 @@ def test_checkpoints_have_the_models_names_and_load_at_another_split(make, tmp_p
         assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-8), name
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_and_pickles_are_refused_by_name(copied):
-    with (
-        trained(own_models.NanoGPT) as pipe,
-        pytest.raises(TypeError, match=r"a Pipeline cannot be copied .*full_state_dict"),
-    ):
-        copied(pipe)
+def test_copies_and_pickles_are_refused_by_name():
+    with trained(own_models.NanoGPT) as pipe:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"a Pipeline cannot be copied .*full_state_dict"):
+                copied(pipe)

@@ -11,6 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from penstock.base.errors import PenstockError
+from penstock.runtime.start import rank_claims
 from penstock.runtime.start.rank_claims import open_store
 from tests.support.launchers import free_port
 
@@ -18,10 +19,12 @@ from tests.support.launchers import free_port
 def told(process: int, ranks: Sequence[tuple[Any, ...]], port: int, seconds: int) -> str:
     """Meet as one of these ranks, numbers of processes and jobs; return the error that this process gets."""
     rank, size, *job = ranks[process]
-    try:
-        store = open_store("127.0.0.1", port, rank, size, timedelta(seconds=seconds), *job)
-    except (PenstockError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_claims, "_GRACE", 0.5)
+        try:
+            store = open_store("127.0.0.1", port, rank, size, timedelta(seconds=seconds), *job)
+        except (PenstockError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
     dist.barrier()  # the store ends with rank 0
     del store
     return "all are here"
@@ -59,9 +62,9 @@ def test_all_are_told_of_a_process_of_another_job(processes):
 
 
 def test_ranks_that_do_not_come_are_named(processes):
-    first = meet(processes, [(0, 4), (2, 4)], seconds=3)[0]
+    first = meet(processes, [(0, 4), (2, 4)], seconds=1)[0]
     assert first.startswith("WaitTimeoutError: the 4 processes did not all meet at 127.0.0.1 port")
-    assert first.endswith("within 3 s: missing rank(s) 1, 3")
+    assert first.endswith("within 1 s: missing rank(s) 1, 3")
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_start_that_broke_off_leaves_nothing_that_the_next_takes_for_its_own(s
     with pytest.raises(RuntimeError):
         name_of_this_start(client(store), 0, 2, timedelta(seconds=0.1))  # rank 1 never came
     with pytest.raises(RuntimeError, match="did not come in time"):
-        name_of_this_start(client(store), 1, 2, timedelta(seconds=2))  # rank 0 has gone
+        name_of_this_start(client(store), 1, 2, timedelta(seconds=0.3))  # rank 0 has gone
     assert len(set(names(store, reversed(range(2)), 2))) == 1
 
 

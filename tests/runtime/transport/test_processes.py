@@ -247,7 +247,7 @@ def test_a_connection_that_is_broken_when_a_message_is_sent_is_the_peers_failure
 
 def waiting(rank: int, way: str) -> str:
     joined = world(rank, way)
-    joined.timeout.timeout = joined.timeout.first = joined.timeout.seconds = 0.5
+    joined.timeout.timeout = joined.timeout.first = joined.timeout.seconds = 0.2
     joined.channel.open(1)
     text = ""
     if rank == 0:
@@ -263,7 +263,7 @@ def waiting(rank: int, way: str) -> str:
 @both_ways
 def test_a_wait_ends_at_its_limit(processes: LocalProcesses, way):
     first, _ = processes.run(2, waiting, way)
-    assert "waited 0.5 s for rank 1" in first
+    assert "waited 0.2 s for rank 1" in first
 
 
 def too_long(rank: int, way: str) -> bool:

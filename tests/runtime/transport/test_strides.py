@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 M, ROWS = 2, 3
 Told = tuple[list[Tensor], dict[str, Tensor]]
@@ -90,11 +91,9 @@ def pipelined(rank: int, kind: str, schedule: str) -> Told:
 
 
 def test_values_that_are_not_contiguous_have_the_bits_of_plain_pytorch(processes: LocalProcesses):
-    for kind in ("transposed", "channels last", "expanded"):
-        losses, grads = plain(kind)
-        for schedule in ("1f1b", "zb-h1"):
-            told = [pipelined(0, kind, schedule), *processes.run(2, pipelined, kind, schedule)]
-            for found, own in told:
-                assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True)), (kind, schedule)
-                for name, grad in own.items():
-                    assert torch.equal(grad, grads[name]), (kind, schedule, name)
+    cases = [("transposed", "1f1b"), ("channels last", "zb-h1"), ("expanded", "zb-h1")]
+    for case, by_rank in zip(cases, run_cases(processes, 2, pipelined, cases), strict=True):
+        losses, grads = plain(case[0])
+        for found, own in (pipelined(0, *case), *by_rank):
+            assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True)), case
+            assert all(torch.equal(grad, grads[name]) for name, grad in own.items()), case

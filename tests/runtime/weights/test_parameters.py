@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 WIDTH, M = 6, 4
 
@@ -47,9 +48,9 @@ def test_a_processes_own_state_loads_again_with_a_weight_tied_over_processes(pro
         losses.append(
             torch.stack([F.mse_loss(net(a), b) for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]).mean()
         )
-    for schedule in ("1f1b", "dualpipe"):
-        whole, told = reloaded(0, schedule)
-        parts = processes.run(2, reloaded, schedule)
+    cases = [("1f1b",), ("dualpipe",)]
+    for case, parts in zip(cases, run_cases(processes, 2, reloaded, cases), strict=True):
+        whole, told = reloaded(0, *case)
         assert {**parts[0][0], **parts[1][0]}.keys() == whole.keys()
         for state, found in [(whole, told), *parts]:
             assert "3.0.weight" not in state

@@ -26,7 +26,7 @@ class Watch(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zb-v", "chimera"])
+@pytest.mark.parametrize("family", ["1f1b", "zb-v", "chimera"])
 def test_no_tensor_of_a_step_is_alive_after_it(family):
     net = plain.model(4)
     watches = [Watch() for _ in range(4)]
@@ -60,13 +60,13 @@ def outputs_alive_at_the_sender(rank: int) -> list[int]:
     net = plain.model(2)
     holder = Holder()
     net[0].append(holder)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=8, schedule="gpipe", ranks=2) as pipe:
-        pipe.step(*plain.batch(0, 16))
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, schedule="gpipe", ranks=2) as pipe:
+        pipe.step(*plain.batch(0, 8))
     return holder.alive
 
 
 def test_a_sent_output_does_not_live_until_its_backward(processes):
-    # GPipe's backwards all come after the last forward, so without release it would be 0, 1, ... 7.
+    # GPipe's backwards all come after the last forward, so without release it would be 0, 1, 2, 3.
     assert max(processes.run(2, outputs_alive_at_the_sender)[0]) <= 1
 
 

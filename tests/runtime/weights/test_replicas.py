@@ -104,7 +104,7 @@ def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
     ],
 )
 def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
-    check(processes.run(2, trained, mesh, "gpipe", M, 6), mesh, M, 6)
+    check(processes.run(2, trained, mesh, "gpipe", M, 3), mesh, M, 3)
 
 
 @pytest.mark.slow
@@ -119,11 +119,11 @@ def sequence_parallel(rank: int):
 
 
 def small_buckets(rank: int):
-    return trained(rank, MeshShape(2, 2, 1), "zb-h1", M, 4, parallel=ParallelOptions(bucket_bytes=1 << 10))
+    return trained(rank, MeshShape(1, 2, 1), "zb-h1", M, 3, parallel=ParallelOptions(bucket_bytes=1 << 10))
 
 
 def test_small_buckets_are_reduced_within_the_last_backward(processes: LocalProcesses):
-    check(processes.run(4, small_buckets), MeshShape(2, 2, 1), M, 4)
+    check(processes.run(2, small_buckets), MeshShape(1, 2, 1), M, 3)
 
 
 def uneven(rank: int) -> tuple:
@@ -170,7 +170,7 @@ class Tired(nn.Module):
 def fails_on_one(rank: int, mark: float) -> tuple[str, str]:
     torch.manual_seed(0)
     net = nn.Sequential(Tired(), nn.Linear(plain.WIDTH, plain.WIDTH))
-    mesh = MeshShape(2, 2, 1)
+    mesh = MeshShape(1, 2, 1)
     x, y = plain.batch(0, 8)
     with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
         pipe.step(x, y)
@@ -187,7 +187,7 @@ def fails_on_one(rank: int, mark: float) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def failing_replicas(processes: LocalProcesses) -> dict[float, list[tuple[str, str]]]:
-    return dict(zip((7.0, 9.0), run_cases(processes, 4, fails_on_one, [(7.0,), (9.0,)]), strict=True))
+    return dict(zip((7.0, 9.0), run_cases(processes, 2, fails_on_one, [(7.0,), (9.0,)]), strict=True))
 
 
 def test_when_one_replica_fails_every_process_stops_and_the_next_step_is_sound(failing_replicas):
@@ -348,6 +348,7 @@ def leaves_nothing(rank: int) -> tuple[list[bool], int]:
     return hooks, threads.count("gloo_tcp_loop\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux tells them")
 def test_a_closed_pipeline_leaves_no_hooks_and_no_communicators(processes: LocalProcesses):
     first, second = processes.run(2, leaves_nothing), processes.run(2, leaves_nothing)

@@ -55,7 +55,6 @@ def leave_with_an_error(rank: int) -> str:
     return str(raised.value)
 
 
-def test_the_error_of_a_process_that_has_not_ended_is_told():
-    with LocalProcesses(2) as pool:
-        told = pool.run(2, leave_with_an_error)[0]
+def test_the_error_of_a_process_that_has_not_ended_is_told(processes: LocalProcesses):
+    told = processes.run(2, leave_with_an_error)[0]
     assert told.startswith("rank 1 failed; its error: KeyError: 'no such column', while"), told
