@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,9 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
+from tests.support.lanes import exhaustive
 
-STEPS, MICROBATCHES = 4, 8
+STEPS, MICROBATCHES = 3, 4
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -28,6 +31,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.bfloat16(), y.bfloat16()
 
 
+@cache
 def unsplit() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
     """With torch alone: gradients summed in fp32, an optimizer over fp32 copies, rounding after each step."""
     net = model()
@@ -84,17 +88,16 @@ def assert_same(parts: list) -> None:
             assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize(("ranks", "family"), [(1, "gpipe"), (2, "1f1b"), (2, "zb-v"), (4, "zb-h1")])
+@pytest.mark.parametrize(("ranks", "family"), [(2, "zb-v"), *exhaustive((1, "gpipe"), (4, "zb-h1"))])
 def test_threads_train_bfloat16_as_torch_does_by_hand(ranks, family):
     assert_same([pipelined(0, ranks, family)])
 
 
-@pytest.mark.parametrize(("ranks", "family"), [(2, "1f1b"), (2, "zb-v")])
-def test_processes_train_bfloat16_as_torch_does_by_hand(processes: LocalProcesses, ranks, family):
-    assert_same(processes.run(ranks, pipelined, ranks, family))
+def test_processes_train_bfloat16_as_torch_does_by_hand(processes: LocalProcesses):
+    assert_same(processes.run(2, pipelined, 2, "1f1b"))
 
 
-@pytest.mark.parametrize("in_processes", [False, True])
+@pytest.mark.parametrize("in_processes", [False, *exhaustive(True)])
 def test_copies_of_a_stage_keep_their_gradients_in_float32(processes: LocalProcesses, in_processes):
     parts = processes.run(2, pipelined, 2, "chimera") if in_processes else [pipelined(0, 2, "chimera")]
     _, mains, _ = unsplit()

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.lanes import exhaustive, slow
 from tests.support.tied import Head, batch, loss_fn, model
 
 MICROBATCHES = 4
@@ -74,16 +75,14 @@ def assert_close(parts: list) -> None:
     assert all(torch.equal(view, tied[0]) for view in tied)
 
 
-CASES = [(2, "1f1b"), (2, "zb-v"), (4, "zb-h1"), (2, "chimera")]
-
-
-@pytest.mark.parametrize(("ranks", "family"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "family"), [(2, "zb-v"), (2, "chimera"), *exhaustive((2, "1f1b"), (4, "zb-h1"))]
+)
 def test_threads_update_a_tied_weight_once(ranks, family):
     assert_close([pipelined(0, ranks, family)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "family"), CASES)
+@pytest.mark.parametrize(("ranks", "family"), [*slow((2, "1f1b"), (2, "chimera")), *exhaustive((4, "zb-h1"))])
 def test_processes_update_a_tied_weight_alike(processes: LocalProcesses, ranks, family):
     assert_close(processes.run(ranks, pipelined, ranks, family))
 
