@@ -7,7 +7,7 @@ towers with a contrastive loss, and a diffusion transformer. pytest rewrites tes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -140,46 +140,32 @@ class PatchEmbed(nn.Module):
 class VisionTransformer(nn.Module):
     """A stack in an ``nn.Sequential``, behind ``forward_features`` and ``forward_head``."""
 
-    def __init__(self, dim=12, depth=4, num_classes=CLASSES, global_pool="token"):
+    def __init__(self, dim=12, depth=4, num_classes=CLASSES):
         super().__init__()
         self.num_prefix_tokens = 1
-        self.no_embed_class = False
         self.grad_checkpointing = False
-        self.global_pool = global_pool
+        self.global_pool = "token"
         self.patch_embed = PatchEmbed(3, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.randn(1, self.patch_embed.num_patches + 1, dim) * 0.02)
         self.pos_drop = nn.Dropout(0.0)
-        self.patch_drop = nn.Identity()
         self.norm_pre = nn.Identity()
         self.blocks = nn.Sequential(*[TransformerBlock(dim) for _ in range(depth)])
-        use_fc_norm = global_pool == "avg"
-        self.norm = nn.Identity() if use_fc_norm else nn.LayerNorm(dim)
-        self.fc_norm = nn.LayerNorm(dim) if use_fc_norm else nn.Identity()
-        self.head_drop = nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-
-    def set_grad_checkpointing(self, enable=True):
-        self.grad_checkpointing = enable
 
     def _pos_embed(self, x):
         to_cat = []
         if self.cls_token is not None:
             to_cat.append(self.cls_token.expand(x.shape[0], -1, -1))
-        if self.no_embed_class:
-            x = x + self.pos_embed
-            if to_cat:
-                x = torch.cat([*to_cat, x], dim=1)
-        else:
-            if to_cat:
-                x = torch.cat([*to_cat, x], dim=1)
-            x = x + self.pos_embed
+        if to_cat:
+            x = torch.cat([*to_cat, x], dim=1)
+        x = x + self.pos_embed
         return self.pos_drop(x)
 
     def forward_features(self, x):
         x = self.patch_embed(x)
         x = self._pos_embed(x)
-        x = self.patch_drop(x)
         x = self.norm_pre(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
@@ -196,8 +182,6 @@ class VisionTransformer(nn.Module):
 
     def forward_head(self, x, pre_logits: bool = False):
         x = self.pool(x)
-        x = self.fc_norm(x)
-        x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
     def forward(self, x):
@@ -365,21 +349,6 @@ class TimestepEmbedder(nn.Module):
         return self.mlp(timestep_embedding(t, self.dim))
 
 
-class LabelEmbedder(nn.Module):
-    """In training, labels may be dropped for guidance; the last row of the table is "no label"."""
-
-    def __init__(self, classes, dim, dropout=0.0):
-        super().__init__()
-        self.classes, self.dropout = classes, dropout
-        self.table = nn.Embedding(classes + 1, dim)
-
-    def forward(self, labels, train):
-        if train and self.dropout > 0:
-            dropped = torch.rand(len(labels), device=labels.device) < self.dropout
-            labels = torch.where(dropped, self.classes, labels)
-        return self.table(labels)
-
-
 class DiTBlock(nn.Module):
     """A transformer block whose norms are shifted, scaled and gated by the condition; it begins as the identity."""
 
@@ -423,7 +392,7 @@ class DiT(nn.Module):
         self.patch_size, self.out_channels = patch, channels
         self.x_embedder = PatchEmbed(channels, dim, patch)
         self.t_embedder = TimestepEmbedder(dim)
-        self.y_embedder = LabelEmbedder(CLASSES, dim)
+        self.y_embedder = nn.Embedding(CLASSES + 1, dim)
         table = timestep_embedding(torch.arange(self.x_embedder.num_patches), dim)
         self.pos_embed = nn.Parameter(table[None], requires_grad=False)
         self.blocks = nn.ModuleList([DiTBlock(dim) for _ in range(depth)])
@@ -439,7 +408,7 @@ class DiT(nn.Module):
     def forward(self, x, t, y):
         x = self.x_embedder(x) + self.pos_embed
         t = self.t_embedder(t)
-        y = self.y_embedder(y, self.training)
+        y = self.y_embedder(y)
         c = t + y
         for block in self.blocks:
             x = block(x, c)
@@ -448,54 +417,26 @@ class DiT(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A step's batch.
-
-    Attributes:
-        x: input of the model.
-        target: of the loss.
-        named: other inputs of the model.
-    """
-
-    x: Tensor
-    target: Tensor
-    named: dict[str, Tensor]
-
-    def parts(self) -> list[Batch]:
-        """Return the microbatches."""
-        cut = {name: value.chunk(MICROBATCHES) for name, value in self.named.items()}
-        pairs = zip(self.x.chunk(MICROBATCHES), self.target.chunk(MICROBATCHES), strict=True)
-        return [Batch(x, y, {k: v[n] for k, v in cut.items()}) for n, (x, y) in enumerate(pairs)]
+Batch = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Input of the model, target of the loss, and other inputs by name."""
 
 
-def images_and_classes(x: Tensor, labels: Tensor, t: Tensor, text: Tensor) -> Batch:
-    return Batch(x, labels, {})
-
-
-def noisy_images(x: Tensor, labels: Tensor, t: Tensor, text: Tensor) -> Batch:
-    return Batch(x, x.flip(0), {"t": t})
-
-
-def images_alone(x: Tensor, labels: Tensor, t: Tensor, text: Tensor) -> Batch:
-    return Batch(x, x.flip(0), {})
-
-
-def images_and_texts(x: Tensor, labels: Tensor, t: Tensor, text: Tensor) -> Batch:
-    return Batch(x, torch.arange(len(x)), {"text": text})
-
-
-def noisy_images_and_labels(x: Tensor, labels: Tensor, t: Tensor, text: Tensor) -> Batch:
-    return Batch(x, x.flip(0), {"t": t, "y": labels})
+def parts_of(batch: Batch) -> list[Batch]:
+    """Return the microbatches."""
+    x, target, named = batch
+    cut = {name: value.chunk(MICROBATCHES) for name, value in named.items()}
+    pairs = zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+    return [(x, y, {k: v[n] for k, v in cut.items()}) for n, (x, y) in enumerate(pairs)]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A model, its batches and its loss function."""
+    """A model, its loss function, its target ("labels", "image" or "rows") and its inputs beside the image."""
 
     make: Callable[[], nn.Module]
-    pick: Callable[[Tensor, Tensor, Tensor, Tensor], Batch]
     loss_fn: Callable[[Any, Tensor], Tensor]
+    target: str
+    named: tuple[str, ...] = ()
     image: int = IMAGE
 
     def model(self) -> nn.Module:
@@ -508,17 +449,19 @@ class Form:
         x = torch.randn(rows, 3, self.image, self.image, generator=generator)
         labels = torch.randint(0, CLASSES, (rows,), generator=generator)
         t = torch.randint(0, 1000, (rows,), generator=generator)
-        return self.pick(x, labels, t, torch.randint(0, WORDS, (rows, 6), generator=generator))
+        text = torch.randint(0, WORDS, (rows, 6), generator=generator)
+        others = {"t": t, "y": labels, "text": text}
+        target = {"labels": labels, "image": x.flip(0), "rows": torch.arange(rows)}[self.target]
+        return x, target, {name: others[name] for name in self.named}
 
 
 FORMS = {
-    "resnet": Form(ResNet, images_and_classes, F.cross_entropy, LARGE),
-    "vit": Form(VisionTransformer, images_and_classes, F.cross_entropy),
-    "vit, mean": Form(partial(VisionTransformer, global_pool="avg"), images_and_classes, F.cross_entropy),
-    "unet": Form(UNet, noisy_images, F.mse_loss),
-    "unet, no time": Form(partial(UNet, norm=nn.BatchNorm2d), images_alone, F.mse_loss),
-    "two towers": Form(TwoTowers, images_and_texts, contrastive),
-    "dit": Form(DiT, noisy_images_and_labels, F.mse_loss),
+    "resnet": Form(ResNet, F.cross_entropy, "labels", image=LARGE),
+    "vit": Form(VisionTransformer, F.cross_entropy, "labels"),
+    "unet": Form(UNet, F.mse_loss, "image", ("t",)),
+    "unet, no time": Form(partial(UNet, norm=nn.BatchNorm2d), F.mse_loss, "image"),
+    "two towers": Form(TwoTowers, contrastive, "rows", ("text",)),
+    "dit": Form(DiT, F.mse_loss, "image", ("t", "y")),
 }
 
 
@@ -552,18 +495,18 @@ def plainly(name: str) -> Run:
     history = []
     for step in range(STEPS):
         losses = []
-        for part in form.batch(step).parts():
-            loss = form.loss_fn(net(part.x, **part.named), part.target)
+        for x, target, named in parts_of(form.batch(step)):
+            loss = form.loss_fn(net(x, **named), target)
             (loss / MICROBATCHES).backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         history.append(torch.stack(losses))
     net.eval()
-    parts = form.batch(STEPS).parts()
+    parts = parts_of(form.batch(STEPS))
     with torch.no_grad():
-        outputs = [net(part.x, **part.named) for part in parts]
-        losses = [form.loss_fn(o, part.target) for o, part in zip(outputs, parts, strict=True)]
+        outputs = [net(x, **named) for x, _, named in parts]
+        losses = [form.loss_fn(o, target) for o, (_, target, _) in zip(outputs, parts, strict=True)]
     return Run(history, outputs, torch.stack(losses), net.state_dict())
 
 
@@ -574,18 +517,17 @@ def piped(name: str, **options: Any) -> Run:
         optimizer = sgd(pipe.parameters())
         history = []
         for step in range(STEPS):
-            batch = form.batch(step)
-            history.append(pipe.step(batch.x, batch.target, **batch.named).losses)
+            x, target, named = form.batch(step)
+            history.append(pipe.step(x, target, **named).losses)
             optimizer.step()
             optimizer.zero_grad()
-        batch = form.batch(STEPS)
-        evaluated = pipe.evaluate(batch.x, batch.target, outputs=True, **batch.named)
-        outputs = list(evaluated.outputs) if pipe.holds_last else None
-        if (
-            outputs is not None and len(outputs) < MICROBATCHES
-        ):  # the other copy of the last stage has the rest
-            outputs = None
-        return Run(history, outputs, evaluated.losses, pipe.full_state_dict())
+        x, target, named = form.batch(STEPS)
+        evaluated = pipe.evaluate(x, target, outputs=True, **named)
+        # Another copy of the last stage may have the rest.
+        whole = pipe.holds_last and len(evaluated.outputs) == MICROBATCHES
+        return Run(
+            history, list(evaluated.outputs) if whole else None, evaluated.losses, pipe.full_state_dict()
+        )
 
 
 def differences(found: Run, wanted: Run, exact: bool = True) -> list[str]:
@@ -596,19 +538,16 @@ def differences(found: Run, wanted: Run, exact: bool = True) -> list[str]:
             return True
         return not (torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-3, atol=1e-4))
 
-    pairs: list[tuple[str, Tensor, Tensor]] = [
-        (f"losses of step {n}", a, b)
-        for n, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True))
+    pairs = [
+        *(
+            (f"losses of step {n}", *two)
+            for n, two in enumerate(zip(found.losses, wanted.losses, strict=True))
+        ),
+        ("losses of the evaluation", found.evaluated, wanted.evaluated),
     ]
-    pairs.append(("losses of the evaluation", found.evaluated, wanted.evaluated))
     if found.outputs is not None and wanted.outputs is not None:
-        pairs += [
-            (f"output {n}", a, b) for n, (a, b) in enumerate(zip(found.outputs, wanted.outputs, strict=True))
-        ]
-    names = _names_apart(found.state, wanted.state)
+        two_outputs = zip(found.outputs, wanted.outputs, strict=True)
+        pairs += [(f"output {n}", *two) for n, two in enumerate(two_outputs)]
+    names = sorted(found.state.keys() ^ wanted.state.keys())
     pairs += [(name, found.state[name], value) for name, value in wanted.state.items() if name not in names]
     return [*names, *(what for what, one, other in pairs if differs(one, other))]
-
-
-def _names_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    return sorted(one.keys() ^ other.keys())

@@ -6,6 +6,7 @@ Slurm's variables are those that its 22.05 set, seen in the tasks of ``srun``, i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,11 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
+ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}
 
@@ -45,20 +51,41 @@ def required(environment: dict[str, str]) -> Launch:
     return found
 
 
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     "environment",
-    [{}, SALLOC, SBATCH, INTERACTIVE, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-     {"PMI_RANK": "0", "PMI_SIZE": "1"}],
-    ids=["nothing", "salloc", "sbatch", "one task with --pty", "mpirun -n 1", "mpiexec -n 1"],
+    [
+        {}, SALLOC, SBATCH, INTERACTIVE, ONE_HOST | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"LOCAL_WORLD_SIZE": "1"},
+        {"PMI_FD": "6", "PMI_SIZE": "1"}, {"OMPI_UNIVERSE_SIZE": "8"}, {"PMIX_RANK": "0"},
+        {"PMIX_RANK": "1", "PMI_SIZE": "1", "PMI_RANK": "0"}, {"PMIX_RANK": "none"},
+    ],
 )  # fmt: skip
 def test_what_is_no_parallel_start_is_one_process_alone(environment: dict[str, str]):
     assert find_launch(environment) is None
+
+
+def test_mpirun_on_one_machine_meets_there_at_a_port_of_its_own():
+    ports = set()
+    for job in ({"OMPI_MCA_ess_base_jobid": "1769865217"}, {"PMIX_NAMESPACE": "prterun-vm-1926@1"}):
+        launch = required(ONE_HOST | job)
+        assert launch.address == "127.0.0.1"
+        assert 16384 <= launch.port < 32768
+        ports.add(launch.port)
+        elsewhere = required(ONE_HOST | job | {"OMPI_COMM_WORLD_SIZE": "4"})
+        with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=HOST"):
+            _ = elsewhere.url
+    assert len(ports) == 2
 
 
 def test_a_task_of_a_slurm_step_has_its_rank_and_meets_on_the_first_host_at_a_port_of_the_steps_own():
     launch = required(SRUN)
     assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (2, 4, 0, 2)
     assert launch.url == f"tcp://node07:{16384 + 31 * 16 + 5}"
+    assert required(SRUN | {"WORLD_SIZE": "4"}).rank == 2  # it agrees
     assert required(SRUN | MEETING).url == "tcp://10.0.0.9:4000"
     assert required(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).url.startswith("tcp://127.0.0.1:")
     assert required(SRUN | {"MASTER_ADDR": "fe80::1"}).url.startswith("tcp://[fe80::1]:")
@@ -133,7 +160,7 @@ def test_mpi_launchers_have_ranks_and_meet_where_the_user_says(
         (HYDRA | {"MASTER_ADDR": "a"}, "PMI started 2 processes, .* MASTER_PORT is not set.*mpiexec -genv"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set"),
         (SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm step 31.5 .* MASTER_ADDR is not set.*arbitrary"),
-        ({k: v for k, v in SRUN.items() if k != "SLURM_JOB_ID"}, "MASTER_PORT is not set.*export both before srun"),
+        (without(SRUN, "SLURM_JOB_ID"), "MASTER_PORT is not set.*export both before srun"),
     ],
 )  # fmt: skip
 def test_where_the_processes_meet_is_asked_for_by_name(environment: dict[str, str], said: str):
@@ -152,46 +179,93 @@ def test_where_the_processes_meet_is_asked_for_by_name(environment: dict[str, st
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x'"),
         (SRUN | {"SLURM_HET_SIZE": "2"}, "heterogeneous job"),
         (SRUN | {"MASTER_PORT": "eighty"}, "MASTER_PORT must be a port number from 1 to 65535, got 'eighty'"),
+        (without(ONE_HOST, "OMPI_COMM_WORLD_RANK"), "Open MPI started several processes, but OMPI_COMM_WORLD_RANK is not"),
+        ({"PMI_SIZE": "2"}, "PMI started several processes, but PMI_RANK is not set; set it, or unset PMI_SIZE"),
+        (without(SRUN, "SLURM_PROCID"), "Slurm step 31.5 started several processes, but SLURM_PROCID is not set"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1"}, "PMIX_RANK=1 says .* one of several, but not of how many"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 is set but RANK and WORLD_SIZE are not; set them"),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1, but Slurm step 31.5 started 4 .* unset SLURM_STEP_NUM"),
         (SRUN | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID must be a whole number, got '-1'"),
     ],
 )  # fmt: skip
-def test_variables_that_contradict_one_another_are_refused(environment: dict[str, str], said: str):
+def test_variables_that_contradict_one_another_or_are_half_a_launchers_are_refused(
+    environment: dict[str, str], said: str
+):
     with pytest.raises(ConfigError, match=said):
         find_launch(environment)
-
-
-def test_a_size_that_agrees_with_the_launcher_changes_nothing():
-    assert required(SRUN | {"WORLD_SIZE": "4"}).rank == 2
 
 
 def test_gpus_that_slurm_binds_to_a_task_start_at_zero():
     second = SRUN | {"SLURM_LOCALID": "1"}
     bound = second | {"SLURM_GPUS_PER_TASK": "1"}
-    assert (own_device(2, second), own_device(1, second), own_device(1, bound), own_device(8, bound)) == (
-        1,
-        1,
-        0,
-        1,
-    )
+    assert (own_device(2, second), own_device(1, second)) == (1, 1)
+    assert (own_device(1, bound), own_device(8, bound)) == (0, 1)
     assert (has_own_device(2, second), has_own_device(1, second)) == (True, False)
     assert (has_own_device(1, bound), has_own_device(0, bound)) == (True, False)
     assert (own_device(0, {}), has_own_device(1, {}), has_own_device(0, {})) == (0, True, False)
 
 
 def test_a_run_that_cannot_take_a_replaced_host_is_told_what_to_set():
-    torchrun = {
-        "GROUP_WORLD_SIZE": "2",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    names = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE")
+    torchrun = dict(zip(names, ("2", "3", "True"), strict=True))
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in host_advice(torchrun)
-    others = {
-        "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
+    others = dict(zip(names, ("1", "0", "False"), strict=True))
     assert not any(host_advice(torchrun | {name: value}) for name, value in others.items())
     assert not host_advice({})
+
+
+EXPORTED = dict(
+    re.findall(r"^# ([^\n]*)\n(export [^\n]*)$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
+)
+"""Launcher and line of docs/clusters.md."""
+PMIX, SKYPILOT_IPS = {"PMIX_RANK": "3"}, {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "address"),
+    [
+        ("MVAPICH2", {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1"}, "HOST"),
+        ("jsrun", {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"} | PMIX, "HOST"),
+        ("flux run", {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "HOST"),
+        ("PALS", {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1"}, "HOST"),
+        ("Kubeflow", {"PET_NODE_RANK": "3", "PET_NNODES": "4", "PET_MASTER_ADDR": "a.b", "PET_MASTER_PORT": "29500"}, "a.b"),
+        ("SkyPilot", {"SKYPILOT_NODE_RANK": "3", "SKYPILOT_NUM_NODES": "4"} | SKYPILOT_IPS, "10.0.0.4"),
+    ],
+)  # fmt: skip
+def test_other_launchers_are_torchs_variables_after_the_documented_line(
+    launcher: str, environment: dict[str, str], address: str
+):
+    (line,) = [line for name, line in EXPORTED.items() if launcher in name]
+    shell = ["bash", "-euc", f"{line}\nenv -0"]
+    path = {"PATH": "/usr/bin:/bin"}
+    out = subprocess.run(shell, env=environment | path, check=True, capture_output=True, text=True).stdout
+    exported = dict(entry.split("=", 1) for entry in out.split("\0") if entry)
+    launch = required(exported)
+    assert (launch.rank, launch.size) == (3, 16 if launcher == "PALS" else 4)
+    assert (launch.address, launch.port, launch.url) == (address, 29500, "env://")
+    assert local_rank(exported) == (1 if address == "HOST" else 0)
+
+
+def test_torchrun_inside_another_launcher_counts_also_in_one_that_is_refused():
+    het = SRUN | {"SLURM_HET_SIZE": "2"}
+    for environment in (SRUN | TORCHRUN, ONE_HOST | TORCHRUN, het | without(TORCHRUN, "TORCHELASTIC_RUN_ID")):
+        launch = required(environment)
+        assert (launch.rank, launch.size, launch.url) == (3, 4, "env://")
+
+
+def test_one_run_for_each_node_is_said_since_it_may_be_meant():
+    alone = TORCHRUN | {"GROUP_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    assert "Open MPI started 2 processes; to make them one run" in host_advice(ONE_HOST | alone)
+    assert not host_advice(alone)
+    assert not host_advice(ONE_HOST | TORCHRUN)
+    assert not host_advice(ONE_HOST | alone | {"OMPI_COMM_WORLD_RANK": "x"})
+
+
+def test_the_device_is_chosen_where_a_group_was_made_although_the_variables_are_refused():
+    refused = SRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}
+    with pytest.raises(ConfigError):
+        find_launch(refused)
+    assert own_device(2, refused) == 1
 
 
 def processes(

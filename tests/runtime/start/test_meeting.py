@@ -23,10 +23,6 @@ def chosen(address: str, **more: int) -> str | None:
     return os.environ.get(INTERFACE)
 
 
-def test_a_run_on_one_machine_stays_on_the_loopback_interface():
-    assert chosen("127.0.0.1") == "lo"
-
-
 def test_nothing_is_set_if_the_user_has_or_if_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch):
     choose_interface(None)
     assert INTERFACE not in os.environ
@@ -34,14 +30,18 @@ def test_nothing_is_set_if_the_user_has_or_if_there_is_no_launcher(monkeypatch: 
     assert chosen("127.0.0.1") == "ib0"
 
 
-def test_a_name_with_an_address_that_others_reach_is_left_to_gloo(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "address_of_name", lambda: "192.0.2.7")
-    assert chosen("192.0.2.1") is None
-
-
-def test_processes_that_are_all_on_this_machine_need_no_other_interface(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "address_of_name", lambda: "127.0.1.1")
-    assert chosen("name-of-this-host", local_size=4) is None
+@pytest.mark.parametrize(
+    ("own", "address", "local_size", "interface"),
+    [
+        ("192.0.2.7", "127.0.0.1", None, "lo"),
+        # The host's name has an address that others reach, or all processes are on this host: left to gloo.
+        ("192.0.2.7", "192.0.2.1", None, None),
+        ("127.0.1.1", "name-of-this-host", 4, None),
+    ],
+)
+def test_the_loopback_interface_is_for_one_machine(monkeypatch, own, address, local_size, interface):
+    monkeypatch.setattr(meeting, "address_of_name", lambda: own)
+    assert chosen(address, local_size=local_size) == interface
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the interfaces")
