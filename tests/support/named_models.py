@@ -55,12 +55,10 @@ class Colliding(Parts):
         x = self.embedding(ids)
         for block in self.blocks:
             for extra in (value, named, module, message):
-                if extra is not None:
-                    x = x + extra[:, None, None]
+                x = x + extra[:, None, None]
             x = block(x)
         for extra in (inputs, layer, call):
-            if extra is not None:
-                x = x * extra[:, None, None]
+            x = x * extra[:, None, None]
         return self.head(self.norm(x))
 
 

@@ -23,29 +23,15 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-class Counting(Tower):
-    """Scales its input by how often it was called."""
+class CountingAndDrawing(Tower):
+    """Scales its input by how often it was called, and adds noise from a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = iter(range(1000))
+        self.calls, self.noise = iter(range(1000)), torch.Generator().manual_seed(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * (1 + 0.1 * next(self.calls))
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
-class Drawing(Tower):
-    """Adds noise from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.randn(x.shape, generator=self.noise)
+        x = x * (1 + 0.1 * next(self.calls)) + torch.randn(x.shape, generator=self.noise)
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x)

@@ -118,9 +118,8 @@ class WithNames(nn.Linear):
         return super().forward(input)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("compile", ["none", "stage"])
+@pytest.mark.parametrize("compile", ["none", *exhaustive("stage")])
 def test_layers_of_a_list_may_take_value_and_y(compile: str):
     torch.manual_seed(0)
     net = nn.Sequential(*[WithNames(4, 4) for _ in range(4)])

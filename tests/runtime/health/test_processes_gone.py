@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -82,11 +83,12 @@ with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=fl
 """
 
 
-class Ended:
+class Ended(NamedTuple):
     """What became of one process."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+    code: int
+    out: str
+    err: str
 
 
 def run(
@@ -94,18 +96,13 @@ def run(
 ) -> list[Ended]:
     """Three ranks, or two in each of two replicas, until all but a stopped one have ended; that one is ended then."""
     ranks = 2 * dp if dp > 1 else 3
-    environment = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        STORE: str(tmp_path / "store"),
-        "OMP_NUM_THREADS": "1",
-    }
+    own = {"WORLD_SIZE": str(ranks), STORE: str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | own | more
     arguments = [str(victim), act, at, str(dp), str(timeout)]
     context = process_context()
     outputs = [(tmp_path / f"out{rank}", tmp_path / f"err{rank}") for rank in range(ranks)]
     started = [
-        context.Process(
-            target=become, args=(arguments, environment | {"RANK": str(rank)} | more, *outputs[rank])
-        )
+        context.Process(target=become, args=(arguments, environment | {"RANK": str(rank)}, *outputs[rank]))
         for rank in range(ranks)
     ]
     try:
@@ -155,18 +152,6 @@ def test_a_killed_process_is_named_by_all_with_the_op_it_was_in_and_what_they_wa
 
 
 @pytest.mark.slow
-def test_a_process_killed_in_a_reduction_is_named_by_all(tmp_path):
-    for text in said(run(tmp_path, 3, "kill", "reduction", dp=2), 3):
-        assert "rocess 3 (pp 1, dp 1, tp 0) has ended" in text
-
-
-@pytest.mark.slow
-def test_a_process_killed_before_the_norm_is_taken_is_named_by_all(tmp_path):
-    for text in said(run(tmp_path, 2, "kill", "clip"), 2):
-        assert "rank 2 has ended (process id " in text
-
-
-@pytest.mark.slow
 def test_a_stopped_process_is_named_by_all_with_the_stacks_of_those_that_waited(tmp_path):
     ended = run(tmp_path, 1, "stop", "F", timeout=10.0)
     for text in said(ended, 1):
@@ -185,29 +170,32 @@ def test_a_process_that_hangs_shows_its_stacks_and_ends_and_the_others_name_it(t
     assert "in spin" in ended[1].err
 
 
-APART = {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"}
+HOST, APART = socket.gethostname(), {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"}
 
 
 @pytest.mark.slow
-def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path):
-    for text in said(run(tmp_path, 2, "stop", "clip", timeout=10.0, **APART), 2):
-        assert f"rank 2 on host {socket.gethostname()} did not come" in text
-        assert text.startswith(
-            "WaitTimeoutError: waited 10 s for the other processes, to add up over the pipeline's ranks"
-        )
-
-
-@pytest.mark.slow
-def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
-    for text in said(run(tmp_path, 2, "kill", "clip", **APART), 2):
-        assert text.startswith(
-            f"PeerError: rank 2 on host {socket.gethostname()} did not come, when the processes were to add up"
-        )
+@pytest.mark.parametrize(
+    ("struck", "apart", "told"),
+    [
+        ((3, "kill", "reduction", 2), {}, "rocess 3 (pp 1, dp 1, tp 0) has ended"),
+        ((2, "kill", "clip"), {}, "rank 2 has ended (process id "),
+        ((2, "stop", "clip"), APART, f"rank 2 on host {HOST} did not come"),
+        (
+            (2, "kill", "clip"),
+            APART,
+            f"PeerError: rank 2 on host {HOST} did not come, when the processes were to add up",
+        ),
+    ],
+)
+def test_a_process_killed_or_frozen_in_a_collective_is_named_by_all(tmp_path, struck, apart, told):
+    for text in said(run(tmp_path, *struck, timeout=10.0, **apart), struck[0]):
+        assert told in text
+        if "stop" in struck:
+            waited = "waited 10 s for the other processes, to add up over the pipeline's ranks"
+            assert text.startswith(f"WaitTimeoutError: {waited}")
 
 
 @pytest.mark.slow
 def test_a_host_that_is_frozen_in_a_reduction_is_named_by_its_replicas(tmp_path):
     told = said(run(tmp_path, 3, "stop", "reduction", dp=2, timeout=10.0, **APART), 3)
-    assert any(
-        f"process 3 (pp 1, dp 1, tp 0) on host {socket.gethostname()} did not come" in text for text in told
-    )
+    assert any(f"process 3 (pp 1, dp 1, tp 0) on host {HOST} did not come" in text for text in told)

@@ -12,20 +12,8 @@ from torch.nn import functional as F
 import penstock
 from penstock.base.errors import PenstockError, SplitError
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support.stateful_models import (
-    WIDTH,
-    AddingBlock,
-    Counting,
-    CountingLoss,
-    Drawing,
-    Merging,
-    Peeking,
-    Remembering,
-    SharingBlock,
-    SkipsOne,
-    Tower,
-    tower,
-)
+from tests.support import stateful_models as models
+from tests.support.stateful_models import WIDTH, Tower, tower
 
 M = 4
 
@@ -62,34 +50,36 @@ def piped(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> list
     return found
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, SkipsOne])
+@pytest.mark.parametrize("kind", [models.CountingAndDrawing, models.SkipsOne])
 def test_the_first_steps_comparison_moves_no_state_of_the_forward(kind: type[Tower]):
     for one, other in zip(plainly(tower(kind), F.mse_loss), piped(tower(kind), F.mse_loss), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_loss_that_counts_its_calls_is_called_once_for_each_microbatch():
-    loss = CountingLoss()
-    for one, other in zip(plainly(tower(Tower), CountingLoss()), piped(tower(Tower), loss), strict=True):
+    loss = models.CountingLoss()
+    for one, other in zip(
+        plainly(tower(Tower), models.CountingLoss()), piped(tower(Tower), loss), strict=True
+    ):
         assert torch.equal(one, other)
     assert loss.calls == 3 * M
 
 
 def test_a_cache_that_blocks_share_is_allowed():
-    expected = plainly(tower(Tower, SharingBlock), F.mse_loss)
-    for one, other in zip(expected, piped(tower(Tower, SharingBlock), F.mse_loss), strict=True):
+    expected = plainly(tower(Tower, models.SharingBlock), F.mse_loss)
+    for one, other in zip(expected, piped(tower(Tower, models.SharingBlock), F.mse_loss), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_number_that_blocks_share_and_change_is_refused_by_name():
     with pytest.raises(SplitError, match=r"shared is one Context.*'total'"):
-        piped(tower(Tower, AddingBlock), F.mse_loss)
+        piped(tower(Tower, models.AddingBlock), F.mse_loss)
 
 
 def in_a_process(rank: int) -> str:
     torch.set_num_threads(1)
     try:
-        piped(tower(Tower, AddingBlock), F.mse_loss)
+        piped(tower(Tower, models.AddingBlock), F.mse_loss)
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
@@ -102,7 +92,7 @@ def test_every_process_refuses_it(processes: LocalProcesses):
 
 
 def test_an_evaluation_calls_a_train_of_a_modules_own():
-    model = tower(Tower, Merging)
+    model = tower(Tower, models.Merging)
     x, y = batches()[0]
     with penstock.Pipeline(model, F.mse_loss, ranks=2, microbatches=1) as pipe:
         evaluated = pipe.evaluate(x, y).loss
@@ -114,10 +104,10 @@ def test_an_evaluation_calls_a_train_of_a_modules_own():
 
 def test_getattr_of_a_module_that_another_layer_calls_is_refused():
     with pytest.raises(SplitError, match="getattr"):
-        piped(tower(Peeking), F.mse_loss)
+        piped(tower(models.Peeking), F.mse_loss)
 
 
 def test_a_loss_that_reads_what_blocks_keep_is_refused_by_name():
-    model = tower(Tower, Remembering)
+    model = tower(Tower, models.Remembering)
     with pytest.raises(SplitError, match=r"reads 'last'.*blocks\.0"):
         piped(model, lambda out, y: F.mse_loss(out, y) + sum(block.last for block in model.blocks))

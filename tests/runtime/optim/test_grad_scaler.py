@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
-from tests.support.lanes import exhaustive
 
-INF, HALF_STEPS = float("inf"), 14
+INF = float("inf")
 
 
 @pytest.mark.parametrize(
@@ -46,80 +44,8 @@ def test_the_scale_goes_as_that_of_torch(given):
     assert again.state_dict() == ours.state_dict()
 
 
-def half_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = plain.batch(step, 8)
-    return x.half(), y.half()
-
-
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
-
-
-def half_training(rank: int, family: str, ranks: int):
-    """Steps of float16 weights with float32 gradients and main weights; the scale is too high at first."""
-    torch.set_num_threads(1)
-    with Pipeline(plain.model(4).half(), mean_square, microbatches=4, ranks=ranks, schedule=family) as pipe:
-        scaler = GradScaler(init_scale=2.0**24, growth_interval=2)
-        optimizer = PipelineOptimizer(
-            pipe, torch.optim.AdamW, lr=0.01, clip=0.2, scaler=scaler, main_weights=True
-        )
-        history = []
-        for n in range(HALF_STEPS):
-            pipe.step(*half_batch(n))
-            done = optimizer.step()
-            history.append((done.skipped, done.grad_norm, scaler.scale))
-        return history, {name: p.detach() for name, p in pipe.named_parameters()}
-
-
-@cache
-def plain_half_training():
-    """The same with torch's scaler and main weights by hand."""
-    net = plain.model(4).half()
-    mains = [nn.Parameter(p.detach().float()) for p in net.parameters()]
-    for p in net.parameters():
-        p.grad_dtype = torch.float32
-    optimizer = torch.optim.AdamW(mains, lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
-    history = []
-    for n in range(HALF_STEPS):
-        x, y = half_batch(n)
-        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
-            scaler.scale(mean_square(net(a), b) / 4).backward()
-        for main, p in zip(mains, net.parameters(), strict=True):
-            main.grad, p.grad = p.grad, None
-        scaler.unscale_(optimizer)
-        sound = all(m.grad.isfinite().all() for m in mains)
-        norm = nn.utils.clip_grad_norm_(mains, 0.2) if sound else None
-        scaler.step(optimizer)
-        scaler.update()
-        history.append((not sound, norm, scaler.get_scale()))
-        with torch.no_grad():
-            for main, p in zip(mains, net.parameters(), strict=True):
-                p.copy_(main)
-    return history, {name: p.detach() for name, p in net.named_parameters()}
-
-
-def assert_same(parts: list) -> None:
-    history, weights = plain_half_training()
-    skips = [skipped for skipped, _, _ in history]
-    assert any(skips)
-    assert not all(skips)
-    seen = {}
-    for ours, part in parts:
-        assert ours == history
-        seen.update(part)
-    assert seen.keys() == weights.keys()
-    for name in weights:
-        assert torch.equal(seen[name], weights[name]), name
-
-
-@pytest.mark.parametrize(("family", "ranks"), [("zb-v", 2), *exhaustive(("1f1b", 4))])
-def test_float16_weights_are_trained_as_torch_would_in_threads(family, ranks):
-    assert_same([half_training(0, family, ranks)])
-
-
-def test_float16_weights_are_trained_as_torch_would_in_processes(processes: LocalProcesses):
-    assert_same(processes.run(2, half_training, "1f1b", 2))
 
 
 def an_inf_on_the_last_rank(rank: int):

@@ -1,4 +1,4 @@
-"""16-bit weights are trained through fp32 copies, with gradients kept in fp32."""
+"""16-bit weights are trained through fp32 copies, with gradients kept in fp32; float16 with a scale, too."""
 
 from __future__ import annotations
 
@@ -8,99 +8,113 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 
-STEPS, MICROBATCHES = 3, 4
+STEPS, MICROBATCHES = 14, 4
+SCALE = {"init_scale": 2.0**24, "growth_interval": 2}
+"""Too high at first, for float16."""
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-def model() -> nn.Sequential:
-    return plain.model(8).bfloat16()
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = plain.batch(step, 2 * MICROBATCHES)
-    return x.bfloat16(), y.bfloat16()
+    return x.to(dtype), y.to(dtype)
 
 
 @cache
-def unsplit() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """With torch alone: gradients summed in fp32, an optimizer over fp32 copies, rounding after each step."""
-    net = model()
+def by_hand(dtype: torch.dtype, steps: int = STEPS) -> tuple[dict, dict, list]:
+    """With torch alone: gradients summed in fp32, an optimizer over fp32 copies, rounding after each step, a scale."""
+    net = plain.model(4).to(dtype)
+    mains = [nn.Parameter(p.detach().float()) for p in net.parameters()]
     for p in net.parameters():
         p.grad_dtype = torch.float32
-    mains = [nn.Parameter(p.detach().float()) for p in net.parameters()]
     optimizer = torch.optim.AdamW(mains, lr=1e-3)
-    norms = []
-    for n in range(STEPS):
-        plain.step(net, loss_fn, *batch(n), MICROBATCHES)
+    scaler = torch.amp.GradScaler("cpu", **SCALE, enabled=dtype == torch.float16)
+    history = []
+    for n in range(steps):
+        for a, b in zip(*(part.chunk(MICROBATCHES) for part in batch(n, dtype)), strict=True):
+            scaler.scale(loss_fn(net(a), b) / MICROBATCHES).backward()
         for main, p in zip(mains, net.parameters(), strict=True):
-            assert p.grad.dtype == torch.float32
             main.grad, p.grad = p.grad, None
-        norms.append(nn.utils.clip_grad_norm_(mains, 0.1))
-        optimizer.step()
+        scaler.unscale_(optimizer)
+        sound = all(main.grad.isfinite().all() for main in mains)
+        norm = nn.utils.clip_grad_norm_(mains, 0.1) if sound else None
+        scaler.step(optimizer)
+        scaler.update()
+        history.append((not sound, norm, scaler.get_scale()))
         with torch.no_grad():
             for main, p in zip(mains, net.parameters(), strict=True):
                 p.copy_(main)
     named = dict(net.named_parameters())
-    return (
-        {n: p.detach() for n, p in named.items()},
-        {n: main.detach() for n, main in zip(named, mains, strict=True)},
-        norms,
-    )
+    own_mains = {n: main.detach() for n, main in zip(named, mains, strict=True)}
+    return {n: p.detach() for n, p in named.items()}, own_mains, history
 
 
-def pipelined(rank: int, ranks: int, family: str):
+def pipelined(rank: int, dtype: torch.dtype, ranks: int, schedule: str, steps: int = STEPS):
     torch.set_num_threads(1)
-    with Pipeline(model(), loss_fn, microbatches=MICROBATCHES, ranks=ranks, schedule=family) as pipe:
-        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-3, clip=0.1, main_weights=True)
-        norms = []
-        for n in range(STEPS):
-            pipe.step(*batch(n))
-            assert {p.grad.dtype for p in pipe.parameters()} == {torch.float32}
-            norms.append(optimizer.step().grad_norm)
-        return (
-            {n: p.detach() for n, p in pipe.named_parameters()},
-            optimizer.state_dict()["main_weights"],
-            norms,
+    options = {"microbatches": MICROBATCHES, "ranks": ranks, "schedule": schedule}
+    with Pipeline(plain.model(4).to(dtype), loss_fn, **options) as pipe:
+        scaler = GradScaler(**SCALE, enabled=dtype == torch.float16)
+        optimizer = PipelineOptimizer(
+            pipe, torch.optim.AdamW, lr=1e-3, clip=0.1, scaler=scaler, main_weights=True
         )
+        history = []
+        for n in range(steps):
+            pipe.step(*batch(n, dtype))
+            assert {p.grad.dtype for p in pipe.parameters()} == {torch.float32}
+            done = optimizer.step()
+            history.append((done.skipped, done.grad_norm, scaler.scale))
+        weights = {n: p.detach() for n, p in pipe.named_parameters()}
+        return weights, optimizer.state_dict()["main_weights"], history
 
 
-def assert_same(parts: list) -> None:
-    weights, mains, norms = unsplit()
-    seen: tuple[dict, dict] = ({}, {})
-    for part_weights, part_mains, part_norms in parts:
-        assert part_norms == norms
-        seen[0].update(part_weights)
-        seen[1].update(part_mains)
-    for ours, theirs in zip(seen, (weights, mains), strict=True):
+def assert_same(parts: list, dtype: torch.dtype) -> None:
+    weights, mains, history = by_hand(dtype)
+    assert {skipped for skipped, _, _ in history} == ({True, False} if dtype == torch.float16 else {False})
+    assert all(told == history for *_, told in parts)
+    for n, theirs in enumerate((weights, mains)):
+        ours = {name: value for part in parts for name, value in part[n].items()}
         assert ours.keys() == theirs.keys()
         for name in theirs:
             assert ours[name].dtype == theirs[name].dtype
             assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize(("ranks", "family"), [(2, "zb-v"), *exhaustive((1, "gpipe"), (4, "zb-h1"))])
-def test_threads_train_bfloat16_as_torch_does_by_hand(ranks, family):
-    assert_same([pipelined(0, ranks, family)])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "schedule"),
+    [
+        (torch.float16, 2, "zb-v"),
+        (torch.bfloat16, 4, "zb-h1"),
+        *exhaustive((torch.float16, 4, "1f1b"), (torch.bfloat16, 2, "zb-v")),
+    ],
+)
+def test_threads_train_16_bits_as_torch_does_by_hand(dtype: torch.dtype, ranks: int, schedule: str):
+    assert_same([pipelined(0, dtype, ranks, schedule)], dtype)
 
 
-def test_processes_train_bfloat16_as_torch_does_by_hand(processes: LocalProcesses):
-    assert_same(processes.run(2, pipelined, 2, "1f1b"))
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
+def test_processes_train_16_bits_as_torch_does_by_hand(processes: LocalProcesses, dtype: torch.dtype):
+    assert_same(processes.run(2, pipelined, dtype, 2, "1f1b"), dtype)
 
 
 @pytest.mark.parametrize("in_processes", [False, *exhaustive(True)])
-def test_copies_of_a_stage_keep_their_gradients_in_float32(processes: LocalProcesses, in_processes):
-    parts = processes.run(2, pipelined, 2, "chimera") if in_processes else [pipelined(0, 2, "chimera")]
-    _, mains, _ = unsplit()
+def test_copies_of_a_stage_keep_their_gradients_in_float32(request, in_processes: bool):
+    case = (torch.bfloat16, 2, "chimera", 3)
+    parts = (
+        request.getfixturevalue("processes").run(2, pipelined, *case)
+        if in_processes
+        else [pipelined(0, *case)]
+    )
+    _, mains, _ = by_hand(torch.bfloat16, 3)
     for ours, our_mains, _ in parts:
         for name, value in our_mains.items():
             assert torch.allclose(value, mains[name], atol=1e-5)

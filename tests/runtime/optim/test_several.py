@@ -74,30 +74,47 @@ def unsplit(case: str, steps: int = STEPS, replicas: int = 1, skipped: int = -1)
     return {name: p.detach() for name, p in named.items()}
 
 
-def pipelined(
-    rank: int, ranks: int, schedule: str, case: str, steps: int = STEPS, folder: Path | None = None
-) -> dict[str, Tensor]:
+def trained(
+    rank: int,
+    layout: dict[str, Any],
+    case: str,
+    zero: Any = False,
+    steps: int = STEPS,
+    folder: Path | None = None,
+) -> tuple[dict[str, Tensor], list[Tensor | None], int]:
     """Train; with a folder, after what is saved there, and save."""
-    given = CASES[case]
+    given = CASES.get(case, {})
+    overflows = case == "overflow in the second step"
+    scaler = penstock.GradScaler(init_scale=8.0, growth_interval=2) if overflows else None
+    microbatches = MICROBATCHES // (layout["mesh"].dp if "mesh" in layout else 1)
+    parallel = penstock.ParallelOptions(bucket_bytes=1500)
     with penstock.Pipeline(
-        plain.model(LAYERS), nn.functional.mse_loss, microbatches=MICROBATCHES, schedule=schedule, ranks=ranks
-    ) as pipe:
-        optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, groups=GROUPS, **given, **ADAM)
+        plain.model(LAYERS), nn.functional.mse_loss, microbatches=microbatches, timeout=120, parallel=parallel, **layout
+    ) as pipe:  # fmt: skip
+        optimizer = penstock.PipelineOptimizer(
+            pipe, torch.optim.AdamW, groups=GROUPS, zero=zero, scaler=scaler, **given, **ADAM
+        )
         if folder is not None:
             saved = penstock.Checkpoints(folder, pipe, optimizer)
             saved.load_newest()
+        norms = []
         for _ in range(steps):
             for _ in range(given.get("accumulate", 1)):
                 pipe.step(*plain.batch(pipe.steps, 2 * MICROBATCHES))
-                optimizer.step()
+                if overflows and pipe.steps == 2 and rank == 3:
+                    matrix = next(p for p in pipe.updated(pipe.rank) if p.dim() == 2)
+                    matrix.grad[1, 2] = torch.inf
+                told = optimizer.step()
+            norms.append(told.grad_norm)
+            assert told.skipped == (overflows and pipe.steps == 2)
         if folder is not None:
             saved.save()
             saved.close()
-        return {name: p.detach() for name, p in pipe.named_parameters()}
+        return {name: p.detach() for name, p in pipe.named_parameters()}, norms, optimizer.state_bytes()
 
 
-def assert_equal(parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    seen = {name: value for part in parts for name, value in part.items()}
+def assert_equal(parts: list[tuple], expected: dict[str, Tensor]) -> None:
+    seen = {name: value for part, *_ in parts for name, value in part.items()}
     assert seen.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(seen[name], value), name
@@ -113,17 +130,19 @@ def assert_equal(parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
     ],
 )
 def test_threads_give_the_weights_of_two_torch_optimizers(ranks: int, schedule: str, case: str):
-    assert_equal([pipelined(0, ranks, schedule, case)], unsplit(case))
+    layout = {"ranks": ranks, "schedule": schedule}
+    assert_equal([trained(0, layout, case)], unsplit(case))
 
 
 @pytest.mark.slow
 def test_processes_give_them_too(processes: LocalProcesses):
-    assert_equal(processes.run(2, pipelined, 2, "zb-h1", "accumulate"), unsplit("accumulate"))
+    layout = {"ranks": 2, "schedule": "zb-h1"}
+    assert_equal(processes.run(2, trained, layout, "accumulate"), unsplit("accumulate"))
 
 
 def test_a_checkpoint_goes_on_at_another_layout(tmp_path: Path):
-    pipelined(0, 2, "zb-v", "cosine", 2, tmp_path)
-    assert_equal([pipelined(0, 4, "1f1b", "cosine", 2, tmp_path)], unsplit("cosine"))
+    trained(0, {"ranks": 2, "schedule": "zb-v"}, "cosine", False, 2, tmp_path)
+    assert_equal([trained(0, {"ranks": 4}, "cosine", False, 2, tmp_path)], unsplit("cosine"))
 
 
 def test_main_weights_and_learning_rates_are_of_all_groups():
@@ -152,54 +171,22 @@ def test_what_is_no_option_or_optimizer_is_refused(group: dict[str, Any], said: 
         penstock.PipelineOptimizer(pipe, torch.optim.AdamW, groups=[{"match": MATRICES, **group}])
 
 
-def divided(
-    rank: int, mesh: penstock.MeshShape, case: str, zero: Any, steps: int = STEPS, folder: Path | None = None
-) -> tuple[dict[str, Tensor], list[Tensor | None], int]:
-    """Train on replicas; with a folder, after what is saved there, and save."""
-    given = CASES.get(case, {})
-    overflows = case == "overflow in the second step"
-    scaler = penstock.GradScaler(init_scale=8.0, growth_interval=2) if overflows else None
-    with penstock.Pipeline(
-        plain.model(LAYERS), nn.functional.mse_loss, microbatches=MICROBATCHES // mesh.dp, mesh=mesh,
-        schedule="1f1b", timeout=120, parallel=penstock.ParallelOptions(bucket_bytes=1500),
-    ) as pipe:  # fmt: skip
-        optimizer = penstock.PipelineOptimizer(
-            pipe, torch.optim.AdamW, groups=GROUPS, zero=zero, scaler=scaler, **given, **ADAM
-        )
-        if folder is not None:
-            saved = penstock.Checkpoints(folder, pipe, optimizer)
-            saved.load_newest()
-        norms = []
-        for _ in range(steps):
-            for _ in range(given.get("accumulate", 1)):
-                pipe.step(*plain.batch(pipe.steps, 2 * MICROBATCHES))
-                if overflows and pipe.steps == 2 and rank == 3:
-                    matrix = next(p for p in pipe.updated(pipe.rank) if p.dim() == 2)
-                    matrix.grad[1, 2] = torch.inf
-                told = optimizer.step()
-            norms.append(told.grad_norm)
-            assert told.skipped == (overflows and pipe.steps == 2)
-        if folder is not None:
-            saved.save()
-            saved.close()
-        return {name: p.detach() for name, p in pipe.named_parameters()}, norms, optimizer.state_bytes()
-
-
 MESH = penstock.MeshShape(pp=2, dp=2)
+REPLICAS = {"mesh": MESH}
 
 
 @pytest.mark.slow
 def test_replicas_that_own_whole_matrices_give_the_weights_of_two_torch_optimizers(processes: LocalProcesses):
-    exact = [(MESH, case, zero) for case in ("bare", "cosine") for zero in (True, "overlap")]
-    told = run_cases(processes, 4, divided, exact)
+    exact = [(REPLICAS, case, zero) for case in ("bare", "cosine") for zero in (True, "overlap")]
+    told = run_cases(processes, 4, trained, exact)
     for (_, case, _), parts in zip(exact, told, strict=True):
         for replica in range(2):
             own = [parts[MESH.rank(pp=place, dp=replica)] for place in range(2)]
-            assert_equal([one[0] for one in own], unsplit(case, replicas=2))
+            assert_equal(own, unsplit(case, replicas=2))
     whole, overflowed = run_cases(
-        processes, 4, divided, [(MESH, "bare", False), (MESH, "overflow in the second step", True)]
+        processes, 4, trained, [(REPLICAS, "bare", False), (REPLICAS, "overflow in the second step", True)]
     )
-    assert_equal([one[0] for one in overflowed], unsplit("bare", replicas=2, skipped=1))
+    assert_equal(overflowed, unsplit("bare", replicas=2, skipped=1))
     for place in range(2):
         pair = [MESH.rank(pp=place, dp=replica) for replica in range(2)]
         assert sum(told[0][rank][2] for rank in pair) == pytest.approx(whole[pair[0]][2], rel=0.01)
@@ -208,11 +195,11 @@ def test_replicas_that_own_whole_matrices_give_the_weights_of_two_torch_optimize
 
 @pytest.mark.slow
 def test_the_norm_over_owned_matrices_and_shards_counts_each_once(processes: LocalProcesses):
-    cases = [(MESH, case, zero) for case in ("clip", "accumulate") for zero in (True, False)]
-    told = dict(zip([case[1:] for case in cases], run_cases(processes, 4, divided, cases), strict=True))
+    cases = [(REPLICAS, case, zero) for case in ("clip", "accumulate") for zero in (True, False)]
+    told = dict(zip([case[1:] for case in cases], run_cases(processes, 4, trained, cases), strict=True))
     for case in ("clip", "accumulate"):
         expected = unsplit(case, replicas=2)
-        assert_equal([one[0] for one in told[case, False]], expected)
+        assert_equal(told[case, False], expected)
         for (ours, norms, _), (_, wanted, _) in zip(told[case, True], told[case, False], strict=True):
             torch.testing.assert_close(norms, wanted, rtol=1e-6, atol=0)
             # Norms of halves may differ in their last bits, which Muon's products in bf16 make larger.
@@ -226,11 +213,10 @@ def test_the_norm_over_owned_matrices_and_shards_counts_each_once(processes: Loc
 def test_a_checkpoint_goes_on_with_whole_matrices_owned_or_not(
     processes: LocalProcesses, tmp_path: Path, first: Any, second: Any
 ):
-    processes.run(4, divided, MESH, "cosine", first, 2, tmp_path)
-    for weights, *_ in processes.run(
-        2, divided, penstock.MeshShape(pp=1, dp=2), "cosine", second, 2, tmp_path
-    ):
-        assert_equal([weights], unsplit("cosine", replicas=2))
+    processes.run(4, trained, REPLICAS, "cosine", first, 2, tmp_path)
+    layout = {"mesh": penstock.MeshShape(pp=1, dp=2)}
+    for told in processes.run(2, trained, layout, "cosine", second, 2, tmp_path):
+        assert_equal([told], unsplit("cosine", replicas=2))
 
 
 def in_bf16(rank: int, zero: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:

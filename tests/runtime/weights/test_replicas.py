@@ -6,6 +6,7 @@ import gc
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support import plain
 from tests.support.groups import run_cases
+from tests.support.lanes import exhaustive, slow
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 M, ROWS, SEQUENCE, STEPS = 4, 1, 8, 2
@@ -33,13 +35,16 @@ def tokens(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
-def trained(rank: int, mesh: MeshShape | None, name: str, microbatches: int, steps: int = STEPS, **options):
+def trained(
+    rank: int, mesh: MeshShape | None, name: str, microbatches: int, steps: int = STEPS, parallel: Any = None
+):
     """Losses, gradient norms, and at the end this process's weights, put together where they are cut."""
     losses, norms = [], []
     ranks = None if mesh is not None else 1
     with Pipeline(
         layers(CONFIG), next_token_loss, microbatches=microbatches, schedule=name, mesh=mesh, ranks=ranks,
-        timeout=120, **options,
+        timeout=120,
+        parallel=parallel or ParallelOptions(),
     ) as pipe:  # fmt: skip
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         replicas = 1 if mesh is None else mesh.dp
@@ -77,53 +82,27 @@ def check(told: list, mesh: MeshShape, microbatches: int, steps: int = STEPS) ->
 MICROBATCHES = {name: 8 if name in ("chimera", "dualpipe", "dualpipe-v") else M for name in sorted(FAMILIES)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(MeshShape(2, 2, 1), id="pp2 dp2"),
-        pytest.param(MeshShape(2, 1, 2), id="pp2 tp2", marks=pytest.mark.slow),
-    ],
-)
-def every_schedule(processes: LocalProcesses, request) -> tuple[MeshShape, dict[str, list]]:
-    cases = [(request.param, *case) for case in MICROBATCHES.items()]
-    return request.param, dict(zip(MICROBATCHES, run_cases(processes, 4, trained, cases), strict=True))
+@pytest.mark.parametrize("mesh", [*slow(MeshShape(2, 2, 1)), *exhaustive(MeshShape(2, 1, 2))], ids=str)
+def test_every_schedule_beside_data_or_tensor_parallelism(processes: LocalProcesses, mesh: MeshShape):
+    cases = [(mesh, *case) for case in MICROBATCHES.items()]
+    for (_, _, microbatches), told in zip(cases, run_cases(processes, 4, trained, cases), strict=True):
+        check(told, mesh, microbatches)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MICROBATCHES)
-def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
-    mesh, told = every_schedule
-    check(told[name], mesh, MICROBATCHES[name])
+SMALL, BY_SEQUENCE = ParallelOptions(bucket_bytes=1 << 10), ParallelOptions(sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "schedule", "parallel"),
     [
-        pytest.param(MeshShape(1, 2, 1), id="dp2"),
-        pytest.param(MeshShape(1, 1, 2), id="tp2", marks=pytest.mark.slow),
+        (MeshShape(1, 2, 1), "gpipe", None),
+        (MeshShape(1, 2, 1), "zb-h1", SMALL),  # reduced within the last backward
+        *slow((MeshShape(1, 1, 2), "gpipe", None), (MeshShape(2, 1, 2), "zb-h1", BY_SEQUENCE)),
+        *slow((MeshShape(2, 2, 1), "zb-h1", SMALL)),
     ],
 )
-def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
-    check(processes.run(2, trained, mesh, "gpipe", M, 3), mesh, M, 3)
-
-
-@pytest.mark.slow
-def test_sequence_parallelism(processes: LocalProcesses):
-    mesh = MeshShape(2, 1, 2)
-    told = processes.run(4, sequence_parallel)
-    check(told, mesh, M)
-
-
-def sequence_parallel(rank: int):
-    return trained(rank, MeshShape(2, 1, 2), "zb-h1", M, parallel=ParallelOptions(sequence_parallel=True))
-
-
-def small_buckets(rank: int):
-    return trained(rank, MeshShape(1, 2, 1), "zb-h1", M, 3, parallel=ParallelOptions(bucket_bytes=1 << 10))
-
-
-def test_small_buckets_are_reduced_within_the_last_backward(processes: LocalProcesses):
-    check(processes.run(2, small_buckets), MeshShape(1, 2, 1), M, 3)
+def test_replicas_and_cut_matrices_train_as_one_process(processes: LocalProcesses, mesh, schedule, parallel):
+    check(processes.run(mesh.ranks, trained, mesh, schedule, M, 3, parallel), mesh, M, 3)
 
 
 def uneven(rank: int) -> tuple:
@@ -185,32 +164,19 @@ def fails_on_one(rank: int, mark: float) -> tuple[str, str]:
         return told, str(pipe.step(x, y).loss)
 
 
-@pytest.fixture(scope="module")
-def failing_replicas(processes: LocalProcesses) -> dict[float, list[tuple[str, str]]]:
-    return dict(zip((7.0, 9.0), run_cases(processes, 2, fails_on_one, [(7.0,), (9.0,)]), strict=True))
-
-
-def test_when_one_replica_fails_every_process_stops_and_the_next_step_is_sound(failing_replicas):
-    told = failing_replicas[7.0]
-    assert all("tired" in text for text, _ in told)
-    assert {text.split(":")[0] for text, _ in told} == {"StageError", "PeerError"}
-    assert len({loss for _, loss in told}) == 1
-
-
-def test_nan_in_one_replica_is_the_same_refusal_in_every_process(failing_replicas):
-    told = failing_replicas[9.0]
-    assert {text for text, _ in told} == {told[0][0]}
-    assert told[0][0].startswith(f"{NonFiniteError.__name__}: step 2: the loss of microbatch 2 is NaN")
-    assert len({loss for _, loss in told}) == 1
+def test_when_one_replica_fails_or_has_nan_every_process_stops_and_the_next_step_is_sound(
+    processes: LocalProcesses,
+):
+    failing, nan = run_cases(processes, 2, fails_on_one, [(7.0,), (9.0,)])
+    assert all("tired" in text for text, _ in failing)
+    assert {text.split(":")[0] for text, _ in failing} == {"StageError", "PeerError"}
+    assert {text for text, _ in nan} == {nan[0][0]}
+    assert nan[0][0].startswith(f"{NonFiniteError.__name__}: step 2: the loss of microbatch 2 is NaN")
+    assert len({loss for _, loss in (*failing, *nan)}) == 1
 
 
 def dropout(rank: int, mesh: MeshShape | None, microbatches: int):
-    net = nn.Sequential(
-        *[nn.Sequential(nn.Linear(plain.WIDTH, plain.WIDTH), nn.Dropout(0.5)) for _ in range(2)]
-    )
-    torch.manual_seed(0)
-    for p in net.parameters():
-        nn.init.normal_(p)
+    net = nn.Sequential(*plain.model(1), nn.Dropout(0.5), *plain.model(1), nn.Dropout(0.5))
     with Pipeline(net, nn.functional.mse_loss, microbatches=microbatches, mesh=mesh, timeout=300) as pipe:
         return pipe.step(*plain.batch(0, 8)).losses
 
@@ -283,14 +249,8 @@ def bucket_order(rank: int) -> tuple[list[str], list[str]]:
     net = nn.ModuleDict({"late": plain.model(1), "early": plain.model(1)})
     mesh, small = MeshShape(1, 2, 1), ParallelOptions(bucket_bytes=1)
     found = []
-    with Pipeline(
-        [("all", Backwards(net))],
-        nn.functional.mse_loss,
-        microbatches=4,
-        mesh=mesh,
-        parallel=small,
-        timeout=300,
-    ) as pipe:
+    options = {"microbatches": 4, "mesh": mesh, "parallel": small, "timeout": 300}
+    with Pipeline([("all", Backwards(net))], nn.functional.mse_loss, **options) as pipe:
         for n in range(3):
             pipe.step(*plain.batch(n, 16))
             reduction = pipe._local.replica_reduction
