@@ -13,16 +13,16 @@ from penstock.base.errors import ConfigError, PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support import plain
 from tests.support.lanes import exhaustive
 
-WIDTH, ROWS, M = 6, 2, 4
+WIDTH, M = plain.WIDTH, 4
 COPIED = ["dualpipe", *exhaustive("chimera")]
 """Schedules with copies of every stage."""
 
 
 def model(kind: str = "plain") -> nn.Sequential:
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    net = plain.model(4)
     if kind == "tied":
         net[3][0].weight = net[0][0].weight
     if kind == "buffer":
@@ -31,9 +31,9 @@ def model(kind: str = "plain") -> nn.Sequential:
     return net
 
 
-def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(ROWS * M, WIDTH, generator=generator).to(dtype) for _ in range(2))
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    x, y = plain.batch(step, 2 * M)
+    return x.to(dtype), y.to(dtype)
 
 
 def pipeline(net: nn.Module, schedule: str, dp: int = 1) -> Pipeline:
@@ -41,19 +41,16 @@ def pipeline(net: nn.Module, schedule: str, dp: int = 1) -> Pipeline:
     return Pipeline(net, F.mse_loss, microbatches=M // dp, schedule=schedule, mesh=mesh, timeout=300)
 
 
-def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-        (F.mse_loss(net(a), b) / M).backward()
-
-
-def names_and_grads(net: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in net.named_parameters()}
-
-
-def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, grad in wanted.items():
+def compare(pipe: Pipeline, reference: nn.Module, x: Tensor, y: Tensor) -> None:
+    """A step of both has the same gradients, and None for the same weights."""
+    pipe.step(x, y)
+    plain.step(reference, F.mse_loss, x, y, M)
+    found = {name: p.grad for name, p in pipe.named_parameters()}
+    for name, p in reference.named_parameters():
         if name in found:
-            torch.testing.assert_close(found[name], grad, msg=lambda text, n=name: f"{n}: {text}")
+            assert (found[name] is None) == (p.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(found[name], p.grad, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def double(net: nn.Module, step: int) -> None:
@@ -98,11 +95,7 @@ def test_copies_follow_other_data_of_a_parameter(kind, schedule, change, zeroed)
             change(net, step)
             change(reference, step)
             x, y = batch(step, next(net.parameters()).dtype)
-            pipe.step(x, y)
-            plain_step(reference, x, y)
-            found = {name: p.grad for name, p in pipe.named_parameters()}
-            assert all(g.dtype == x.dtype for g in found.values())
-            compare(found, names_and_grads(reference))
+            compare(pipe, reference, x, y)
             loss = pipe.evaluate(x, y).loss
             torch.testing.assert_close(loss, F.mse_loss(reference(x), y))
             if zeroed:
@@ -122,10 +115,7 @@ def test_hooks_registered_and_removed_between_steps_work_on_copies(schedule: str
                     handles.append(one[1][0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 2))
             if step == 3:
                 [handle.remove() for handle in handles]
-            x, y = batch(step, torch.float32)
-            pipe.step(x, y)
-            plain_step(reference, x, y)
-            compare({n: p.grad for n, p in pipe.named_parameters()}, names_and_grads(reference))
+            compare(pipe, reference, *batch(step))
 
 
 @pytest.mark.parametrize("schedule", COPIED)
@@ -138,19 +128,13 @@ def test_a_weight_with_a_hook_may_be_frozen_and_thawed(schedule: str):
         for step in range(3):
             for one in (net, reference):
                 one[1][0].weight.requires_grad_(step != 0)
-            x, y = batch(step, torch.float32)
-            pipe.step(x, y)
-            plain_step(reference, x, y)
-            compare(
-                {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None},
-                {n: g for n, g in names_and_grads(reference).items() if g is not None},
-            )
+            compare(pipe, reference, *batch(step))
             assert (net[1][0].weight.grad is None) == (step == 0)
 
 
 def test_copies_that_were_given_different_data_are_refused_by_name():
     net = model("tied")
-    x, y = batch(0, torch.float32)
+    x, y = batch(0)
     with pipeline(net, "1f1b") as pipe:
         pipe.step(x, y)
         net[0][0].weight.data = torch.ones(WIDTH, WIDTH)
@@ -166,7 +150,7 @@ def test_weights_that_share_memory_and_are_two_for_the_user_stay_two():
     net = model()
     net[3][0].weight.data = net[0][0].weight.data  # not tied: each has a gradient, and a flag, of its own
     net[3][0].weight.requires_grad_(False)
-    x, y = batch(0, torch.float32)
+    x, y = batch(0)
     with pipeline(net, "dualpipe") as pipe:
         pipe.step(x, y)
         assert net[0][0].weight.grad is not None
@@ -175,7 +159,7 @@ def test_weights_that_share_memory_and_are_two_for_the_user_stay_two():
 
 def test_a_late_hook_registered_between_steps_is_refused_on_copies():
     net = model()
-    x, y = batch(0, torch.float32)
+    x, y = batch(0)
     with pipeline(net, "dualpipe") as pipe:
         pipe.step(x, y)
         net[1][0].weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -186,7 +170,7 @@ def test_a_late_hook_registered_between_steps_is_refused_on_copies():
 
 def replaced(rank: int) -> tuple[str, int]:
     net = model()
-    x, y = batch(0, torch.float32)
+    x, y = batch(0)
     with pipeline(net, "1f1b", 2) as pipe:
         pipe.step(x, y)
         net[1][0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
@@ -207,7 +191,7 @@ def hooked(rank: int, before: bool, schedule: str) -> str:
     net = model("tied")
     if before:
         net[0][0].weight.register_hook(torch.sign)
-    x, y = batch(0, torch.float32)
+    x, y = batch(0)
     with pipeline(net, schedule) as pipe:
         if not before:
             pipe.step(x, y)

@@ -16,10 +16,11 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
+from tests.support import plain
 from tests.support.groups import run_cases
 from tests.support.lanes import slow
 
-WIDTH, M, ROWS, STEPS = 6, 8, 3, 3
+WIDTH, M, ROWS, STEPS = plain.WIDTH, 8, 3, 3
 DUALPIPE, CHIMERA = ("dualpipe", MeshShape(2, 1, 1)), ("chimera", MeshShape(2, 1, 1))
 TWO, REPLICAS, BOTH = (
     ("1f1b", MeshShape(1, 2, 1)),
@@ -39,8 +40,7 @@ def model(momentum: float | None = 0.1) -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(M * ROWS, WIDTH, generator=generator) for _ in "xy")
+    return plain.batch(step, M * ROWS)
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:
@@ -73,10 +73,7 @@ def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor
         optimizer.step()
         optimizer.zero_grad()
     net.eval()
-    x, y = batch(99)
-    return (
-        torch.stack([loss_of(net(a), b) for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]).mean().detach()
-    )
+    return plain.step(net, loss_of, *batch(99), M)[0].mean()
 
 
 def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, frozen_after: int):
@@ -126,9 +123,7 @@ def test_one_copy_has_the_very_buffers_of_plain_pytorch():
     net, other = model(), model()
     with Pipeline(net, loss_of, microbatches=M, ranks=2, timeout=300) as pipe:
         pipe.step(*batch(0))
-        x, y = batch(0)
-        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-            (loss_of(other(a), b) / M).backward()
+        plain.step(other, loss_of, *batch(0), M)
         for (name, a), b in zip(net.named_buffers(), other.buffers(), strict=True):
             assert torch.equal(a, b), name
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from penstock.base.errors import PenstockError, ReplicaError
 from penstock.runtime.pipeline import Pipeline
+from tests.support import plain
 from tests.support.lanes import exhaustive
 
-WIDTH, M = 6, 4
+WIDTH, M = plain.WIDTH, 4
 
 
 class Block(nn.Module):
@@ -38,18 +39,11 @@ def make(layers: int = 4, shared: bool = False) -> nn.Sequential:
     return nn.Sequential(blocks[0], blocks[1], blocks[2], blocks[0] if shared else blocks[3])
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+BATCH = plain.batch(1, 8)
 
 
-def plain(net: nn.Module) -> Tensor:
-    losses = []
-    for x, y in zip(*(part.chunk(M) for part in batch()), strict=True):
-        loss = F.mse_loss(net(x), y)
-        losses.append(loss.detach())
-        (loss / M).backward()
-    return torch.stack(losses)
+def losses(net: nn.Module) -> Tensor:
+    return plain.step(net, F.mse_loss, *BATCH, M)[0]
 
 
 def pipeline(net: nn.Module, schedule: str) -> Pipeline:
@@ -101,12 +95,12 @@ def test_copies_follow_modes_and_attributes(schedule: str, shared: bool, change:
     reference = copy.deepcopy(net)
     with pipeline(net, schedule) as pipe:
         for _ in range(2):
-            torch.testing.assert_close(pipe.step(*batch()).losses, plain(reference))
+            torch.testing.assert_close(pipe.step(*BATCH).losses, losses(reference))
             FOLLOWED[change](net)
             FOLLOWED[change](reference)
-            pipe.evaluate(*batch())
+            pipe.evaluate(*BATCH)
             assert [m.training for m in net.modules()] == [m.training for m in reference.modules()]
-        torch.testing.assert_close(pipe.step(*batch()).losses, plain(reference))
+        torch.testing.assert_close(pipe.step(*BATCH).losses, losses(reference))
     for (name, p), q in zip(net.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -145,11 +139,11 @@ REFUSED: dict[str, Callable[[nn.Sequential], object]] = {
 def test_changes_that_copies_cannot_follow_are_refused_by_name(schedule: str, shared: bool, change: str):
     net = make(shared=shared)
     with pipeline(net, schedule) as pipe:
-        pipe.step(*batch())
+        pipe.step(*BATCH)
         REFUSED[change](net)
         for run in (pipe.step, pipe.step, pipe.evaluate):
             with pytest.raises(ReplicaError, match=r"0.*pipeline was built"):
-                run(*batch())
+                run(*BATCH)
         assert pipe.steps == 1
 
 
@@ -158,6 +152,6 @@ def test_a_change_that_was_undone_is_no_change():
     with pipeline(net, "dualpipe") as pipe:
         handle = net[0].register_forward_hook(lambda *_: None)
         with pytest.raises(PenstockError, match=r"module '0' \(Block\) has other hooks than when"):
-            pipe.step(*batch())
+            pipe.step(*BATCH)
         handle.remove()
-        torch.testing.assert_close(pipe.step(*batch()).losses, plain(make()))
+        torch.testing.assert_close(pipe.step(*BATCH).losses, losses(make()))

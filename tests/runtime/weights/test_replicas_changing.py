@@ -12,10 +12,11 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support import plain
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive
 
-WIDTH, M, ROWS = 6, 4, 2
+WIDTH, M, ROWS = plain.WIDTH, 4, 2
 
 
 class Experts(nn.Module):
@@ -41,9 +42,8 @@ def model(kind: str = "plain") -> nn.Sequential:
     return net
 
 
-def batch(step: int, rows: int = 2 * M * ROWS) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return plain.batch(step, 2 * M * ROWS)
 
 
 def freeze(net: nn.Module, names: str, tied: bool = False) -> None:
@@ -53,7 +53,7 @@ def freeze(net: nn.Module, names: str, tied: bool = False) -> None:
             p.requires_grad_(name[0] not in names)
 
 
-def plain(kind: str, steps: int, frozen: tuple[str, ...] | None) -> list[dict[str, Tensor | None]]:
+def alone(kind: str, steps: int, frozen: tuple[str, ...] | None) -> list[dict[str, Tensor | None]]:
     """The gradients of every step, and at last the weights."""
     net = model(kind)
     told: list[dict[str, Tensor | None]] = []
@@ -61,9 +61,7 @@ def plain(kind: str, steps: int, frozen: tuple[str, ...] | None) -> list[dict[st
     for step in range(steps):
         if frozen is not None:
             freeze(net, frozen[step], kind == "tied")
-        x, y = batch(step)
-        for a, b in zip(x.chunk(2 * M), y.chunk(2 * M), strict=True):
-            (nn.functional.mse_loss(net(a), b) / (2 * M)).backward()
+        plain.step(net, nn.functional.mse_loss, *batch(step), 2 * M)
         told.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -90,7 +88,7 @@ def trained(
 
 
 def check(told: list, kind: str, frozen: tuple[str, ...] | None, steps: int = 6, grads: bool = True) -> None:
-    want = plain(kind, steps, frozen)
+    want = alone(kind, steps, frozen)
     seen: dict[str, Tensor] = {}
     for states in told:
         for n, (found, expected) in enumerate(zip(states, want, strict=True)):
