@@ -50,17 +50,14 @@ def test_layers_that_were_split_before_keep_their_loss():
     assert torch.allclose(loss, net(x, y)[1], rtol=1e-6)
 
 
-def test_a_sequential_needs_a_loss():
-    with pytest.raises(ConfigError, match=r"loss_fn must be given as loss_fn\(output, target\)"):
-        penstock.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ranks=2, microbatches=2)
-
-
-def test_a_loss_must_be_callable():
-    with pytest.raises(ConfigError, match="loss_fn must be callable"):
-        penstock.Pipeline(nn.Sequential(nn.Linear(2, 2)), 3, microbatches=2)
-
-
-@pytest.mark.parametrize("model", [3, "gpt2", {"a": 1}])
-def test_what_is_no_model_is_refused(model: object):
-    with pytest.raises(ConfigError):
-        penstock.Pipeline(model, nn.functional.mse_loss, microbatches=2)
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2)), None, r"loss_fn must be given as loss_fn\(output, target\)"),
+        (nn.Sequential(nn.Linear(2, 2)), 3, "loss_fn must be callable"),
+        *((model, nn.functional.mse_loss, "") for model in (3, "gpt2", {"a": 1})),
+    ],
+)
+def test_what_is_no_model_or_loss_is_refused(model: object, loss_fn: object, said: str):
+    with pytest.raises(ConfigError, match=said):
+        penstock.Pipeline(model, loss_fn, microbatches=2)

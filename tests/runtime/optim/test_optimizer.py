@@ -14,6 +14,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
+from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
 
 LAYERS, MICROBATCHES, STEPS = 4, 4, 4
@@ -85,23 +86,13 @@ def unsplit(name: str, given: dict) -> tuple[dict, list, list]:
     return {n: p.detach() for n, p in named.items()}, norms, rates
 
 
-def pipelined(rank: int, ranks: int, family: str, cases: list[tuple[str, dict]]) -> list:
-    """Several cases in one group of processes, as the making of groups takes longest."""
-    torch.set_num_threads(1)
-    return [one_case(ranks, family, name, given) for name, given in cases]
-
-
 def pipe_of(ranks: int, family: str = "1f1b", net: nn.Module | None = None) -> Pipeline:
-    return Pipeline(
-        plain.model(LAYERS) if net is None else net,
-        nn.functional.mse_loss,
-        microbatches=MICROBATCHES,
-        schedule=family,
-        ranks=ranks,
-    )
+    net = plain.model(LAYERS) if net is None else net
+    return Pipeline(net, nn.functional.mse_loss, microbatches=MICROBATCHES, schedule=family, ranks=ranks)
 
 
-def one_case(ranks: int, family: str, name: str, given: dict) -> tuple[dict, list, list]:
+def pipelined(rank: int, ranks: int, family: str, name: str, case: str) -> tuple[dict, list, list]:
+    given = CASES[case]
     make, defaults = OPTIMIZERS[name]
     with pipe_of(ranks, family) as pipe:
         optimizer = PipelineOptimizer(pipe, make, **given, **defaults)
@@ -149,21 +140,18 @@ ALL = [("adamw", case) for case in CASES] + [(name, "groups") for name in OPTIMI
     ],
 )
 def test_threads_give_the_weights_of_one_torch_optimizer(ranks, family, name, case):
-    assert_equal([one_case(ranks, family, name, CASES[case])], unsplit(name, CASES[case]), CASES[case])
+    assert_equal([pipelined(0, ranks, family, name, case)], unsplit(name, CASES[case]), CASES[case])
 
 
 @pytest.mark.parametrize(("ranks", "family"), [*slow((2, "zb-v")), *exhaustive((4, "1f1b"))])
 def test_processes_give_the_weights_of_one_torch_optimizer(processes: LocalProcesses, ranks, family):
-    cases = [(name, CASES[case]) for name, case in ALL]
-    parts = processes.run(ranks, pipelined, ranks, family, cases)
-    for n, (name, given) in enumerate(cases):
-        assert_equal([part[n] for part in parts], unsplit(name, given), given)
+    told = run_cases(processes, ranks, pipelined, [(ranks, family, *case) for case in ALL])
+    for (name, case), parts in zip(ALL, told, strict=True):
+        assert_equal(parts, unsplit(name, CASES[case]), CASES[case])
 
 
 def test_copies_of_a_stage_stay_bit_identical_in_processes(processes: LocalProcesses):
-    (((first, *_),), ((second, *_),)) = processes.run(
-        2, pipelined, 2, "chimera", [("adamw", CASES["cosine"])]
-    )
+    (first, *_), (second, *_) = processes.run(2, pipelined, 2, "chimera", "adamw", "cosine")
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name])
@@ -186,13 +174,8 @@ def test_each_rank_steps_on_its_own_thread():
 
 def test_a_group_may_be_empty_on_a_rank_and_the_schedule_still_moves_it():
     with pipe_of(4) as pipe:
-        optimizer = PipelineOptimizer(
-            pipe,
-            torch.optim.AdamW,
-            groups=[{"names": ["0.0.weight"], "lr": 1.0}],
-            lr=0.1,
-            lr_factor=lambda n: 0.5**n,
-        )
+        options = {"groups": [{"names": ["0.0.weight"], "lr": 1.0}], "lr": 0.1, "lr_factor": lambda n: 0.5**n}
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, **options)
         for n in range(3):
             pipe.step(*plain.batch(n, 8))
             assert optimizer.step().lr == (0.5**n, 0.1 * 0.5**n)

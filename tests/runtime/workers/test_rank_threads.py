@@ -56,16 +56,11 @@ def reenters(method: str, ranks: int) -> str:
         return str(info.value)
 
 
-@pytest.mark.parametrize("method", ["step", "evaluate"])
-def test_a_step_within_a_step_is_refused_at_once(method):
-    for ranks in (1, 2):
-        assert "while a step of the same pipeline is under way" in reenters(method, ranks)
-
-
 def in_a_process(rank: int) -> str:
     return reenters("evaluate", 2)
 
 
-def test_a_step_within_a_step_is_refused_in_processes(processes: LocalProcesses):
-    for text in processes.run(2, in_a_process):
+def test_a_step_within_a_step_is_refused_at_once(processes: LocalProcesses):
+    told = [reenters(method, ranks) for method in ("step", "evaluate") for ranks in (1, 2)]
+    for text in (*told, *processes.run(2, in_a_process)):
         assert "while a step of the same pipeline is under way" in text
