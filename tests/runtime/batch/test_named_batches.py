@@ -70,6 +70,7 @@ def test_a_diffusion_transformer_trains_unmodified(way: str, schedule: str):
     assert diffusion_step(way=way, ranks=3, schedule=schedule) == ""
 
 
+@pytest.mark.slow
 def test_a_diffusion_transformer_trains_in_processes(processes: LocalProcesses):
     assert processes.run(2, diffusion_step, "mapping") == ["", ""]
 

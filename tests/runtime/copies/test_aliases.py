@@ -181,6 +181,7 @@ def replaced(rank: int) -> tuple[str, int]:
         return str(caught.value), pipe.steps
 
 
+@pytest.mark.slow
 def test_replaced_parts_are_refused_in_processes(processes: LocalProcesses):
     for text, steps in processes.run(4, replaced):
         assert re.search(r"1\.0\.weight .*the pipeline was built", text)

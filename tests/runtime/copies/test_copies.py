@@ -221,20 +221,24 @@ def damage(
         return "", "", steps
 
 
-def test_processes_whose_copies_come_apart_all_stop_with_the_name_and_the_place(processes: LocalProcesses):
-    cases = [
-        (*REPLICAS, "0.weight", 1, False),
-        (*REPLICAS, "3.1.running_mean", 3, False),
-        (*REPLICAS, "3.0.bias", 2, True),
-        (*BOTH, "1.weight", 3, False),
-    ]
-    places = ["(pp 0, dp 1, tp 0)", "(pp 1, dp 1, tp 0)", "(pp 1, dp 0, tp 0)", "(pp 1, dp 1, tp 0)"]
-    told = run_cases(processes, 4, damage, cases)
-    for (_, _, name, *_), where, by_rank in zip(cases, places, told, strict=True):
-        for found, text, steps in by_rank:
-            assert found == name
-            assert where in text
-            assert steps == 2
+@pytest.mark.parametrize(
+    ("layout", "name", "alone", "zero", "where"),
+    [
+        (TWO, "3.1.running_mean", 1, True, "(pp 0, dp 1, tp 0)"),
+        *slow(
+            (REPLICAS, "0.weight", 1, False, "(pp 0, dp 1, tp 0)"),
+            (REPLICAS, "3.0.bias", 2, True, "(pp 1, dp 0, tp 0)"),
+        ),
+        *slow((BOTH, "1.weight", 3, False, "(pp 1, dp 1, tp 0)")),
+    ],
+)
+def test_processes_whose_copies_come_apart_all_stop_with_the_name_and_the_place(
+    processes: LocalProcesses, layout: tuple, name: str, alone: int, zero: bool, where: str
+):
+    for found, text, steps in processes.run(layout[1].ranks, damage, *layout, name, alone, zero):
+        assert found == name
+        assert where in text
+        assert steps == 2
 
 
 def test_threads_whose_copies_come_apart_stop_with_the_name():

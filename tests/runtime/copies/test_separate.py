@@ -128,6 +128,7 @@ def test_threads_train_a_module_that_two_ranks_use(kind: str, schedule: str):
     assert all(torch.equal(grad, again[1][name]) for name, grad in found[1].items())
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_threads(processes: LocalProcesses):
     (losses, grads), (_, more) = processes.run(2, pipelined, "nested", "1f1b", 2)
     ours, own = pipelined(0, "nested", "1f1b", 2)

@@ -64,9 +64,7 @@ def calls_on_ranks(rank: int, folder: Path, calls: list[str], shared_memory: str
 
 
 PAIRS = [
-    (["pipe.evaluate()", "pipe.step()"], "1"),
     (["pipe.full_state_dict()", "pipe.step()"], "0"),
-    (["pipe.step()", "Checkpoints.save()"], "0"),
     (["pipe.full_state_dict()", "pipe.clip_grad_norm_()"], "1"),
     (["pipe.named_weights()", "pipe.gather_trace()"], "1"),
     (["pipe.sum_over_ranks()", "PipelineOptimizer.step()"], "1"),

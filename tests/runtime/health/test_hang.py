@@ -48,7 +48,7 @@ def stuck() -> Iterator[list[Stuck]]:
             thread.join(60)
 
 
-def pipeline(stuck: dict[int, nn.Module], timeout: float = 1.0, **options: object) -> Pipeline:
+def pipeline(stuck: dict[int, nn.Module], timeout: float = 0.5, **options: object) -> Pipeline:
     net = plain.model(2)
     for stage, layer in stuck.items():
         net[stage].append(layer)
@@ -62,7 +62,7 @@ def test_a_thread_that_hangs_while_another_waits_is_named_and_all_stacks_are_sho
         pipe.step(*plain.batch(0, 4))
     text = str(info.value)
     assert text.startswith("rank 0 is in op 0F0 (stage 0, microbatch 0) of step 1, for ")
-    assert "rank 1 waited 1 s for a message from rank 0; it was to send the output of op 0F0" in text
+    assert "rank 1 waited 0.5 s for a message from rank 0; it was to send the output of op 0F0" in text
     assert "(at rank 1, stage 1, microbatch 0, op 1F0 of step 1)" in text
     assert isinstance(info.value.__cause__, WaitTimeoutError)
     shown = capfd.readouterr().err
@@ -74,7 +74,7 @@ def test_a_thread_that_hangs_while_another_waits_is_named_and_all_stacks_are_sho
 def test_threads_that_all_hang_are_found_though_none_waits(stuck, capfd):
     with pipeline({0: stuck[0], 1: stuck[1]}) as pipe:
         stuck[0].at = 1
-        with pytest.raises(HangError, match=r"which is longer than the timeout of 1 s") as info:
+        with pytest.raises(HangError, match=r"which is longer than the timeout of 0\.5 s") as info:
             pipe.step(*plain.batch(0, 4))
     assert "rank 0 is in op 0F1 (stage 0, microbatch 1) of step 1" in str(info.value)
     assert "rank 1 is in op 1F0 (stage 1, microbatch 0) of step 1" in str(info.value)
@@ -140,7 +140,7 @@ def test_the_first_steps_have_a_limit_of_their_own(stuck):
 def test_a_rank_that_is_slow_but_lives_raises_no_alarm():
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            threading.Event().wait(0.15)  # the whole step takes longer than the limit, no op does
+            threading.Event().wait(0.1)  # the whole step takes longer than the limit, no op does
             return x
 
     with pipeline({1: Slow()}, microbatches=10) as pipe:

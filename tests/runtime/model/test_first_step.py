@@ -265,7 +265,7 @@ def kept(rank: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["threads", *slow("processes")])
+@pytest.mark.parametrize("transport", slow("threads", "processes"))
 def test_it_keeps_no_memory(request: pytest.FixtureRequest, transport: str):
     in_threads = transport == "threads"
     for without, with_check in [kept(0)] if in_threads else request.getfixturevalue("processes").run(2, kept):

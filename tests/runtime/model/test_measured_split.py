@@ -18,7 +18,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
 TOKENS = torch.arange(2 * 2 * 8).reshape(4, 8)
@@ -78,7 +78,7 @@ def test_an_embedding_and_a_head_may_be_stages_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "splits"), [(96, {3: (1, 2, 1)}), (60_000, {3: (2, 2, 0), 6: (0, 1, 1, 1, 1, 0)})]
+    ("vocabulary", "splits"), [*slow((96, {3: (1, 2, 1)})), (60_000, {3: (2, 2, 0), 6: (0, 1, 1, 1, 1, 0)})]
 )
 def test_a_head_that_costs_more_than_the_blocks_gets_a_stage_of_its_own(vocabulary: int, splits: dict):
     model = layers(replace(CONFIG, vocabulary=vocabulary))

@@ -23,7 +23,7 @@ CONFIG = ModelConfig(
     vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, experts=4, expert_hidden=24, router="sigmoid",
     bias_update_rate=0.05,
 )  # fmt: skip
-MICROBATCHES, STEPS = 4, 4
+MICROBATCHES, STEPS = 4, 2
 Biases = dict[str, list[int]]
 
 

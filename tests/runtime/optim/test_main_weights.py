@@ -101,7 +101,7 @@ def test_threads_train_16_bits_as_torch_does_by_hand(dtype: torch.dtype, ranks: 
     assert_same([pipelined(0, dtype, ranks, schedule)], dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
+@pytest.mark.parametrize("dtype", slow(torch.float16, torch.bfloat16))
 def test_processes_train_16_bits_as_torch_does_by_hand(processes: LocalProcesses, dtype: torch.dtype):
     assert_same(processes.run(2, pipelined, dtype, 2, "1f1b"), dtype)
 

@@ -107,6 +107,7 @@ def test_threads_continue_at_another_split(case, before, after):
         assert_equal(found[1], optimizer.state_dict())
 
 
+@pytest.mark.slow
 def test_processes_continue_at_another_split(processes: LocalProcesses):
     case = (torch.float32, torch.optim.AdamW, {})
     later = processes.run(2, second_half, 2, *case, through_a_file(first_half(0, 4, *case)))
