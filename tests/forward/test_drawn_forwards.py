@@ -54,14 +54,14 @@ def compare(text: str, folder: Path) -> None:
         assert list(pipe.full_state_dict()) == list(expected.state_dict())
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=sources())
 def test_drawn_forwards_give_the_models_numbers(text: str, tmp_path: Path):
     compare(text, tmp_path)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=sources())
 def test_many_drawn_forwards_give_the_models_numbers(text: str, tmp_path: Path):
     compare(text, tmp_path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.base.errors import SplitError
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import changing_models, own_models
-from tests.support.changing_models import Changing, Criterion, Decided
+from tests.support.changing_models import Changing, Criterion, change
+from tests.support.lanes import exhaustive
 
 LAYOUTS = {
     "one rank": {"ranks": 1},
@@ -38,15 +39,15 @@ def pipeline(net: nn.Module, layout: dict[str, object], loss_fn: object = None) 
     return penstock.Pipeline(net, loss_fn, microbatches=4, **layout)
 
 
-def compare(change: Callable[[nn.Module], None], layout: dict[str, object]) -> None:
+def compare(statement: str, layout: dict[str, object]) -> None:
     """Compare three steps and an evaluation, with a change after the first step, with the plain model."""
     net = own_models.made(Changing)
     expected = copy.deepcopy(net)
     x, y = own_models.batch(8)
     with pipeline(net, layout) as pipe:
         assert torch.equal(pipe.step(x, y).losses, losses(expected, x, y, 4))
-        change(net)
-        change(expected)
+        change(net, statement)
+        change(expected, statement)
         for _ in range(2):
             assert torch.allclose(pipe.step(x, y).losses, losses(expected, x, y, 4), rtol=1e-6)
         modes = [m.training for m in net.modules()]
@@ -59,37 +60,61 @@ def compare(change: Callable[[nn.Module], None], layout: dict[str, object]) -> N
         assert [m.training for m in net.modules()] == modes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("change", [*changing_models.MODES, changing_models.nested_field])
-def test_every_layout_follows_the_model(change: Callable[[nn.Module], None], layout: str):
-    compare(change, LAYOUTS[layout])
+# each change in one layout
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("the whole model", "recompute"),
+        ("its stem", "three ranks"),
+        ("a backbone", "one rank"),
+        ("a norm", "stages on two ranks"),
+        ("its own flag alone", "three ranks"),
+        *exhaustive(*itertools.product(changing_models.MODES, LAYOUTS)),
+    ],
+)
+def test_every_layout_follows_the_model(mode: str, layout: str):
+    compare(changing_models.MODES[mode], LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("change", changing_models.VALUES)
-def test_values_of_attributes_count_from_the_next_step_on(change: Callable[[nn.Module], None]):
-    compare(change, LAYOUTS["stages on two ranks"])
+@pytest.mark.parametrize(
+    "layout", ["stages on two ranks", *exhaustive("one rank", "three ranks", "recompute")]
+)
+def test_values_of_attributes_count_from_the_next_step_on(layout: str):
+    net = own_models.made(Changing)
+    expected = copy.deepcopy(net)
+    x, y = own_models.batch(8)
+    before = losses(expected, x, y, 4)
+    with pipeline(net, LAYOUTS[layout]) as pipe:
+        assert torch.equal(pipe.step(x, y).losses, before)
+        for statement in changing_models.VALUES:
+            change(net, statement)
+            change(expected, statement)
+            wanted = losses(expected, x, y, 4)
+            assert not torch.equal(wanted, before), statement
+            assert torch.allclose(pipe.step(x, y).losses, wanted, rtol=1e-6), statement
+            before = wanted
 
 
 def all_changes(rank: int) -> str:
-    for change in (*changing_models.MODES, *changing_models.VALUES):
+    for statement in (*changing_models.MODES.values(), *changing_models.VALUES):
         net = own_models.made(Changing)
         expected = copy.deepcopy(net)
         x, y = own_models.batch(8)
         with penstock.Pipeline(net, microbatches=4) as pipe:
             pipe.step(x, y)
             losses(expected, x, y, 4)
-            change(net)
-            change(expected)
+            change(net, statement)
+            change(expected, statement)
             seen, wanted = pipe.step(x, y).losses, losses(expected, x, y, 4)
             changing_models.restore()
             if not torch.allclose(seen, wanted, rtol=1e-6):
-                return f"{change.__name__}: {seen} for {wanted}"
+                return f"{statement}: {seen} for {wanted}"
             pipe.train()
             pipe.eval()
             expected.train()
             expected.eval()
             if not torch.equal(pipe.step(x, y).losses, losses(expected, x, y, 4)):
-                return f"{change.__name__}: pipe.eval()"
+                return f"{statement}: pipe.eval()"
     return ""
 
 
@@ -115,80 +140,8 @@ def test_the_mode_of_a_pipeline_is_that_of_its_model():
         assert all(m.training for m in net.stem.modules())
 
 
-def flag(net: Decided) -> None:
-    net.flag = False
-
-
-def class_flag(net: Decided) -> None:
-    net.wide = False
-
-
-def field(net: Decided) -> None:
-    net.cfg.deep = False
-
-
-def nested(net: Decided) -> None:
-    net.cfg.inner.blocks = 3
-
-
-def entry(net: Decided) -> None:
-    net.opts["norm"] = False
-
-
-def item(net: Decided) -> None:
-    net.ways[0] = 0
-
-
-def gone(net: Decided) -> None:
-    del net.opts["norm"]
-
-
-def method(net: Decided) -> None:
-    net.finish = net.head
-
-
-def forward(net: Decided) -> None:
-    net.forward = net.embedding
-
-
-REFUSED = [
-    (flag, "flag"),
-    (class_flag, "wide"),
-    (field, r"cfg\.deep"),
-    (nested, r"cfg\.inner\.blocks"),
-    (entry, r"opts\['norm'\]"),
-    (item, r"ways\[0\]"),
-    (gone, r"opts\['norm'\]"),
-    (method, "finish"),
-    (forward, "forward"),
-]
-
-
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean()
-
-
-@pytest.mark.parametrize(("change", "name"), REFUSED, ids=lambda v: getattr(v, "__name__", None))
-def test_what_decided_the_split_may_not_change(change: Callable[[nn.Module], None], name: str):
-    net = own_models.made(Decided)
-    x, y = own_models.batch()
-    with penstock.Pipeline(net, mean_square, ranks=2, microbatches=2) as pipe:
-        pipe.step(x, y)
-        change(net)
-        for run in (pipe.step, pipe.evaluate):
-            with pytest.raises(SplitError, match=f"^{name} of the model"):
-                run(x, y)
-
-
-def test_a_method_of_the_class_that_is_replaced_is_refused(monkeypatch: pytest.MonkeyPatch):
-    net = own_models.made(Decided)
-    x, y = own_models.batch()
-    with penstock.Pipeline(net, mean_square, ranks=2, microbatches=2) as pipe:
-        with monkeypatch.context() as patch:
-            patch.setattr(Decided, "finish", lambda self, x: self.head(x) * 2)
-            with pytest.raises(SplitError, match=r"^finish of the model"):
-                pipe.step(x, y)
-        pipe.step(x, y)
 
 
 def bound(criterion: Criterion) -> object:
@@ -203,8 +156,21 @@ def in_a_closure(criterion: Criterion) -> object:
     return lambda output, target: criterion(output, target)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
-@pytest.mark.parametrize("given", [lambda criterion: criterion, bound, in_a_partial, in_a_closure])
+def alone(criterion: Criterion) -> object:
+    return criterion
+
+
+# in one copy of the last stage, and in two
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        (alone, "dualpipe"),
+        (bound, "dualpipe"),
+        (in_a_partial, "1f1b"),
+        (in_a_closure, "1f1b"),
+        *exhaustive((alone, "1f1b"), (bound, "1f1b"), (in_a_partial, "dualpipe"), (in_a_closure, "dualpipe")),
+    ],
+)
 def test_a_criterion_is_in_evaluation_while_the_pipeline_evaluates(given, schedule: str):
     net, criterion = own_models.made(own_models.Methods), Criterion()
     x, y = own_models.batch()

@@ -35,13 +35,11 @@ def test_a_module_list_is_a_list_of_layers():
 
 
 FUNCTIONS = {
-    "of C": torch.relu,
     "of torch._C": F.gelu,
     "of Python": F.relu,
     "in place": partial(F.relu, inplace=True),
     "method": torch.Tensor.tanh,
     "lambda": lambda x: x.flatten(1) * 2,
-    "with an option": partial(F.softmax, dim=-1),
 }
 
 
@@ -74,6 +72,7 @@ def test_a_function_of_the_value_is_a_layer(name):
         assert all(map(torch.equal, trained(0, name, ranks), wanted))
 
 
+@pytest.mark.slow
 def test_a_function_is_a_layer_in_processes_too(processes: LocalProcesses):
     first, last = processes.run(2, trained, "lambda", 2)
     wanted = trained(0, "lambda", 1)
@@ -110,9 +109,16 @@ class Hidden:
 HIDDEN = Hidden()
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("hidden", [linears(1)[0].forward, lambda x: HIDDEN.inner(x), HIDDEN])
-def test_a_function_that_hides_weights_is_refused_in_the_first_step(family, hidden):
+# with and without a split backward
+@pytest.mark.parametrize(
+    ("hidden", "family"),
+    [
+        (linears(1)[0].forward, "1f1b"),
+        (lambda x: HIDDEN.inner(x), "zb-h1"),
+        (HIDDEN, "1f1b"),
+    ],
+)
+def test_a_function_that_hides_weights_is_refused_in_the_first_step(hidden, family):
     with (
         Pipeline([*linears(1), hidden], F.mse_loss, microbatches=2, ranks=2, schedule=family) as pipe,
         pytest.raises(StageError, match="layer '1' is a function that uses a weight"),
@@ -159,6 +165,7 @@ def lazy_on_the_last(rank: int) -> str:
     return "built"
 
 
+@pytest.mark.slow
 def test_a_builder_that_is_refused_on_one_rank_is_refused_on_all(processes: LocalProcesses):
     for text in processes.run(2, lazy_on_the_last):
         assert text.startswith("layer '1' (LazyLinear) has parameters without a shape yet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import penstock
 from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import groups_of, pack, unpack
+from tests.support.lanes import exhaustive
 
 WIDTH, MICROBATCHES = 6, 4
 
@@ -32,7 +34,7 @@ def sharing(one: Tensor, other: Tensor, size: int) -> bool:
     return bool(sets[0] & sets[1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_views_share_memory_if_an_element_is_in_both(data: st.DataObject):
     storage = torch.zeros(60)
@@ -152,14 +154,17 @@ SAME = ["dict", "tuple", "named tuple"]
 APART = ["chunks", "transposed"]
 OVERLAPPING = ["view", "overlap", "detached"]
 
-LAYOUTS: list[dict[str, Any]] = [
+# One graph; a cut before every layer; recomputation without a cut.
+LAYOUTS: list[Any] = [
     {"ranks": 1},
-    {"ranks": 4},
     {"ranks": 4, "schedule": "zb-h1"},
-    {"ranks": 2, "recompute": "full"},
     {"ranks": 1, "recompute": "full"},
-    {"ranks": 2, "schedule": "gpipe", "recompute": 2},
-    {"ranks": 2, "schedule": "dualpipe"},
+    *exhaustive(
+        {"ranks": 4},
+        {"ranks": 2, "recompute": "full"},
+        {"ranks": 2, "schedule": "gpipe", "recompute": 2},
+        {"ranks": 2, "schedule": "dualpipe"},
+    ),
 ]
 
 
@@ -197,7 +202,7 @@ def difference(rank: int, way: str, writes: bool, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("way", [*SAME, *APART])
+@pytest.mark.parametrize("way", ["dict", *APART, *exhaustive("tuple", "named tuple")])
 def test_a_write_into_one_tensor_at_two_places_or_into_a_part_is_that_of_plain_pytorch(
     way: str, layout: dict[str, Any]
 ):
@@ -209,14 +214,10 @@ def test_a_write_into_one_tensor_at_two_places_or_into_a_part_is_that_of_plain_p
 def test_views_may_be_read_and_a_write_into_one_is_refused_by_name(way: str, layout: dict[str, Any]):
     assert difference(0, way, False, **layout) == ""
     found = difference(0, way, True, **layout)
-    # Within one graph nothing is cut, and the write is that of plain PyTorch.
-    whole = layout == {"ranks": 1}
-    if not whole:
-        assert "refused" in found
-        assert "value[0], which shares memory with value[1]" in found
-        assert "clone()" in found
-    else:
+    if layout == {"ranks": 1}:  # within one graph nothing is cut, and the write is that of plain PyTorch
         assert found == ""
+    else:
+        assert re.search(r"refused.*value\[0\], which shares memory with value\[1\].*clone\(\)", found, re.S)
 
 
 def all_ways(rank: int, options: dict[str, Any]) -> list[str]:
@@ -360,10 +361,16 @@ def target_is_input(rank: int, writes: bool) -> str:
     return "" if torch.equal(seen, torch.stack(expected)) else f"{seen} for {expected}"
 
 
-def test_an_input_that_is_the_target_may_be_read_and_is_not_written_behind_a_cut(processes: LocalProcesses):
-    for found in (target_is_input(0, True), *processes.run(2, target_is_input, True)):
+def test_an_input_that_is_the_target_may_be_read_and_is_not_written_behind_a_cut():
+    assert "shares memory with the target" in target_is_input(0, True)
+    assert target_is_input(0, False) == ""
+
+
+@pytest.mark.slow
+def test_processes_do_the_same_with_an_input_that_is_the_target(processes: LocalProcesses):
+    for found in processes.run(2, target_is_input, True):
         assert "shares memory with the target" in found
-    assert [target_is_input(0, False), *processes.run(2, target_is_input, False)] == [""] * 3
+    assert processes.run(2, target_is_input, False) == ["", ""]
 
 
 class TakesTwo(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,91 +79,36 @@ class Changing(nn.Module):
         return loss if self.training else loss * 7
 
 
-def whole_model_eval(net: Changing) -> None:
-    net.eval()
+MODES = {
+    "the whole model": "net.eval()",
+    "its stem": "net.stem.eval()",
+    "a backbone": "net.backbone.eval()",
+    "a norm": "net.norm.eval()",
+    "its own flag alone": "net.training = False",
+}
+
+VALUES = [
+    "type(net).scale = 0.5",
+    "type(net.backbone).level = 0.5",
+    "TABLE['factor'] = 0.5",
+    "globals()['FACTOR'] = 0.5",
+    "net.bias = 0.25",
+    "net.scale = 0.25",
+    "net.backbone.level = 0.25",
+    "net.backbone.gain = 0.5",
+    "net.cfg.factor = 0.5",
+    "net.cfg.inner.factor = 0.5",
+    "net.cfg = SimpleNamespace(factor=0.75, inner=SimpleNamespace(factor=1.0))",
+    "net.opts['factor'] = 0.5",
+    "net.sizes[0] = 0.5",
+    "net.act = torch.sigmoid",
+]
+"""Changes of values; each counts also after those before it."""
 
 
-def stem_eval(net: Changing) -> None:
-    net.stem.eval()
-
-
-def backbone_eval(net: Changing) -> None:
-    net.backbone.eval()
-
-
-def norm_eval(net: Changing) -> None:
-    net.norm.eval()
-
-
-def own_flag_alone(net: Changing) -> None:
-    net.training = False
-
-
-def instance_attribute(net: Changing) -> None:
-    net.bias = 0.25
-
-
-def instance_over_class_attribute(net: Changing) -> None:
-    net.scale = 0.5
-
-
-def field_of_a_config(net: Changing) -> None:
-    net.cfg.factor = 0.5
-
-
-def nested_field(net: Changing) -> None:
-    net.cfg.inner.factor = 0.5
-
-
-def other_config(net: Changing) -> None:
-    net.cfg = SimpleNamespace(factor=0.25, inner=SimpleNamespace(factor=1.0))
-
-
-def entry_of_a_dict(net: Changing) -> None:
-    net.opts["factor"] = 0.5
-
-
-def item_of_a_list(net: Changing) -> None:
-    net.sizes[0] = 0.5
-
-
-def other_function(net: Changing) -> None:
-    net.act = torch.sigmoid
-
-
-def attribute_that_a_property_reads(net: Changing) -> None:
-    net.backbone.gain = 0.5
-
-
-def instance_over_class_attribute_of_an_inner_module(net: Changing) -> None:
-    net.backbone.level = 0.5
-
-
-def class_attribute(net: Changing) -> None:
-    type(net).scale = 0.5
-
-
-def class_attribute_of_an_inner_module(net: Changing) -> None:
-    type(net.backbone).level = 0.5
-
-
-def entry_of_a_global(net: Changing) -> None:
-    TABLE["factor"] = 0.5
-
-
-def global_variable(net: Changing) -> None:
-    globals()["FACTOR"] = 0.5
-
-
-MODES: list[Callable[[Any], None]] = [
-    whole_model_eval, stem_eval, backbone_eval, norm_eval, own_flag_alone,
-]  # fmt: skip
-
-VALUES: list[Callable[[Any], None]] = [
-    instance_attribute, instance_over_class_attribute, field_of_a_config, nested_field, other_config, entry_of_a_dict,
-    item_of_a_list, other_function, attribute_that_a_property_reads, instance_over_class_attribute_of_an_inner_module,
-    class_attribute, class_attribute_of_an_inner_module, entry_of_a_global, global_variable,
-]  # fmt: skip
+def change(net: nn.Module, statement: str) -> None:
+    """Execute a statement that changes a model."""
+    exec(statement, globals(), {"net": net})
 
 
 def restore() -> None:

@@ -13,6 +13,7 @@ import penstock
 from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.named import Context, set_context
+from tests.support.lanes import exhaustive
 
 WIDTH = 6
 
@@ -92,16 +93,13 @@ def split(layers: list[nn.Module], **options: object) -> list[Tensor]:
     return [p.grad for p in nn.ModuleList(layers).parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute": "full", "ranks": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": "full", "ranks": 1}, *exhaustive({"recompute": "full"})], ids=str
+)
 @pytest.mark.parametrize(
     "layers",
-    [
-        [Linear(), Hooked(), Linear()],
-        [Balanced(), Linear(), Hooked()],
-        [Balanced(), Reshaped(), Hooked()],
-        [Hooked(), Balanced(), Linear()],
-    ],
-    ids=["alone", "a layer apart", "of a view", "before"],
+    [[Linear(), Hooked(), Linear()], [Balanced(), Reshaped(), Hooked()], [Hooked(), Balanced(), Linear()]],
+    ids=["alone", "of a view", "before"],
 )
 def test_a_hook_on_all_uses_of_an_input_is_called_as_in_plain_pytorch(layers, options):
     for ours, theirs in zip(split(layers, **options), plain(layers), strict=True):
@@ -111,10 +109,7 @@ def test_a_hook_on_all_uses_of_an_input_is_called_as_in_plain_pytorch(layers, op
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute": "full", "ranks": 1}], ids=str)
 @pytest.mark.parametrize(
     "layers",
-    [
-        [Balanced(), Hooked(), Linear()],
-        [Balanced(), nn.Identity(), Hooked()],
-    ],
+    [[Balanced(), Hooked(), Linear()], [Balanced(), nn.Identity(), Hooked()]],
     ids=["a loss", "handed on"],
 )
 def test_a_hook_on_one_of_several_uses_is_refused(layers, options):
@@ -140,6 +135,7 @@ def in_a_process(rank: int) -> str:
     return str(info.value)
 
 
+@pytest.mark.slow
 def test_processes_refuse_it_as_well(processes: LocalProcesses):
     for text in processes.run(2, in_a_process):
         assert "a layer sets a hook on a tensor that it is given" in text

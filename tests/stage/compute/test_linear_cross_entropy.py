@@ -19,6 +19,7 @@ from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 from tests.support import hf_models
 from tests.support.heads import CLASSES, HEADS, WIDTH
+from tests.support.lanes import exhaustive, slow
 
 ROWS, TOKENS = 6, 10
 
@@ -48,9 +49,12 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.01)])
+# chunks of unequal sizes, and more than there are classes
+@pytest.mark.parametrize(
+    ("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.01), *exhaustive((0.1, 0.0), (0.0, 0.01))]
+)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("chunks", [1, 4, 1000])
+@pytest.mark.parametrize("chunks", [4, 1000, *exhaustive(1)])
 def test_loss_and_gradients_are_those_of_the_whole_batch(
     head: str, chunks: int, smoothing: float, z_loss: float
 ):
@@ -66,10 +70,16 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
     assert loss_fn(theirs(x), y).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe-v"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        *slow(("zb-v", "full"), ("dualpipe-v", "none")),
+        *exhaustive(
+            ("gpipe", "none"), ("interleaved-1f1b", "full"), ("zb-v", "none"), ("dualpipe-v", "full")
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", *exhaustive("gpt2")])
 def test_models_of_transformers_train_by_it(family: str, schedule: str, recompute: str):
     ours = hf_models.model(family)
     theirs = copy.deepcopy(ours)
@@ -420,7 +430,7 @@ def train_shards(rank: int, case: str, smoothing: float) -> tuple[float, float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.1, *exhaustive(0.0)])
 @pytest.mark.parametrize("case", SHARDED)
 def test_ranks_with_shards_of_the_vocabulary(processes: LocalProcesses, case: str, smoothing: float):
     family, axes, _ = SHARDED[case]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.base.errors import SplitBackwardError, StageError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
+from tests.support.lanes import exhaustive
 
 WIDTH, ROWS, M = 8, 8, 4
 
@@ -253,8 +254,18 @@ def plain(net: nn.Sequential, step: int) -> Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("kind", LAYERS)
+# every layer where the backward is split; those that fall back on both ranks of zb-v; two where nothing is split
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        *((kind, "zb-h1") for kind in LAYERS),
+        ("gradient penalty", "zb-v"),
+        ("own function", "zb-v"),
+        ("torch.func.grad", "1f1b"),
+        ("not seen from Python", "1f1b"),
+        *exhaustive(*((kind, schedule) for kind in LAYERS for schedule in ("1f1b", "zb-v"))),
+    ],
+)
 def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
     net = make(kind)
     other = copy.deepcopy(net)
