@@ -81,6 +81,16 @@ class Parts(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
 
+class InARow(Parts):
+    """The loop that most models have."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
 @cache
 def fits(name: str) -> bool:
     """Whether a kind can stand in any forward: tensor in and out, nothing by name, no weight twice, nothing random."""

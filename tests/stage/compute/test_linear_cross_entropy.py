@@ -351,6 +351,7 @@ def test_valid_counts_the_targets_of_a_loss_that_shifts_them(loss_fn: Any):
     assert all(torch.equal(a, b) for a, b in zip(grads, same, strict=True))
 
 
+@pytest.mark.slow
 def test_a_split_is_measured_and_a_profile_traced_with_it():
     x, y = batch()
     loss_fn = LinearCrossEntropy()

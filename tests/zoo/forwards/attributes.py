@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.forward import Parts, forward
+from tests.zoo.forward import InARow, Parts, forward
 from tests.zoo.kind import WIDTH
 
 REFUSED = r"factor|deep|config|scales|table"
@@ -45,38 +45,6 @@ class NumberOfTheModel(Parts):
         return self.head(x)
 
 
-@forward(change=at(1, lambda model: setattr(type(model), "factor", 2.0)), refused=REFUSED)
-def number_of_the_class(parts: list[nn.Module]) -> nn.Module:
-    """a number of the class, which the class gets anew"""
-
-    class Scaled(Parts):
-        factor = 0.5
-
-        def forward(self, x):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x) * self.factor
-            return self.head(x)
-
-    return Scaled(parts)
-
-
-@forward(change=at(1, set_factor), refused=REFUSED)
-def number_of_the_class_hidden(parts: list[nn.Module]) -> nn.Module:
-    """a number of the class, which the model gets for itself"""
-
-    class Scaled(Parts):
-        factor = 0.5
-
-        def forward(self, x):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-            return self.head(x * self.factor)
-
-    return Scaled(parts)
-
-
 @forward(change=at(1, lambda model: setattr(type(model).__mro__[1], "factor", 2.0)), refused=REFUSED)
 def number_of_the_parent_class(parts: list[nn.Module]) -> nn.Module:
     """a number of the class above, read in a method"""
@@ -102,9 +70,7 @@ class Config:
     """What a model is built by."""
 
     factor: float = 0.5
-    deep: bool = True
     scales: list[float] = field(default_factory=lambda: [0.5, 1.5])
-    table: dict[str, float] = field(default_factory=lambda: {"in": 0.5, "out": 1.5})
 
 
 class Configured(Parts):
@@ -114,22 +80,7 @@ class Configured(Parts):
         self.extra = nn.Linear(WIDTH, WIDTH)
 
 
-def set_config(model: Any) -> None:
-    model.config.factor = 2.0
-
-
-@forward(change=at(1, set_config), refused=REFUSED)
-class FieldOfTheConfig(Configured):
-    """a field of a config object"""
-
-    def forward(self, x):
-        x = self.stem(x) * self.config.factor
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward(change=at(1, set_config), refused=REFUSED)
+@forward(change=at(1, lambda model: setattr(model.config, "factor", 2.0)), refused=REFUSED)
 class FieldOfTheConfigInTheLoop(Configured):
     """a field of a config object, through a variable, in the loop"""
 
@@ -146,25 +97,14 @@ class ConfigReplaced(Configured):
     """a config object that is replaced"""
 
     def forward(self, x):
-        x = self.stem(x)
+        x = self.stem(x) * self.config.scales[0]
         for part in self.parts:
             x = part(x)
         return self.head(x) * self.config.factor
 
 
-@forward(change=at(1, lambda model: model.config.scales.__setitem__(0, 2.0)), refused=REFUSED)
-class ListInTheConfig(Configured):
-    """an entry of a list in a config object"""
-
-    def forward(self, x):
-        x = self.stem(x) * self.config.scales[0]
-        for part in self.parts:
-            x = part(x)
-        return self.head(x) * self.config.scales[1]
-
-
 @forward(change=at(1, lambda model: model.config.update(factor=2.0)), refused=REFUSED)
-class ConfigIsADictionary(Parts):
+class ConfigIsADictionary(Configured):
     """an entry of a dictionary, by several calls"""
 
     def __init__(self, parts):
@@ -178,24 +118,9 @@ class ConfigIsADictionary(Parts):
         return self.head(x)
 
 
-@forward(change=at(1, lambda model: model.table.update(out=2.0)), refused=REFUSED)
-class EntryOfADictionary(Parts):
-    """an entry of a dictionary that is one of the model's attributes, in a loop"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.table = {"in": 0.5, "out": 0.75}
-
-    def forward(self, x):
-        x = self.stem(x) * self.table["in"]
-        for part in self.parts:
-            x = part(x) * self.table["out"]
-        return self.head(x)
-
-
 @forward(change=at(1, lambda model: model.scales.__setitem__(0, 2.0)), refused=REFUSED)
 class EntryOfAList(Parts):
-    """an entry of a list, by the number of the block"""
+    """an entry of a list, by the number of the block, and the sum of the list"""
 
     def __init__(self, parts):
         super().__init__(parts)
@@ -205,26 +130,7 @@ class EntryOfAList(Parts):
         x = self.stem(x)
         for i, part in enumerate(self.parts):
             x = part(x) * self.scales[i]
-        return self.head(x)
-
-
-@forward(change=at(1, lambda model: model.scales.append(0.5)), refused=REFUSED)
-class ListThatGrows(Parts):
-    """a list that grows, summed in the forward"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.scales = [0.5, 0.25]
-
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
         return self.head(x) * sum(self.scales)
-
-
-def set_submodule(model: Any) -> None:
-    model.scaled.factor = 2.0
 
 
 class ScaledLinear(nn.Linear):
@@ -236,34 +142,13 @@ class ScaledLinear(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@forward(change=at(1, set_submodule), refused=REFUSED)
-class NumberOfASubmodule(Parts):
+@forward(change=at(1, lambda model: setattr(model.stem, "factor", 2.0)), refused=REFUSED)
+class NumberOfASubmodule(InARow):
     """a number of a submodule, read by it alone"""
 
     def __init__(self, parts):
         super().__init__(parts)
-        self.scaled = ScaledLinear()
-
-    def forward(self, x):
-        x = self.scaled(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward(change=at(1, set_submodule), refused=REFUSED)
-class NumberOfASubmoduleReadOutside(Parts):
-    """a number of a submodule, read by the model"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.scaled = ScaledLinear()
-
-    def forward(self, x):
-        x = self.scaled(x) * self.scaled.factor
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
+        self.stem = ScaledLinear()
 
 
 @forward(change=at(1, lambda model: setattr(model, "_factor", 2.0)), refused=REFUSED)
@@ -285,54 +170,6 @@ class NumberBehindAProperty(Parts):
         return self.head(x) * self.factor
 
 
-@forward(change=at(1, lambda model: setattr(model, "deep", False)), refused=REFUSED)
-class BranchByTheModel(Configured):
-    """a branch by an attribute"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.deep = True
-
-    def forward(self, x):
-        x = self.stem(x)
-        if self.deep:
-            x = torch.tanh(self.extra(x))
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward(change=at(1, lambda model: setattr(type(model), "deep", False)), refused=REFUSED)
-def branch_by_the_class(parts: list[nn.Module]) -> nn.Module:
-    """a branch by an attribute of the class"""
-
-    class Branching(Configured):
-        deep = True
-
-        def forward(self, x):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-            if self.deep:
-                x = torch.tanh(self.extra(x))
-            return self.head(x)
-
-    return Branching(parts)
-
-
-@forward(change=at(1, lambda model: setattr(model.config, "deep", False)), refused=REFUSED)
-class BranchByTheConfig(Configured):
-    """a branch by a field of a config object"""
-
-    def forward(self, x):
-        x = self.stem(x)
-        if self.config.deep:
-            x = torch.tanh(self.extra(x))
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
 @forward(change=at(1, lambda model: setattr(model.config, "deep", True)), refused=REFUSED)
 class BranchByANamespace(Configured):
     """a branch by a field of a namespace, through a variable, which is taken later"""
@@ -348,23 +185,6 @@ class BranchByANamespace(Configured):
             x = part(x)
             if config.deep:
                 x = x + torch.tanh(x)
-        return self.head(x)
-
-
-@forward(change=at(1, lambda model: model.config.update(deep=False)), refused=REFUSED)
-class BranchByADictionary(Configured):
-    """a branch by an entry of a dictionary"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.config = {"deep": True}
-
-    def forward(self, x):
-        x = self.stem(x)
-        if self.config["deep"]:
-            x = torch.tanh(self.extra(x))
-        for part in self.parts:
-            x = part(x)
         return self.head(x)
 
 
@@ -420,41 +240,14 @@ class NumberOfRounds(Parts):
         return self.head(x)
 
 
-@forward(change=at(1, lambda model: setattr(model, "factor", lambda x: x * 2.0)), refused=REFUSED)
-class FunctionReplaced(Parts):
+@forward(change=at(1, lambda model: setattr(model, "stem", lambda x: x * 2.0)), refused=r"stem")
+class FunctionReplaced(InARow):
     """a function in an attribute, which is replaced"""
 
     def __init__(self, parts):
         super().__init__(parts)
-        self.factor = torch.sin
-
-    def forward(self, x):
-        x = self.stem(x)
-        x = self.factor(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-def replace_method(model: Any) -> None:
-    type(model).factor = lambda self, x: self.stem(x) * 2.0
-
-
-@forward(change=at(1, replace_method), refused=REFUSED)
-def method_replaced(parts: list[nn.Module]) -> nn.Module:
-    """a method of the class, which is replaced"""
-
-    class Patched(Parts):
-        def factor(self, x):
-            return self.stem(x)
-
-        def forward(self, x):
-            x = self.factor(x)
-            for part in self.parts:
-                x = part(x)
-            return self.head(x)
-
-    return Patched(parts)
+        del self.stem
+        self.stem = torch.sin
 
 
 FACTORS = {"factor": 0.5}

@@ -9,29 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.forward import Parts, forward
+from tests.zoo.forward import InARow, Parts, forward
 from tests.zoo.kind import WIDTH
 
-REFUSED = r"pre\b"
-
 
 @forward()
-class Loop(Parts):
+class Loop(InARow):
     """a loop over an nn.ModuleList between two layers"""
 
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
 
-
-@forward()
-class MethodBefore(Parts):
-    """a method of the model before the blocks, which uses one module"""
-
-    def pre(self, x):
-        return torch.tanh(self.stem(x)) * 0.5
+class Before(Parts):
+    """Calls something of its own before the blocks."""
 
     def forward(self, x):
         x = self.pre(x)
@@ -41,14 +29,25 @@ class MethodBefore(Parts):
 
 
 @forward()
-class MethodAfter(Parts):
-    """a method of the model after the blocks, which uses one module"""
+class MethodBefore(Before):
+    """a method of the model before the blocks, which uses one module"""
+
+    def pre(self, x):
+        return torch.tanh(self.stem(x)) * 0.5
+
+
+@forward()
+class MethodNamedAsTheModule(Parts):
+    """a method whose only statement calls a module of nearly the same name, and adds to it; and one after the blocks"""
+
+    def _stem(self, x):
+        return self.stem(x) + x
 
     def post(self, x):
         return self.head(x) * 2
 
     def forward(self, x):
-        x = self.stem(x)
+        x = self._stem(x)
         for part in self.parts:
             x = part(x)
         x = self.post(x)
@@ -71,20 +70,6 @@ class MethodBetween(Parts):
         return self.head(x)
 
 
-@forward()
-class MethodNamedAsTheModule(Parts):
-    """a method whose only statement calls a module of nearly the same name, and adds to it"""
-
-    def _stem(self, x):
-        return self.stem(x) + x
-
-    def forward(self, x):
-        x = self._stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
 class Embed(nn.Module):
     """A module with a method beside its forward."""
 
@@ -101,28 +86,14 @@ class Embed(nn.Module):
 
 @forward()
 class MethodOfASubmodule(Parts):
-    """a method of a submodule before the blocks, in place of its forward"""
+    """a method of a submodule before the blocks, and one after them, in place of its forward"""
 
     def __init__(self, parts):
         super().__init__(parts)
-        self.emb = Embed()
+        self.emb, self.out = Embed(), Embed()
 
     def forward(self, x):
         x = self.emb.embed(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward()
-class MethodOfASubmoduleAfter(Parts):
-    """a method of a submodule after the blocks, in place of its forward"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.out = Embed()
-
-    def forward(self, x):
         for part in self.parts:
             x = part(x)
         x = self.out.embed(x)
@@ -159,12 +130,14 @@ class Wrapper(nn.Module):
         return self.inner(x)
 
 
-@forward()
-class MethodOfTheBlock(Parts):
-    """blocks by a method in place of their forward"""
-
+class OfWrappers(Parts):
     def __init__(self, parts):
         super().__init__([Wrapper(part) for part in parts])
+
+
+@forward()
+class MethodOfTheBlock(OfWrappers):
+    """blocks by a method in place of their forward"""
 
     def forward(self, x):
         x = self.stem(x)
@@ -174,11 +147,8 @@ class MethodOfTheBlock(Parts):
 
 
 @forward()
-class MethodOfANumberedBlock(Parts):
+class MethodOfANumberedBlock(OfWrappers):
     """blocks by number, and by a method in place of their forward"""
-
-    def __init__(self, parts):
-        super().__init__([Wrapper(part) for part in parts])
 
     def forward(self, x):
         x = self.stem(x)
@@ -188,17 +158,25 @@ class MethodOfANumberedBlock(Parts):
 
 
 @forward()
-class AttributesOfTheBlock(Parts):
+class AttributesOfTheBlock(OfWrappers):
     """what a block holds, called without the block"""
-
-    def __init__(self, parts):
-        super().__init__([Wrapper(part) for part in parts])
 
     def forward(self, x):
         x = self.stem(x)
         for part in self.parts:
             x = part.inner(x)
         return self.head(x)
+
+
+@forward()
+class BlocksByKeyword(OfWrappers):
+    """blocks whose argument has its name, and a head with a list of arguments"""
+
+    def forward(self, x):
+        x = self.stem(input=x)
+        for part in self.parts:
+            x = part(x=x)
+        return self.head(*[x])
 
 
 @forward(refused=r"hands on|as a whole|run_block")
@@ -216,68 +194,34 @@ class MethodThatTakesTheBlock(Parts):
 
 
 @forward()
-class FunctionInAnAttribute(Parts):
+class FunctionInAnAttribute(Before):
     """a function in an attribute: self.pre = torch.tanh"""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.pre = torch.tanh
 
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
 
-
-@forward(refused=REFUSED)
-class PartialInAnAttribute(Parts):
+@forward(refused=r"pre\b")
+class PartialInAnAttribute(Before):
     """functools.partial in an attribute"""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.pre = partial(F.leaky_relu, negative_slope=0.3)
 
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
 
-
-@forward(refused=rf"{REFUSED}|without owning")
-class LambdaInAnAttribute(Parts):
+@forward(refused=r"pre\b|without owning")
+class LambdaInAnAttribute(Before):
     """a lambda in an attribute, which uses a module of the model"""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.pre = lambda x: self.stem(x) * 0.5
 
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward(refused=rf"{REFUSED}|without owning")
-class BoundMethodInAnAttribute(Parts):
-    """a submodule's method in an attribute"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.emb = Embed()
-        self.pre = self.emb.embed
-
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
 
 @forward(refused=r"pre\b|method")
-class MethodReplacedOnTheModel(Parts):
+class MethodReplacedOnTheModel(Before):
     """a method that the model replaces for itself"""
 
     def __init__(self, parts):
@@ -287,47 +231,43 @@ class MethodReplacedOnTheModel(Parts):
     def pre(self, x):
         return self.stem(x)
 
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
 
 @forward(refused=r"forward|without owning|device meta")
-class ForwardReplacedOnASubmodule(Parts):
-    """a submodule whose forward was replaced from outside"""
+class ForwardReplacedOnASubmodule(InARow):
+    """submodules whose forwards were replaced from outside"""
 
     def __init__(self, parts):
-        super().__init__(parts)
+        super().__init__([Wrapper(part) for part in parts])
         plain = self.stem.forward
         self.stem.forward = lambda x: plain(x) * 0.5
-
-    def forward(self, x):
-        x = self.stem(x)
         for part in self.parts:
-            x = part(x)
-        return self.head(x)
+            part.forward = partial(type(part).run, part)
 
 
-class Doubled(nn.Linear):
+class Doubled(Wrapper):
     def __call__(self, x: Tensor) -> Any:
         return super().__call__(x) * 2
 
 
 @forward()
-class CallOfItsOwn(Parts):
-    """a submodule with a __call__ of its own"""
+class CallOfItsOwn(InARow):
+    """modules with a __call__ of their own"""
 
     def __init__(self, parts):
-        super().__init__(parts)
-        self.stem = Doubled(WIDTH, WIDTH)
+        super().__init__([Doubled(part) for part in parts])
+        self.stem = Doubled(nn.Linear(WIDTH, WIDTH))
+
+
+@forward()
+class CallOfItsOwnInASequential(Parts):
+    """modules with a __call__ of their own in an nn.Sequential"""
+
+    def __init__(self, parts):
+        super().__init__([])
+        self.parts = nn.Sequential(*[Doubled(part) for part in parts])
 
     def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
+        return self.head(self.parts(self.stem(x)))
 
 
 @forward(refused=r"forward|__call__")
@@ -346,9 +286,6 @@ class ForwardByName(Parts):
 class MethodOfTheParent(MethodBefore):
     """super().pre(x) in the forward"""
 
-    def pre(self, x):
-        return x
-
     def forward(self, x):
         x = super().pre(x)
         for part in self.parts:
@@ -363,11 +300,13 @@ class MethodThatCallsItsParent(MethodBefore):
     def pre(self, x):
         return super().pre(x) + x
 
-    def forward(self, x):
-        x = self.pre(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
+
+@forward()
+class ForwardOfTheParent(InARow):
+    """super().forward(x) in the forward"""
+
+    def forward(self, x, temperature=2.0):
+        return super().forward(x - 0.5) / temperature
 
 
 @forward()
@@ -404,30 +343,6 @@ class ModuleFromAProperty(Parts):
         for part in self.parts:
             x = part(x)
         return self.head(x)
-
-
-@forward(refused=r"__getattr__|inner|stem")
-def asks_another_for_attributes(parts: list[nn.Module]) -> nn.Module:
-    """a model whose __getattr__ looks in the model within"""
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Parts(parts)
-
-        def __getattr__(self, name):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inner"), name)
-
-        def forward(self, x):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-            return self.head(x)
-
-    return Outer()
 
 
 @forward(refused=r"state|share|in.place")

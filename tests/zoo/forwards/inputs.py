@@ -16,17 +16,6 @@ def one(name: str) -> Callable[[Tensor], dict[str, Tensor]]:
 
 
 @forward(inputs=one("value"))
-class InputNamedValue(Parts):
-    """an input called value"""
-
-    def forward(self, h, value):
-        h = self.stem(h) + value
-        for part in self.parts:
-            h = part(h)
-        return self.head(h)
-
-
-@forward(inputs=one("value"))
 class InputNamedValueInTheLoop(Parts):
     """an optional input called value, used in every block"""
 
@@ -109,70 +98,6 @@ def default_list_written(parts: list[nn.Module]) -> nn.Module:
             for part in self.parts:
                 x = part(x)
             return self.head(x) * (1 + 0.01 * len(seen))
-
-    return Writes(parts)
-
-
-@forward(refused=r"seen")
-def default_list_written_in_the_loop(parts: list[nn.Module]) -> nn.Module:
-    """a list as a default argument, which every block appends to"""
-
-    class Writes(Parts):
-        def forward(self, x, seen=[]):
-            x = self.stem(x)
-            for part in self.parts:
-                seen.append(x.detach().mean())
-                x = part(x)
-            return self.head(x) + sum(seen)
-
-    return Writes(parts)
-
-
-@forward(refused=r"seen")
-def default_dictionary_written(parts: list[nn.Module]) -> nn.Module:
-    """a dictionary as a default argument, in which the forward counts"""
-
-    class Writes(Parts):
-        def forward(self, x, seen={"calls": 0}):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-            seen["calls"] += 1
-            return self.head(x) / seen["calls"]
-
-    return Writes(parts)
-
-
-@forward(refused=r"seen")
-def default_of_a_method_written(parts: list[nn.Module]) -> nn.Module:
-    """a list as a default argument of a method, which it appends to"""
-
-    class Writes(Parts):
-        def pre(self, x, seen=[]):
-            seen.append(0.01)
-            return self.stem(x) * (1 + sum(seen))
-
-        def forward(self, x):
-            x = self.pre(x)
-            for part in self.parts:
-                x = part(x)
-            return self.head(x)
-
-    return Writes(parts)
-
-
-@forward(refused=r"seen")
-def default_written_through_an_alias(parts: list[nn.Module]) -> nn.Module:
-    """a list as a default argument, which is written under another name"""
-
-    class Writes(Parts):
-        def forward(self, x, seen=[]):
-            notes = seen
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-                notes += [0.01]
-            return self.head(x) * (1 + sum(seen))
 
     return Writes(parts)
 

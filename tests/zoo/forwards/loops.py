@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.forward import Parts, forward
+from tests.zoo.forward import InARow, Parts, forward
+from tests.zoo.forwards.calls import Wrapper
 from tests.zoo.kind import WIDTH
 
 WIDE = 64
@@ -34,48 +32,21 @@ class Big(nn.Module):
 
 
 @forward()
-class StemIsASequential(Parts):
+class StemIsASequential(InARow):
     """a loop behind a larger nn.Sequential"""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.stem = big()
 
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
 
 @forward()
-class StemHasASequential(Parts):
-    """a loop behind a larger module that has an nn.Sequential"""
+class EndsHaveSequentials(InARow):
+    """a loop between two larger modules that have an nn.Sequential"""
 
     def __init__(self, parts):
         super().__init__(parts)
-        self.stem = Big()
-
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
-
-@forward()
-class HeadHasASequential(Parts):
-    """a loop before a larger module that has an nn.Sequential"""
-
-    def __init__(self, parts):
-        super().__init__(parts)
-        self.head = Big()
-
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
+        self.stem, self.head = Big(), Big()
 
 
 @forward()
@@ -119,7 +90,33 @@ class MiddleIsASequential(Parts):
 
 
 @forward()
-class LoopInAMethod(Parts):
+class LevelsOfModules(Parts):
+    """two loops over lists of several modules, with two modules between them, as in a U-Net for diffusion"""
+
+    def __init__(self, parts):
+        super().__init__([])
+        self.downs = nn.ModuleList([nn.ModuleList([Wrapper(p), nn.Linear(WIDTH, WIDTH)]) for p in parts])
+        self.mid1, self.mid2 = Big(), Big()
+        self.ups = nn.ModuleList([nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH), Big()]) for _ in parts])
+
+    def forward(self, x):
+        x = self.stem(x)
+        skips = []
+        for block, down in self.downs:
+            x = block(x)
+            skips.append(x)
+            x = down(x)
+        x = self.mid1(x)
+        x = self.mid2(x)
+        for n, (up, block) in enumerate(self.ups):
+            if n == 1:
+                x = torch.sin(x)
+            x = block(up(torch.cat((x, skips.pop()), dim=1)))
+        return self.head(x)
+
+
+@forward()
+class LoopInAMethod(InARow):
     """a forward that returns self._forward_impl(x)"""
 
     def _forward_impl(self, x):
@@ -134,20 +131,40 @@ class LoopInAMethod(Parts):
 
 @forward()
 class FeaturesAndHead(Parts):
-    """forward_features with an nn.Sequential, and forward_head"""
+    """forward_features with an nn.Sequential and modules that may be None, and forward_head, as in vision transformers"""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.parts = nn.Sequential(*parts)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.token = nn.Parameter(torch.zeros(1, WIDTH))
+        self.norm, self.neck, self.pool, self.early = nn.LayerNorm(WIDTH), None, "all", False
+
+    def embed(self, x):
+        to_cat = []
+        if self.token is not None:
+            to_cat.append(self.token.expand(len(x), -1))
+        if self.early:
+            x = x + self.token
+        else:
+            if to_cat:
+                x = torch.cat([*to_cat, x], dim=1)[:, :WIDTH] + x
+        return x
 
     def forward_features(self, x):
+        """Run the blocks."""
         x = self.stem(x)
-        x = self.parts(x)
+        x = self.embed(x)
+        if self.early and not torch.jit.is_scripting():
+            x = torch.utils.checkpoint.checkpoint_sequential(self.parts, 2, x)
+        else:
+            x = self.parts(x)
         return self.norm(x)
 
-    def forward_head(self, x, pre_logits: bool = False):
-        x = torch.sin(x)
+    def forward_head(self, x, pre_logits: bool = False, pool=None):
+        if self.neck is not None:
+            x = self.neck(x)
+        pool = self.pool if pool is None else pool
+        x = torch.sin(x) if pool == "all" else x
         return x if pre_logits else self.head(x)
 
     def forward(self, x):
@@ -191,6 +208,23 @@ class MethodsTwoDeep(Parts):
         return self.head(x) + h
 
 
+@forward(bounded="a weight's gradient is the sum over two places")
+class SameMethodTwice(Parts):
+    """a method with the loop, called twice"""
+
+    def run(self, x, flip):
+        if flip:
+            x = -x
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def forward(self, x):
+        x = self.run(self.stem(x), False)
+        x = self.run(x, True)
+        return self.head(x)
+
+
 @forward()
 class MethodWithTwoResults(Parts):
     """a method with the loop that returns two values"""
@@ -205,6 +239,30 @@ class MethodWithTwoResults(Parts):
     def forward(self, x):
         x, first = self.encode(x)
         return self.head(x) + first
+
+
+@forward()
+class EncoderAndDecoder(Parts):
+    """a decoder whose blocks take what the encoder returned, each in a method with its loop"""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.cross = nn.ModuleList([nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(3)])
+
+    def encode(self, x):
+        h = self.stem(x)
+        for part in self.parts:
+            h = part(h)
+        return h
+
+    def decode(self, memory, x):
+        h = torch.cos(x)
+        for layer in self.cross:
+            h = h + torch.tanh(layer(h, memory))
+        return h
+
+    def forward(self, x):
+        return self.head(self.decode(self.encode(x), x))
 
 
 @forward()
@@ -241,14 +299,14 @@ class SeveralSequentials(Parts):
 
 @forward()
 class AliasOfTheBlocks(Parts):
-    """a variable for the blocks"""
+    """variables for the blocks and a layer"""
 
     def forward(self, x):
-        blocks = self.parts
         x = self.stem(x)
-        for part in blocks:
-            x = part(x)
-        return self.head(x)
+        blocks, head = self.parts, self.head
+        for i in range(len(blocks)):
+            x = blocks[i](x)
+        return head(x)
 
 
 class Within(Parts):
@@ -261,37 +319,12 @@ class Within(Parts):
         return x
 
 
-@forward()
-def alias_of_the_backbone(parts: list[nn.Module]) -> nn.Module:
-    """base = self.m.model, and the loop over base.parts"""
+class Outer(nn.Module):
+    """Has the blocks in a model within."""
 
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = Parts(parts)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.m = Holder()
-
-        def forward(self, x):
-            base = self.m.model
-            x = base.stem(x)
-            for part in base.parts:
-                x = part(x)
-            return base.head(x)
-
-    return Outer()
-
-
-@forward()
-class BackboneEndsInItsLoop(nn.Module):
-    """a backbone whose forward ends in its loop"""
-
-    def __init__(self, parts):
+    def __init__(self, backbone):
         super().__init__()
-        self.backbone = Within(parts)
+        self.backbone = backbone
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -300,91 +333,98 @@ class BackboneEndsInItsLoop(nn.Module):
 
 
 @forward()
-class BackboneIsAll(nn.Module):
-    """a forward that returns self.backbone(x), which ends in its loop"""
+class AliasOfTheBackbone(Outer):
+    """base = self.backbone.model, and the loop over base.parts"""
 
     def __init__(self, parts):
+        super().__init__(nn.Module())
+        self.backbone.model = Parts(parts)
+
+    def forward(self, x):
+        base = self.backbone.model
+        x = base.stem(x)
+        for part in base.parts:
+            x = part(x)
+        return base.head(x)
+
+
+@forward()
+class BackboneEndsInItsLoop(Outer):
+    """a backbone whose forward ends in its loop"""
+
+    def __init__(self, parts):
+        super().__init__(Within(parts))
+
+
+class Alone(nn.Module):
+    def __init__(self, parts):
         super().__init__()
-        self.backbone = Within(parts)
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@forward()
+class BackboneIsItsLoop(Outer):
+    """a backbone that has the loop and nothing else, and a forward that returns self.backbone(x)"""
+
+    def __init__(self, parts):
+        super().__init__(Alone(parts))
 
     def forward(self, x):
         return self.backbone(x)
 
 
-@forward()
-def backbone_is_its_loop(parts: list[nn.Module]) -> nn.Module:
-    """a backbone that has the loop and nothing else"""
+class Returns(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
 
-    class Alone(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(parts)
-
-        def forward(self, x):
-            for part in self.parts:
-                x = part(x)
-            return x
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = Alone()
-
-        def forward(self, x):
-            return self.backbone(x)
-
-    return Outer()
+    def forward(self, x):
+        return self.parts(x)
 
 
 @forward()
-def backbone_returns_its_sequential(parts: list[nn.Module]) -> nn.Module:
+class BackboneReturnsItsSequential(Outer):
     """a backbone whose forward returns self.parts(x), in a model that does the same"""
 
-    class Alone(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.Sequential(*parts)
+    def __init__(self, parts):
+        super().__init__(Returns(parts))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
-        def forward(self, x):
-            return self.parts(x)
+    def forward(self, x):
+        return self.backbone(x) * self.scale
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = Alone()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
 
-        def forward(self, x):
-            return self.backbone(x) * self.scale
+class WithFeatures(Parts):
+    def forward_features(self, x):
+        x = self.stem(x)
+        for part in self.parts:
+            x = part(x)
+        return x
 
-    return Outer()
+    def forward(self, x):
+        return self.head(self.forward_features(x))
 
 
 @forward()
-def backbone_with_methods(parts: list[nn.Module]) -> nn.Module:
+class BackboneWithMethods(Outer):
     """self.backbone.forward_features(x), a method of a submodule that has the loop"""
 
-    class Backbone(Parts):
-        def forward_features(self, x):
-            x = self.stem(x)
-            for part in self.parts:
-                x = part(x)
-            return x
+    def __init__(self, parts):
+        super().__init__(WithFeatures(parts))
 
-        def forward(self, x):
-            return self.head(self.forward_features(x))
+    def forward(self, x):
+        x = self.backbone.forward_features(x)
+        return self.head(x)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = Backbone(parts)
-            self.head = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x):
-            x = self.backbone.forward_features(x)
-            return self.head(x)
-
-    return Outer()
+def halves(parts: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    half = -(-len(parts) // 2)
+    return parts[:half], parts[half:]
 
 
 @forward(refused=r"only 2 block")
@@ -393,8 +433,7 @@ class NestedLoops(Parts):
 
     def __init__(self, parts):
         super().__init__([])
-        half = -(-len(parts) // 2)
-        self.stages = nn.ModuleList([nn.ModuleList(parts[:half]), nn.ModuleList(parts[half:])])
+        self.stages = nn.ModuleList([nn.ModuleList(half) for half in halves(parts)])
 
     def forward(self, x):
         x = self.stem(x)
@@ -405,69 +444,72 @@ class NestedLoops(Parts):
         return self.head(x)
 
 
-@forward(refused=r"getattr|hands on")
-class LayersByGetattr(Parts):
-    """getattr(self, f"layer{n}") in a loop"""
+class Stage(Alone):
+    def __init__(self, parts, down):
+        super().__init__([Wrapper(part) for part in parts])
+        self.down = nn.Linear(WIDTH, WIDTH) if down else None
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        if self.down is not None:
+            x = self.down(x)
+        return x
+
+
+@forward()
+class StagesWithForwards(InARow):
+    """stages whose forwards have the blocks, as in hierarchical vision transformers"""
 
     def __init__(self, parts):
         super().__init__([])
-        self.count = len(parts)
-        for n, part in enumerate(parts):
-            self.add_module(f"layer{n}", part)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for n in range(self.count):
-            x = getattr(self, f"layer{n}")(x)
-        return self.head(x)
+        first, second = halves(parts)
+        self.parts = nn.ModuleList([Stage(first, True), Stage(second, False)])
 
 
-def checkpoints(step: int, model: Any) -> None:
-    model.grad_checkpointing = step >= 2
-
-
-@forward(change=checkpoints, refused=r"grad_checkpointing")
-class CheckpointedLater(Parts):
-    """two ways through the blocks, one of them with activation checkpointing; an attribute says which, and changes"""
+@forward()
+class SequentialOfStages(Parts):
+    """nn.Sequentials of blocks in an nn.Sequential"""
 
     def __init__(self, parts):
-        super().__init__(parts)
-        self.grad_checkpointing = False
+        super().__init__([])
+        first, second = ([Wrapper(part) for part in half] for half in halves(parts))
+        self.parts = nn.Sequential(nn.Sequential(*first), nn.Linear(WIDTH, WIDTH), nn.Sequential(*second))
 
     def forward(self, x):
-        x = self.stem(x)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            for part in self.parts:
-                x = checkpoint(part, x, use_reentrant=False)
-        else:
-            for part in self.parts:
-                x = part(x)
-        return self.head(x)
+        return self.head(self.parts(self.stem(x)))
+
+
+class Mixture(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.gate = part, nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        out = 0
+        for i, expert in enumerate(self.experts):
+            out = out + weights[..., i : i + 1] * expert(x)
+        return self.part(x) + out
+
+
+@forward()
+class BlocksWithLoops(InARow):
+    """blocks with a loop of their own, whose rounds stand side by side"""
+
+    def __init__(self, parts):
+        super().__init__([Mixture(part) for part in parts])
 
 
 @forward()
 class TwoTowers(Parts):
-    """two towers side by side, each with its blocks"""
+    """two towers with blocks behind methods, and a scale of the model"""
 
     def __init__(self, parts):
         super().__init__([])
         self.left = Within(parts)
         self.right = Within([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-
-    def forward(self, x):
-        left = self.left(x)
-        right = self.right(x)
-        return self.head(left * right)
-
-
-@forward()
-class TwoTowersByMethods(Parts):
-    """two towers behind methods, and a scale of the model"""
-
-    def __init__(self, parts):
-        super().__init__([])
-        self.left = Within(parts)
-        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.ones(()))
 
     def encode_left(self, x):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.forward import Parts, forward
+from tests.zoo.forward import InARow, Parts, forward
 from tests.zoo.kind import WIDTH
 
 
@@ -185,7 +185,7 @@ class OwnLossByAnAttribute(Parts):
 
 
 @forward(loss="method", change=set_weight, refused=r"weight")
-class LossMethodByAnAttribute(Parts):
+class LossMethodByAnAttribute(InARow):
     """a method of the model as loss_fn, which reads an attribute that changes"""
 
     def __init__(self, parts):
@@ -194,9 +194,3 @@ class LossMethodByAnAttribute(Parts):
 
     def loss(self, out, y):
         return F.mse_loss(out.float(), y) * self.weight
-
-    def forward(self, x):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
