@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 WIDTH = 8
 """Every kind takes and returns a float tensor of shape (rows, WIDTH)."""
@@ -53,6 +53,35 @@ class Kind:
     autocast: bool = True
     writes: bool = False
     copies: bool = True
+
+
+class Inner(nn.Module):
+    """A layer with one linear layer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class Layer(nn.Module):
+    """A layer whose forward is a function of it and its input.
+
+    Args:
+        call: the function.
+        parts: modules and parameters, by name; a tensor becomes a buffer.
+    """
+
+    def __init__(self, call: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            if type(part) is Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
 
 
 KINDS: dict[str, Kind] = {}

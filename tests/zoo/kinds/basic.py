@@ -40,36 +40,6 @@ def rms_norm():
 
 
 @kind()
-def group_norm():
-    """nn.GroupNorm"""
-    return nn.GroupNorm(2, WIDTH)
-
-
-@kind()
-def normalisation_without_weights():
-    """nn.LayerNorm without weights"""
-    return nn.LayerNorm(WIDTH, elementwise_affine=False)
-
-
-@kind()
-class BilinearLayer(nn.Module):
-    """nn.Bilinear of a value with itself"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x, torch.sigmoid(x)))
-
-
-@kind()
-def prelu():
-    """nn.PReLU, one weight a channel"""
-    return nn.PReLU(WIDTH)
-
-
-@kind()
 def no_parameters():
     """activations only"""
     return nn.Sequential(nn.Softplus(), nn.Hardtanh())
@@ -124,14 +94,6 @@ def dropout():
 
 
 @kind()
-def alpha_dropout():
-    """nn.AlphaDropout and nn.Dropout1d"""
-    return nn.Sequential(
-        nn.SELU(), nn.AlphaDropout(0.2), nn.Unflatten(1, (2, 4)), nn.Dropout1d(0.2), nn.Flatten()
-    )
-
-
-@kind()
 class Noise(nn.Module):
     """torch.randn_like and torch.bernoulli in the forward"""
 
@@ -142,29 +104,3 @@ class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.scale * torch.randn_like(x)
         return x * torch.bernoulli(torch.full_like(x, 0.8))
-
-
-@kind()
-class GumbelChoice(nn.Module):
-    """F.gumbel_softmax, hard"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choose = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gumbel_softmax(self.choose(x), hard=True)
-
-
-@kind()
-class Gated(nn.Module):
-    """a gated feed-forward layer whose one matrix is chunked"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.inner(x).chunk(2, -1)
-        return x + self.outer(F.silu(a) * b)

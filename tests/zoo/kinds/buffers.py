@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.zoo.kind import COPIES, WIDTH, kind
-
-
-class Holds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+from tests.zoo.kind import COPIES, WIDTH, Inner, kind
 
 
 @kind()
-class ConstantBuffer(Holds):
+class ConstantBuffer(Inner):
     """a buffer that nothing changes"""
 
     def __init__(self) -> None:
@@ -27,7 +21,7 @@ class ConstantBuffer(Holds):
 
 
 @kind(**COPIES)
-class RunningMean(Holds):
+class RunningMean(Inner):
     """a buffer that the forward changes in place and does not use in training"""
 
     def __init__(self) -> None:
@@ -43,7 +37,7 @@ class RunningMean(Holds):
 
 
 @kind(**COPIES)
-class RunningMeanInUse(Holds):
+class RunningMeanInUse(Inner):
     """a buffer that the forward replaces and uses"""
 
     def __init__(self) -> None:
@@ -57,7 +51,7 @@ class RunningMeanInUse(Holds):
 
 
 @kind(**COPIES)
-class Counter(Holds):
+class Counter(Inner):
     """a counter of calls"""
 
     counts = True
@@ -73,7 +67,7 @@ class Counter(Holds):
 
 
 @kind()
-class GrowingBuffer(Holds):
+class GrowingBuffer(Inner):
     """a cache that the forward makes again where it is too small"""
 
     def __init__(self) -> None:
@@ -84,20 +78,3 @@ class GrowingBuffer(Holds):
         if len(self.cache) < len(x):
             self.cache = (torch.arange(len(x)) / 8)[:, None].expand(-1, WIDTH)
         return self.inner(x + self.cache[: len(x)])
-
-
-@kind(**COPIES)
-class QuantiserCodes(Holds):
-    """a vector quantiser: codes in a buffer that follow the values, and an auxiliary gradient straight through"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x)
-        nearest = torch.cdist(h.detach().float(), self.codes).argmin(1)
-        chosen = self.codes[nearest]
-        if self.training:
-            self.codes = self.codes.index_add(0, nearest, 0.05 * (h.detach().float() - chosen))
-        return h + (chosen - h).detach()

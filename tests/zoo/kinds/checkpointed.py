@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Inner, kind
 
 
 class Twice(nn.Module):
@@ -35,24 +35,8 @@ class Checkpoint(Twice):
 
 
 @kind()
-class CheckpointOfALinear(nn.Module):
-    """checkpoint(use_reentrant=False) around one linear"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(checkpoint(self.inner, x, use_reentrant=False))
-
-
-@kind()
-class CheckpointOfRowsByRows(nn.Module):
+class CheckpointOfRowsByRows(Inner):
     """checkpoint around a linear with as many rows as columns"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         square = (x[:, :, None] * torch.linspace(-1, 1, WIDTH)).transpose(1, 2)
@@ -71,18 +55,6 @@ class CheckpointNested(Twice):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.within, x, use_reentrant=False)
-
-
-@kind()
-class CheckpointOfAConvolution(nn.Module):
-    """checkpoint around a convolution and a norm"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GroupNorm(1, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.inner, x.unflatten(1, (2, 4)), use_reentrant=False).flatten(1)
 
 
 @kind()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.kind import COPIES, WIDTH, kind
+from tests.zoo.kind import COPIES, WIDTH, Layer, kind
 
 
 class Shaped(nn.Module):
@@ -34,12 +34,6 @@ def conv2d():
 
 
 @kind()
-def conv3d():
-    """nn.Conv3d"""
-    return Shaped((1, 2, 2, 2), nn.Conv3d(1, 1, 3, padding=1))
-
-
-@kind()
 def depthwise():
     """a depthwise convolution and a pointwise one"""
     return Shaped((4, 2), nn.Conv1d(4, 4, 3, padding=1, groups=4), nn.Conv1d(4, 4, 1))
@@ -52,12 +46,6 @@ def conv_same_padding():
 
 
 @kind()
-def conv_circular_padding():
-    """padding_mode="circular" """
-    return Shaped((2, 4), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"))
-
-
-@kind()
 def transposed_conv():
     """nn.ConvTranspose1d and nn.ConvTranspose2d"""
     return nn.Sequential(
@@ -67,15 +55,9 @@ def transposed_conv():
 
 
 @kind()
-class ConvOfOneSample(nn.Module):
+def conv_of_one_sample():
     """a convolution of rows as one sample without a batch dimension"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.conv(x.t()).t())
+    return Layer(lambda m, x: x + torch.tanh(m.conv(x.t()).t()), conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 
 
 @kind()
@@ -133,15 +115,3 @@ class ResNetBlock(nn.Module):
         out = self.norm_two(self.two(out))
         out += image
         return self.relu(out).flatten(1)
-
-
-@kind()
-def pooling():
-    """max and average pooling, upsampling, pixel shuffle"""
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 4)),
-        nn.MaxPool1d(2),
-        nn.Upsample(scale_factor=2),
-        nn.AvgPool1d(3, 1, 1),
-        nn.Flatten(),
-    )

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Inner, Layer, kind
 
 
 @kind(autocast=False)
-class DoubleLayer(nn.Module):
+def double_layer():
     """a layer in float64"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.double()).to(x.dtype)
+    return Layer(lambda m, x: m.inner(x.double()).to(x.dtype), inner=nn.Linear(WIDTH, WIDTH).double())
 
 
 @kind(autocast=False)
@@ -59,18 +52,6 @@ class MixedDtypes(nn.Module):
         return (h.double() * self.high).float()
 
 
-@kind()
-class BfloatLayer(nn.Module):
-    """a layer in bfloat16"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.bfloat16()).float()
-
-
 @kind(autocast=False)
 class ComplexLinear(nn.Module):
     """a linear with complex weights"""
@@ -82,31 +63,6 @@ class ComplexLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous())
         return x + torch.tanh(torch.view_as_real(self.inner(z)).flatten(1))
-
-
-@kind(autocast=False)
-class ComplexConv(nn.Module):
-    """a convolution with complex weights"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x, torch.tanh(x))[:, None]
-        return x + self.inner(z)[:, 0].abs()
-
-
-@kind(autocast=False)
-class Fourier(nn.Module):
-    """a filter over frequencies: torch.fft and complex weights"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
 
 
 @kind(autocast=False)
@@ -133,21 +89,6 @@ def complex_between():
 
 
 @kind()
-class IntegersInside(nn.Module):
-    """integers: bucketize, one_hot, argsort, floor division"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("edges", torch.linspace(-1, 1, WIDTH - 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        which = torch.bucketize(x.detach()[:, 0].float(), self.edges)
-        order = x.detach().argsort(1)
-        return self.inner(x.gather(1, order)) + F.one_hot(which, WIDTH) * 0.5
-
-
-@kind()
 class OwnAutocast(nn.Module):
     """a layer with its own torch.autocast"""
 
@@ -162,12 +103,8 @@ class OwnAutocast(nn.Module):
 
 
 @kind()
-class NoAutocast(nn.Module):
+class NoAutocast(Inner):
     """a layer that turns autocast off"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Layer, kind
 
 
 @kind()
@@ -31,15 +31,9 @@ def frozen_bias():
 
 
 @kind()
-class NeverUsed(nn.Module):
+def never_used():
     """a weight that no forward uses"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+    return Layer(lambda m, x: m.inner(x), inner=nn.Linear(WIDTH, WIDTH), spare=nn.Linear(WIDTH, WIDTH))
 
 
 @kind()
@@ -75,30 +69,6 @@ class RoutedRows(nn.Module):
 
 
 @kind()
-class UsedEveryOtherTime(nn.Module):
-    """a weight that only microbatches with a positive first value use"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.extra(x) if x[:1, 0].sum() > 0 else self.inner(x)
-
-
-@kind()
-class DetachInside(nn.Module):
-    """a branch that is detached"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.target = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.target(x).detach()
-
-
-@kind()
 class NoGradInside(nn.Module):
     """a branch under torch.no_grad, and one under torch.enable_grad inside of it"""
 
@@ -113,37 +83,12 @@ class NoGradInside(nn.Module):
 
 
 @kind()
-class CutsTheGraph(nn.Module):
+def cuts_the_graph():
     """a layer whose output is detached: the layers before it get no gradient"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.detach())
+    return Layer(lambda m, x: m.inner(x.detach()), inner=nn.Linear(WIDTH, WIDTH))
 
 
 @kind()
-class CutsTheGraphBehind(nn.Module):
+def cuts_the_graph_behind():
     """a layer that returns a detached value: its own weights get no gradient either"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).detach()
-
-
-@kind()
-class StopGradientEMA(nn.Module):
-    """a frozen copy that follows the trained weight by a running mean in the forward"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.slow(x)
+    return Layer(lambda m, x: m.inner(x).detach(), inner=nn.Linear(WIDTH, WIDTH))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Inner, kind
 
 
 def mlp() -> nn.Sequential:
@@ -42,12 +42,8 @@ def backward_hook_on_the_layer():
 
 
 @kind(refused=r"layers of the stage before use that tensor", when="split")
-class TensorHook(nn.Module):
+class TensorHook(Inner):
     """a hook on an activation, and one on the layer's input"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -104,18 +100,3 @@ class HookOnTheOutputOfALinear(nn.Module):
             h.register_hook(self.keep)
             h.retain_grad()
         return h.relu()
-
-
-@kind()
-class GradientReversal(nn.Module):
-    """a gradient that a hook turns round"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = self.inner(x)
-        if side.requires_grad:
-            side.register_hook(torch.neg)
-        return x + side

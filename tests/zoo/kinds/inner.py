@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from tests.zoo.kind import RECOMPUTE, WIDTH, kind
+from tests.zoo.kind import RECOMPUTE, WIDTH, Inner, Layer, kind
 
 
 @kind(**RECOMPUTE)
@@ -87,24 +87,16 @@ class FuncGrad(nn.Module):
 
 
 @kind()
-class FuncVmap(nn.Module):
+def func_vmap():
     """torch.func.vmap over a linear"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
+    return Layer(
+        lambda m, x: torch.func.vmap(lambda row: torch.tanh(m.inner(row)))(x), inner=nn.Linear(WIDTH, WIDTH)
+    )
 
 
 @kind(refused=r"use recompute='none'|do not work in ranks that are threads", when="recompute or threads")
-class FuncJacobian(nn.Module):
+class FuncJacobian(Inner):
     """torch.func.jvp and jacrev"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out, along = torch.func.jvp(lambda v: torch.tanh(self.inner(v)), (x,), (torch.ones_like(x),))
@@ -125,19 +117,6 @@ class FunctionalCall(nn.Module):
         return torch.func.functional_call(self.inner, weights, (x,))
 
 
-@kind()
-class Ensemble(nn.Module):
-    """torch.func.vmap of functional_call over stacked weights"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) * 0.3)
-        self.bias = nn.Parameter(torch.zeros(3, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(F.linear, in_dims=(None, 0, 0))(x, self.weight, self.bias).mean(0)
-
-
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -150,15 +129,9 @@ class Square(torch.autograd.Function):
 
 
 @kind()
-class OwnFunction(nn.Module):
+def own_function():
     """a torch.autograd.Function of one's own without weights"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(Square.apply(self.inner(x)))
+    return Layer(lambda m, x: torch.tanh(Square.apply(m.inner(x))), inner=nn.Linear(WIDTH, WIDTH))
 
 
 class Multiply(torch.autograd.Function):
@@ -175,25 +148,18 @@ class Multiply(torch.autograd.Function):
 
 
 @kind(autocast=False)
-class OwnFunctionWithWeights(nn.Module):
+def own_function_with_weights():
     """a torch.autograd.Function of one's own that saves weights"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Multiply.apply(x, self.weight, self.bias)
+    return Layer(
+        lambda m, x: Multiply.apply(x, m.weight, m.bias),
+        weight=nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3),
+        bias=nn.Parameter(torch.zeros(WIDTH)),
+    )
 
 
 @kind(autocast=False)
-class OwnFunctionAndLinear(nn.Module):
+class OwnFunctionAndLinear(Inner):
     """a weight in a torch.autograd.Function of one's own and in F.linear"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.inner(x))

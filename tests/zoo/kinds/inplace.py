@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Inner, kind
 
 
 class Shift(nn.Module):
@@ -29,19 +28,7 @@ def relu_in_place_first():
     return [Shift(), nn.Sequential(nn.LeakyReLU(0.3, inplace=True), nn.Linear(WIDTH, WIDTH))]
 
 
-@kind()
-def relu_in_place_last():
-    """nn.ReLU(inplace=True) as the last of a layer"""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.3, inplace=True))
-
-
-class Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-
-class Begins(Writes):
+class Begins(Inner):
     """Writes into its input in one of several ways."""
 
     def __init__(self, write: Callable[[Tensor], object]) -> None:
@@ -63,19 +50,13 @@ def writes_at_the_beginning():
 
 
 @kind(refused=REFUSES, when="split")
-def writes_an_item_at_the_beginning():
-    """x[:, 0] = ... on the layer's input"""
-    return [Shift(), Begins(lambda x: x.__setitem__((slice(None), 0), 0.5))]
-
-
-@kind(refused=REFUSES, when="split")
 def writes_a_view_at_the_beginning():
     """an operation in place on a view of the layer's input"""
     return [Shift(), Begins(lambda x: x.view(-1, 2, WIDTH // 2)[:, 1].add_(1.0))]
 
 
 @kind()
-class WritesInTheMiddle(Writes):
+class WritesInTheMiddle(Inner):
     """operations in place in the middle of a layer"""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +67,7 @@ class WritesInTheMiddle(Writes):
 
 
 @kind()
-class WritesAView(Writes):
+class WritesAView(Inner):
     """operations in place on views of what a linear returned"""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,39 +78,8 @@ class WritesAView(Writes):
         return torch.cat([left, right * left], 1)
 
 
-@kind()
-class WritesWithAnIndex(Writes):
-    """index_put, masked_fill_ and index_fill_"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x).clone()
-        h[torch.arange(len(x)), 0] = 1.0
-        h.masked_fill_(h.detach() > 2, 2.0)
-        h.index_fill_(1, torch.tensor([1]), 0.5)
-        return h
-
-
-@kind()
-class FillsABuffer(Writes):
-    """an empty tensor that is filled piece by piece"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        out[:, ::2] = self.inner(x)[:, ::2].to(out.dtype)
-        out[:, 1::2] = torch.tanh(x[:, 1::2])
-        return out
-
-
-@kind()
-class FunctionalInPlace(Writes):
-    """F.relu_, F.dropout with inplace=True"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu_(F.dropout(self.inner(x), 0.2, self.training, inplace=True))
-
-
 @kind(refused=r"modified.*in.?place")
-class SpoilsWhatIsSaved(Writes):
+class SpoilsWhatIsSaved(Inner):
     """an operation in place on what the backward needs: plain PyTorch refuses it, too"""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,11 +95,11 @@ SHARES = r"in.place|share|one memory|leaf Variable|a view of a leaf"
 def shared(pack: Callable[[Tensor], Any], write: Callable[[Any], Tensor]) -> list[nn.Module]:
     """Two layers: the first returns tensors that share memory, the second writes into one and uses all."""
 
-    class First(Writes):
+    class First(Inner):
         def forward(self, x: Tensor) -> Any:
             return pack(self.inner(x) + 1.0)  # an addition saves nothing that could be spoiled
 
-    class Second(Writes):
+    class Second(Inner):
         def forward(self, value: Any) -> Tensor:
             return torch.tanh(self.inner(write(value)))
 
@@ -163,12 +113,6 @@ def one_tensor_twice_and_written():
 
 
 @kind(refused=SHARES, when="split")
-def one_tensor_twice_in_a_dictionary_and_written():
-    """one tensor under two names, and an operation in place on the second"""
-    return shared(lambda h: {"a": h, "b": h}, lambda v: v["b"].add_(1.0) * 0.5 + v["a"])
-
-
-@kind(refused=SHARES, when="split")
 def view_written():
     """a tensor and its view, and an operation in place on the view"""
 
@@ -177,17 +121,6 @@ def view_written():
         return v[0] * 1.0
 
     return shared(lambda h: (h, h[:, : WIDTH // 2]), write)
-
-
-@kind(refused=SHARES, when="split")
-def tensor_behind_a_view_written():
-    """a tensor and its view, and an operation in place on the tensor"""
-
-    def write(v: dict[str, Tensor]) -> Tensor:
-        v["all"].add_(0.5)
-        return torch.cat([v["half"] * 2, v["all"][:, WIDTH // 2 :]], 1)
-
-    return shared(lambda h: {"half": h.view(-1, 2, WIDTH // 2)[:, 0], "all": h}, write)
 
 
 @kind(refused=SHARES, when="split")

@@ -20,21 +20,9 @@ class Read(nn.Module):
 
 
 @kind()
-def rnn():
-    """nn.RNN"""
-    return Read(nn.RNN(2, 2, batch_first=True))
-
-
-@kind()
 def lstm():
     """nn.LSTM, two layers, both directions"""
     return Read(nn.LSTM(2, 1, num_layers=2, bidirectional=True, batch_first=True))
-
-
-@kind()
-def lstm_projection():
-    """nn.LSTM with a projection"""
-    return Read(nn.LSTM(2, 4, proj_size=2, batch_first=True))
 
 
 @kind()
@@ -57,18 +45,3 @@ class Cells(nn.Module):
             h, c = self.lstm(x, (h, c))
             x = self.gru(h, x)
         return x
-
-
-@kind()
-class StatefulRecurrence(nn.Module):
-    """one linear used at every step of a recurrence"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x)
-        for _ in range(3):
-            h = torch.tanh(self.cell(h) + x)
-        return h

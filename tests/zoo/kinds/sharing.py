@@ -6,33 +6,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Layer, kind
 
 PLACES = "a weight at several places: its gradients are summed place by place, not microbatch by microbatch"
 
 
 @kind()
-class WeightTwice(nn.Module):
+def weight_twice():
     """one linear called twice in a layer"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.inner(x)))
+    return Layer(lambda m, x: m.inner(torch.tanh(m.inner(x))), inner=nn.Linear(WIDTH, WIDTH))
 
 
 @kind()
-class WeightInTwoWays(nn.Module):
+def weight_in_two_ways():
     """one weight in F.linear and in a product with its transpose"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(F.linear(x, self.weight)) @ self.weight
+    return Layer(
+        lambda m, x: torch.tanh(F.linear(x, m.weight)) @ m.weight,
+        weight=nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3),
+    )
 
 
 @kind()

@@ -6,15 +6,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Inner, kind
 
 
-class Down(nn.Module):
+class Down(Inner):
     gives = ("detail",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
@@ -47,11 +43,7 @@ class GivesMuch(nn.Module):
         return x
 
 
-class TakesMuch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
+class TakesMuch(Inner):
     def forward(self, x: Tensor, much: dict) -> Tensor:
         return self.inner(x) + much["value"] * much["deep"][0] + much["ids"][:, None]
 
@@ -70,11 +62,7 @@ class GivesWithoutGradient(nn.Module):
         return x * 1.5
 
 
-class Masks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
+class Masks(Inner):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.inner(x)
         return x if mask is None else x * mask
@@ -86,12 +74,8 @@ def skip_without_gradient():
     return [GivesWithoutGradient(), Masks(), Masks()]
 
 
-class Balanced(nn.Module):
+class Balanced(Inner):
     """Adds a loss of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.inner(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import WIDTH, Layer, kind
 
 COUNT = 11
 SPARSE = {
@@ -81,12 +81,6 @@ def embedding_bag():
     return Bag(mode="mean")
 
 
-@kind()
-def embedding_bag_max():
-    """nn.EmbeddingBag of the maximum, with padding"""
-    return Bag(mode="max", padding_idx=1)
-
-
 @kind(**SPARSE)
 def embedding_bag_sparse():
     """nn.EmbeddingBag with sparse gradients"""
@@ -94,42 +88,10 @@ def embedding_bag_sparse():
 
 
 @kind()
-class Positions(nn.Module):
+def positions():
     """a table of positions that torch.arange looks up, and one that is sliced"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, WIDTH)
-        self.sliced = nn.Parameter(torch.randn(64, WIDTH) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(len(x), device=x.device)) + self.sliced[: len(x)]
-
-
-@kind()
-class TableByIndex(nn.Module):
-    """a weight indexed as weight[ids], and by gather"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(COUNT, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = words(x)[:, 0]
-        wide = ids[:, None].expand(-1, WIDTH)
-        return x + self.table[ids] + self.table.gather(0, wide)
-
-
-@kind()
-class TableAndHead(nn.Module):
-    """one weight as a table and as the matrix of the head within a layer"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(COUNT, WIDTH)
-        self.head = nn.Linear(WIDTH, COUNT, bias=False)
-        self.head.weight = self.table.weight
-        self.back = nn.Linear(COUNT, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.back(torch.tanh(self.head(x + self.table(words(x)[:, 0]))))
+    return Layer(
+        lambda m, x: x + m.table(torch.arange(len(x), device=x.device)) + m.sliced[: len(x)],
+        table=nn.Embedding(64, WIDTH),
+        sliced=nn.Parameter(torch.randn(64, WIDTH) * 0.1),
+    )

@@ -26,12 +26,6 @@ class Uses(nn.Module):
 
 
 @kind()
-def cat_of_weights():
-    """torch.cat of weights in F.linear"""
-    return Uses(lambda m, x: F.linear(x, torch.cat([m.weight[:4], m.other[4:]]), m.bias))
-
-
-@kind()
 def cat_and_linear():
     """a weight in torch.cat and in F.linear of its own"""
     return Uses(
@@ -98,50 +92,6 @@ def sliced_weight():
 
 
 @kind()
-def sum_of_weights():
-    """F.linear with a sum of weights"""
-    return Uses(lambda m, x: F.linear(x, m.weight + 0.5 * m.other, m.bias))
-
-
-@kind()
-def weight_as_another_bias():
-    """the bias of one linear scales another"""
-    return Uses(lambda m, x: F.linear(F.linear(x, m.weight, m.bias), m.other, m.bias) * m.bias)
-
-
-@kind()
-def weight_norm_in_the_loss():
-    """the norm of a weight in the output"""
-    return Uses(lambda m, x: F.linear(x, m.weight, m.bias) / m.weight.norm() + m.other.abs().mean())
-
-
-@kind()
-def where_and_gather():
-    """where, gather, index_select, take_along_dim"""
-    return Uses(
-        lambda m, x: (
-            torch.where(x > 0, F.linear(x, m.weight), x.roll(1, 1)).index_select(
-                1, torch.arange(WIDTH).flip(0)
-            )
-            + torch.take_along_dim(m.other, torch.zeros(1, WIDTH, dtype=torch.long), 0)
-            + m.bias
-        )
-    )
-
-
-@kind()
-def sorting():
-    """sort, topk, cumsum, median"""
-    return Uses(
-        lambda m, x: (
-            F.linear(x.sort(1).values, m.weight, m.bias).cumsum(1) * 0.1
-            + x.topk(3, 1).values.sum(1, keepdim=True)
-            + m.other.median()
-        )
-    )
-
-
-@kind()
 def three_dimensions():
     """F.linear of values with three and four dimensions, contiguous and not"""
     return Uses(
@@ -189,13 +139,3 @@ def weight_written_in_the_forward():
         return F.linear(x, m.weight, m.bias) + F.linear(x, m.other)
 
     return Uses(use)
-
-
-@kind()
-def outer_products():
-    """outer products and tensordot of weights"""
-    return Uses(
-        lambda m, x: (
-            torch.tensordot(x, m.weight, 1) + x @ torch.outer(m.bias, m.bias) + x * m.other.diagonal()
-        )
-    )
