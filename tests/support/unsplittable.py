@@ -13,34 +13,38 @@ from torch.nn import functional as F
 from tests.support.own_models import SEQUENCE, WIDTH, Block, Parts
 
 
-class SetsAttribute(Parts):
+class Looped(Parts):
+    """The forward that most of them have."""
+
     def forward(self, x):
         x = self.embedding(x)
-        self.kept = x
         for block in self.blocks:
             x = block(x)
-        return self.head(x + self.kept)
+        return self.head(x)
 
 
-class SetsAttributeInMethod(Parts):
+class InARow(Parts):
+    """The same blocks, in an nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*self.blocks)
+
+
+class SetsAttributeInMethod(InARow):
     def embed(self, x):
         self.kept = self.embedding(x)
         return self.kept
 
     def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(self.embed(x)))
 
 
-class HandsItselfOn(Parts):
+class HandsItselfOn(InARow):
     def forward(self, x):
         x = self.embedding(x)
         setattr(self, "kept", x)  # noqa: B010
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
 class ReturnsEarly(Parts):
@@ -53,21 +57,9 @@ class ReturnsEarly(Parts):
         return self.head(x)
 
 
-class Breaks(Parts):
-    def forward(self, x, depth=3):
-        x = self.embedding(x)
-        for i, block in enumerate(self.blocks):
-            if i == depth:
-                break
-            x = block(x)
-        return self.head(x)
-
-
-class ReadsBlocksAfterwards(Parts):
+class ReadsBlocksAfterwards(InARow):
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(x))
         return self.head(x) * sum(block.inner.weight.mean() for block in self.blocks)
 
 
@@ -82,29 +74,22 @@ class Router(nn.Module):
         return self.inner(x)
 
 
-class ReadsAnAttributeLater(Parts):
+class ReadsAnAttributeLater(InARow):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router()
 
     def forward(self, x):
-        x = self.router(self.embedding(x))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.router(self.embedding(x)))
         return self.head(x) + self.router.loss
 
 
-class PlainList(nn.Module):
+class PlainList(Looped):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(23, WIDTH)
-        self.blocks = [Block() for _ in range(4)]
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        blocks = [*self.blocks]
+        del self.blocks
+        self.blocks = blocks
 
 
 class CollectsInAttribute(Parts):
@@ -130,17 +115,11 @@ class NoteTaking(Block):
         return super().forward(x)
 
 
-class BlocksShareAList(Parts):
+class BlocksShareAList(Looped):
     def __init__(self) -> None:
         super().__init__()
         notes = []
         self.blocks = nn.ModuleList([NoteTaking(notes) for _ in range(4)])
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class LoopWithinIf(Parts):
@@ -161,6 +140,16 @@ class LoopWithinWith(Parts):
         return self.head(x.float())
 
 
+class HasAnElse(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        else:
+            x = x * 2
+        return self.head(x)
+
+
 class Reduced(Parts):
     def forward(self, x):
         return self.head(functools.reduce(lambda v, block: block(v), self.blocks, self.embedding(x)))
@@ -178,37 +167,30 @@ class BreaksInMethod(Parts):
         return self.head(self.run(self.embedding(x), depth))
 
 
-class ReturnsEarlyInMethod(Parts):
+class ReturnsEarlyInMethod(InARow):
     def run(self, x):
         if x.mean() > 10:
             return x
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks(x)
 
     def forward(self, x):
         return self.head(self.run(self.embedding(x)))
 
 
-class DecoratedMethod(Parts):
+class DecoratedMethod(InARow):
     @torch.no_grad()
     def run(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks(x)
 
     def forward(self, x):
         return self.head(self.run(self.embedding(x)))
 
 
-class HiddenModule(Parts):
+class HiddenModule(InARow):
     """A class attribute hides the module of the same name, so that Python calls the attribute."""
 
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(self.embedding(x))))
 
 
 def _twice(self, x):
@@ -218,20 +200,17 @@ def _twice(self, x):
 HiddenModule.norm = _twice
 
 
-class Answers(Parts):
+class Answers(InARow):
     """A model that answers for names which it does not have."""
 
     def __getattr__(self, name):
         return super().__getattr__("norm" if name == "layer_norm" else name)
 
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.layer_norm(x))
+        return self.head(self.layer_norm(self.blocks(self.embedding(x))))
 
 
-class Loop(Parts):
+class Before(Parts):
     """A step before the blocks that is an attribute of the model."""
 
     def forward(self, x):
@@ -241,19 +220,19 @@ class Loop(Parts):
         return self.head(x)
 
 
-class ModuleInALambda(Loop):
+class ModuleInALambda(Before):
     def __init__(self) -> None:
         super().__init__()
         self.pre = lambda x: self.embedding(x) * 2
 
 
-class MethodOfAModuleInAnAttribute(Loop):
+class MethodOfAModuleInAnAttribute(Before):
     def __init__(self) -> None:
         super().__init__()
         self.pre = self.embedding.forward
 
 
-class PartialOfAModule(Loop):
+class PartialOfAModule(Before):
     def __init__(self) -> None:
         super().__init__()
         self.pre = functools.partial(self.embedding)
@@ -267,32 +246,21 @@ class Holder:
         return self.module(x)
 
 
-class ModuleInAnObject(Loop):
+class ModuleInAnObject(Before):
     def __init__(self) -> None:
         super().__init__()
         self.pre = Holder(self.embedding)
 
 
-class ModuleOfItsClass(Loop):
+class ModuleOfItsClass(Before):
     pre = nn.Embedding(23, WIDTH)
 
 
-class WritesIntoItsDefault(Parts):
-    def forward(self, x, cache=[]):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-            cache.append(x.mean().item())
-        return self.head(x) * len(cache)
-
-
-class SetsItemsOfItsDefault(Parts):
+class SetsItemsOfItsDefault(InARow):
     def forward(self, x, *, state={}):
         x = self.embedding(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            state[i] = x.mean()
-        return self.head(x)
+        state[0] = x.mean()
+        return self.head(self.blocks(x))
 
 
 class HandsItsDefaultOn(Parts):
@@ -305,16 +273,13 @@ class HandsItsDefaultOn(Parts):
         return self.head(x)
 
 
-class MethodWritesIntoItsDefault(Parts):
+class MethodWritesIntoItsDefault(InARow):
     def note(self, x, seen=[]):
         seen += [1]
         return x * len(seen)
 
     def forward(self, x):
-        x = self.note(self.embedding(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(self.note(self.embedding(x))))
 
 
 class FollowedMethodWritesIntoItsDefault(Parts):
@@ -328,61 +293,48 @@ class FollowedMethodWritesIntoItsDefault(Parts):
         return self.head(self.run(self.embedding(x)))
 
 
-class CountsInMethod(Parts):
+class CountsInMethod(InARow):
     def count(self):
         return len(self.blocks)
 
     def forward(self, x):
         x = self.embedding(x) / self.count()
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
-class Decorated(Parts):
+class Decorated(InARow):
     @torch.no_grad()
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(self.embedding(x)))
 
 
-class Keywords(Parts):
+class Keywords(InARow):
     def forward(self, x, **named):
         x = self.embedding(x) * named.get("scale", 1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
-class UnregisteredTensor(Parts):
+class UnregisteredTensor(InARow):
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.rand(SEQUENCE, WIDTH)
 
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x) + self.table
-        return self.head(x)
+        return self.head(self.blocks(self.embedding(x)) + self.table)
 
 
-class UsesAllParameters(Parts):
+class UsesAllParameters(InARow):
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(x))
         return self.head(x) + sum(p.sum() for p in self.parameters())
 
 
-class MayHaveNoValue(Parts):
+class MayHaveNoValue(InARow):
     def forward(self, x):
         x = self.embedding(x)
         if x.mean() > 100:
             y = x
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(x)
         return self.head(x if x.mean() < 100 else y)
 
 
@@ -395,58 +347,36 @@ class PythonsRandom(Parts):
         return self.head(x)
 
 
-class NumpysRandom(Parts):
+class NumpysRandom(InARow):
     def forward(self, x):
         x = self.embedding(x) * float(np.random.rand())
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
-class Hooked(Parts):
+class Hooked(Looped):
     def __init__(self) -> None:
         super().__init__()
         self.register_forward_hook(lambda module, inputs, output: output * 2)
 
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
-
-class TargetBeforeTheBlocks(Parts):
+class TargetBeforeTheBlocks(InARow):
     def forward(self, x, y):
         x = self.embedding(x)
         y = y[:, 1:]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
+        logits = self.head(self.blocks(x))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), y.flatten())
 
 
-class HeadBesideTheTarget(Parts):
+class HeadBesideTheTarget(InARow):
     def forward(self, x, y):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(x))
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
-class NoTarget(Parts):
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class WeightTravels(Parts):
+class WeightTravels(InARow):
     def forward(self, x):
         weight = self.embedding.weight
-        x = F.embedding(x, weight)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(F.embedding(x, weight))
         return F.linear(x, weight)
 
 
@@ -482,35 +412,29 @@ class OneListTwoNames(Parts):
 GATHERED = []
 
 
-class GathersGlobally(Parts):
+class GathersGlobally(InARow):
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-            GATHERED.append(x.mean())
+        x = self.blocks(self.embedding(x))
+        GATHERED.append(x.mean())
         return self.head(x)
 
 
-class GathersInItsClass(Parts):
+class GathersInItsClass(InARow):
     gathered = []
 
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(x))
         return self.head(x) * len(self.gathered)
 
 
-class Cached(Parts):
+class Cached(InARow):
     @functools.cached_property
     def scale(self):
         return self.head.weight.mean()
 
     def forward(self, x):
         x = self.embedding(x) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
 class Sly(Block):
@@ -545,17 +469,16 @@ class UnknownRounds(Parts):
 
 
 REFUSED = {
-    SetsAttribute: r"sets self\.kept",
     SetsAttributeInMethod: r"sets self\.kept",
     HandsItselfOn: r"hands on the model itself",
     ReturnsEarly: r"a return leaves its loop",
-    Breaks: r"a break leaves its loop",
     ReadsBlocksAfterwards: r"uses self\.blocks as a whole",
     ReadsAnAttributeLater: r"an attribute or a method of self\.router",
     PlainList: r"an nn\.ModuleList",
     CollectsInAttribute: r"changes self\.losses",
     BlocksShareAList: r"blocks\.0\.notes and blocks\.1\.notes are one list",
     LoopWithinIf: r"within an if statement",
+    HasAnElse: r"its loop over the blocks has an else",
     LoopWithinWith: r"within a with statement.*autocast=torch\.bfloat16",
     Reduced: r"no loop over modules",
     BreaksInMethod: r"a break leaves its loop",
@@ -568,7 +491,6 @@ REFUSED = {
     PartialOfAModule: r"self\.pre, which holds a Embedding",
     ModuleInAnObject: r"self\.pre, which holds a Embedding",
     ModuleOfItsClass: r"self\.pre, which holds a Embedding",
-    WritesIntoItsDefault: r"cache.*`cache=None`",
     SetsItemsOfItsDefault: r"state.*`state=None`",
     HandsItsDefaultOn: r"cache.*`cache=None`",
     MethodWritesIntoItsDefault: r"MethodWritesIntoItsDefault\.note: .*`seen=None`",
@@ -593,7 +515,7 @@ REFUSED = {
 REFUSED_WITH_LOSS = {
     TargetBeforeTheBlocks: r"uses y before the last block",
     HeadBesideTheTarget: r"logits = self\.head\(x\)",
-    NoTarget: r"takes no target",
+    Looped: r"takes no target",
 }
 REFUSED_WHEN_RUN = {
     WeightTravels: r"'weight' is or has a Parameter",
