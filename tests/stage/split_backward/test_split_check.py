@@ -9,37 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from penstock.base.errors import SplitBackwardError, StageError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from tests.support.lanes import exhaustive
+from tests.zoo.case import KINDS
 
 WIDTH, ROWS, M = 8, 8, 4
-
-
-class Checkpointed(nn.Module):
-    """Recomputes its inside with torch's own checkpoint, as Hugging Face models do."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.reentrant = reentrant
-
-    def inside(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(self.inside, x, use_reentrant=self.reentrant)
-        return output
-
-
-class HalfCheckpointed(Checkpointed):
-    """Uses one weight inside and outside of a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(super().forward(x))
 
 
 class Offloaded(nn.Module):
@@ -52,151 +29,6 @@ class Offloaded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             return torch.tanh(self.inner(x))
-
-
-class Penalty(nn.Module):
-    """Adds the gradient of an inner energy, so that its weights have second-order gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            energy = self.two(torch.tanh(self.one(x))).sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return x + force
-
-
-class Transformed(nn.Module):
-    """Adds the gradient of an inner energy, by torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.func.grad(lambda z: self.two(torch.tanh(self.one(z))).sum())(x)
-
-
-class Mapped(nn.Module):
-    """Maps over rows by torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
-
-
-class ComplexLinear(nn.Module):
-    """A complex weight between two real values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(torch.complex(x, x.flip(-1)), self.weight)
-        return y.real + y.imag
-
-
-class ComplexConvolution(nn.Module):
-    """A convolution of complex values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(torch.complex(x, x.flip(-1))[:, None])[:, 0]
-        return y.real + y.imag
-
-
-class HookedGradient(nn.Module):
-    """Changes the gradient of a linear layer's output by a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * 3)
-        return torch.tanh(y)
-
-
-class HookedWeight(nn.Module):
-    """Masks the gradient of a weight by a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.inner.weight.register_hook(lambda grad: grad * 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
-class Attention(nn.Module):
-    """torch's own attention, whose weights pass through several functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.inner(x[:, None], x[:, None], x[:, None])
-        return x + y[:, 0]
-
-
-class Concatenated(nn.Module):
-    """Uses two weights side by side, and one of them on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = F.linear(x, torch.cat([self.one.weight, self.two.weight]))
-        return torch.tanh(self.one(both[:, :WIDTH] + both[:, WIDTH:]))
-
-
-class ByKeyword(nn.Module):
-    """Passes a weight by keyword to one function, and as usual to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(torch.matmul(x, other=self.inner.weight)))
-
-
-class Hidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
-class OwnFunction(nn.Module):
-    """Uses a weight in a custom autograd function, and in a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(Hidden.apply(x, self.inner.weight)))
 
 
 class Unseen(nn.Module):
@@ -212,30 +44,31 @@ class Unseen(nn.Module):
         return torch.tanh(self.inner(y))
 
 
+# Kinds of the zoo, and two layers of its own.
 LAYERS = {
-    "checkpoint": (Checkpointed, False),
-    "reentrant checkpoint": (lambda: Checkpointed(True), False),
-    "half in a checkpoint": (HalfCheckpointed, False),
-    "hooks on saved tensors": (Offloaded, False),
-    "gradient penalty": (Penalty, True),
-    "torch.func.grad": (Transformed, False),
-    "vmap": (Mapped, False),
-    "complex linear": (ComplexLinear, False),
-    "complex convolution": (ComplexConvolution, False),
-    "hook on an output": (HookedGradient, False),
-    "hook on a weight": (HookedWeight, False),
-    "attention": (Attention, False),
-    "concatenated": (Concatenated, False),
-    "by keyword": (ByKeyword, False),
-    "own function": (OwnFunction, False),
-    "not seen from Python": (Unseen, True),
-}  # fmt: skip
+    "checkpoint": KINDS["checkpoint"].build,
+    "reentrant checkpoint": KINDS["checkpoint_reentrant"].build,
+    "half in a checkpoint": KINDS["checkpoint_of_apart"].build,
+    "hooks on saved tensors": Offloaded,
+    "gradient penalty": KINDS["forces"].build,
+    "torch.func.grad": KINDS["func_grad"].build,
+    "vmap": KINDS["func_vmap"].build,
+    "complex linear": KINDS["complex_linear"].build,
+    "complex convolution": KINDS["complex_conv"].build,
+    "hook on an output": KINDS["gradient_reversal"].build,
+    "hook on a weight": KINDS["parameter_hook"].build,
+    "attention": KINDS["multihead_attention"].build,
+    "concatenated": KINDS["cat_and_linear"].build,
+    "by keyword": KINDS["linear_and_keyword"].build,
+    "own function": KINDS["own_function_and_linear"].build,
+    "not seen from Python": Unseen,
+}
+FALL_BACK = ["gradient penalty", "not seen from Python"]
 
 
 def make(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
-    layer = LAYERS[kind][0]
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[kind](), LAYERS[kind](), nn.Linear(WIDTH, WIDTH))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -254,6 +87,11 @@ def plain(net: nn.Sequential, step: int) -> Tensor:
     return torch.stack(losses)
 
 
+def assert_same_gradients(net: nn.Module, other: nn.Module) -> None:
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+
+
 # every layer where the backward is split; those that fall back on both ranks of zb-v; two where nothing is split
 @pytest.mark.parametrize(
     ("kind", "schedule"),
@@ -267,13 +105,9 @@ def plain(net: nn.Sequential, step: int) -> Tensor:
     ],
 )
 def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
-    net = make(kind)
-    other = copy.deepcopy(net)
-    if kind == "hook on a weight":  # copies have no hooks
-        for layer in other[1:3]:
-            layer.inner.weight.register_hook(lambda grad: grad * 0.5)
+    net, other = make(kind), make(kind)
     optimizer, others = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, other))
-    falls_back = LAYERS[kind][1] and schedule != "1f1b"
+    falls_back = kind in FALL_BACK and schedule != "1f1b"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe:
@@ -282,8 +116,7 @@ def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
                 others.zero_grad()
                 result = pipe.step(*batch(step))
                 assert torch.equal(result.losses, plain(other, step))
-                for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-                    assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+                assert_same_gradients(net, other)
                 optimizer.step()
                 others.step()
             info = pipe.trace().info
@@ -333,8 +166,7 @@ def test_forward_mode_derivatives_are_refused_in_threads_and_right_in_one_rank(s
     with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=1) as pipe:
         pipe.step(*batch(0))
     plain(other, 0)
-    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), name
+    assert_same_gradients(net, other)
 
 
 class Writes(nn.Module):
@@ -346,7 +178,7 @@ class Writes(nn.Module):
 
 def test_a_forward_that_runs_again_without_hooks_begins_from_the_same_input():
     torch.manual_seed(0)
-    net = nn.Sequential(Writes(), Transformed(), nn.Linear(WIDTH, WIDTH))
+    net = nn.Sequential(Writes(), KINDS["func_grad"].build(), nn.Linear(WIDTH, WIDTH))
     other = copy.deepcopy(net)
     with Pipeline(net, F.mse_loss, microbatches=M, ranks=1) as pipe:
         losses = pipe.step(*batch(0)).losses
@@ -394,8 +226,7 @@ def test_a_derivative_that_only_later_microbatches_take_is_refused_then_right():
         other = copy.deepcopy(net)
         pipe.step(*batch(2))
         plain(other, 2)
-        for (name, p), q in zip(net.named_parameters(), other.named_parameters(), strict=True):
-            assert torch.equal(p.grad, q[1].grad), name
+        assert_same_gradients(net, other)
 
 
 def test_the_check_leaves_buffers_hooks_and_random_numbers_alone():
@@ -432,5 +263,4 @@ def test_a_change_of_what_requires_a_gradient_is_checked_again():
             other = copy.deepcopy(net)
             pipe.step(*batch(step))
             plain(other, step)
-            for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-                assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+            assert_same_gradients(net, other)

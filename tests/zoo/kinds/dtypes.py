@@ -66,6 +66,15 @@ class ComplexLinear(nn.Module):
 
 
 @kind(autocast=False)
+def complex_conv():
+    """a convolution with complex weights"""
+    return Layer(
+        lambda m, x: x + m.inner(torch.complex(x, torch.tanh(x))[:, None])[:, 0].abs(),
+        inner=nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex64),
+    )
+
+
+@kind(autocast=False)
 def complex_between():
     """complex numbers handed from layer to layer"""
 

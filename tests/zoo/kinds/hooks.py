@@ -100,3 +100,14 @@ class HookOnTheOutputOfALinear(nn.Module):
             h.register_hook(self.keep)
             h.retain_grad()
         return h.relu()
+
+
+@kind()
+class GradientReversal(Inner):
+    """a gradient that a hook turns round"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.inner(x)
+        if side.requires_grad:
+            side.register_hook(torch.neg)
+        return x + side
