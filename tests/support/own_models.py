@@ -50,6 +50,16 @@ class Parts(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
 
+class Looped(Parts):
+    """The forward that most models have."""
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class NanoGPT(nn.Module):
     """The shape of nanoGPT: a ModuleDict, positions by arange, a tied head, and the loss inside."""
 
@@ -86,17 +96,6 @@ class NanoGPT(nn.Module):
             logits = self.lm_head(x[:, [-1], :])
             loss = None
         return logits, loss
-
-
-class OneLine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.body = nn.Sequential(*[Block() for _ in range(4)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x):
-        return self.head(self.body(self.embedding(x)))
 
 
 class FromTheEmbedding(Parts):
@@ -191,17 +190,11 @@ class OneBlockFourTimes(nn.Module):
         return self.head(x)
 
 
-class OneBlockInThreePlaces(Parts):
+class OneBlockInThreePlaces(Looped):
     def __init__(self) -> None:
         super().__init__()
         block = Block()
         self.blocks = nn.ModuleList([block, block, Block(), block])
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class TiedByUse(Parts):
@@ -273,6 +266,29 @@ class LossOfEveryBlock(Parts):
         logits = self.head(self.norm(x))
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + aux
         return {"loss": loss, "logits": logits}
+
+
+class LossInAMethod(Parts):
+    """What computes the loss, and what has the blocks, are both one call away."""
+
+    def features(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def _impl(self, x, y):
+        h = self.norm(self.features(x))
+        logits = self.head(h)
+        if y is None:
+            return_value = logits
+        else:
+            y = y.flatten()
+            return_value = logits, F.cross_entropy(logits.flatten(0, 1), y)
+        return return_value
+
+    def forward(self, x, y=None):
+        return self._impl(x, y)
 
 
 class Methods(Parts):
@@ -391,17 +407,11 @@ class Statistics(nn.Module):
         return self.last(x)
 
 
-class WithUnused(Parts):
+class WithUnused(Looped):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(3, 3)
         self.register_buffer("count", torch.zeros(2))
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Rotary(nn.Module):
@@ -467,13 +477,13 @@ class Random(Parts):
 
 
 WITH_OUTPUT: list[Callable[[], nn.Module]] = [
-    OneLine, FromTheEmbedding, Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
+    FromTheEmbedding, Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
     NumbersWithin, Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
     with_free_variables,
 ]  # fmt: skip
 """Models whose ``model(x)`` is compared."""
 
-WITH_LOSS: list[Callable[[], nn.Module]] = [NanoGPT, Wrapped, LossAlone, LossOfEveryBlock]
+WITH_LOSS: list[Callable[[], nn.Module]] = [NanoGPT, Wrapped, LossAlone, LossOfEveryBlock, LossInAMethod]
 """Models whose ``model(x, y)`` gives the loss."""
 
 SUMMED: dict[str, tuple[str, ...]] = {

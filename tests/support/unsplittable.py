@@ -10,17 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.own_models import SEQUENCE, WIDTH, Block, Parts
-
-
-class Looped(Parts):
-    """The forward that most of them have."""
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+from tests.support.own_models import SEQUENCE, WIDTH, Block, Looped, Parts
 
 
 class InARow(Parts):
@@ -548,14 +538,8 @@ class Remembering(Block):
         return x
 
 
-class WithNotes(Parts):
+class WithNotes(Looped):
     def __init__(self, gate: float = 1.0) -> None:
         super().__init__()
         notes = Notes()
         self.blocks = nn.ModuleList([Remembering(notes, gate, n == 0) for n in range(4)])
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))

@@ -28,30 +28,6 @@ class InputNamedValueInTheLoop(Parts):
         return self.head(h)
 
 
-@forward(inputs=one("y"))
-class InputNamedY(Parts):
-    """an input called y"""
-
-    def forward(self, x, y):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x + y)
-
-
-@forward(inputs=one("x"))
-class InputNamedX(Parts):
-    """an input called x, which is not the first"""
-
-    def forward(self, h, x=None):
-        h = self.stem(h)
-        if x is not None:
-            h = h * x
-        for part in self.parts:
-            h = part(h)
-        return self.head(h)
-
-
 @forward(inputs=lambda x: {"x": x.float().sin(), "y": x.float().cos(), "t": torch.arange(len(x))})
 class InputsOfADiffusionModel(Parts):
     """inputs called t, x and y, in an order of their own"""
