@@ -125,6 +125,7 @@ def build_local(rank: int) -> list[str]:
         return built
 
 
+@pytest.mark.slow
 def test_a_process_builds_only_its_own_layers(processes):
     assert processes.run(2, build_local) == [["0", "1"], ["2", "3"]]
 
