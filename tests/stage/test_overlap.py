@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,10 @@ from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import groups_of, pack, unpack
 from tests.support.lanes import exhaustive
+from tests.zoo.case import Case
+from tests.zoo.judge import judge
+from tests.zoo.piped import piped, piped_many
+from tests.zoo.record import Run
 
 WIDTH, MICROBATCHES = 6, 4
 
@@ -68,43 +70,69 @@ def test_one_tensor_at_two_places_is_sent_once():
     assert value["b"][1] == 1
 
 
-class Pair(NamedTuple):
-    one: Tensor
-    other: Tensor
+SHARES = r"value\[1\], which shares memory with value\[0\].*clone\(\)"
+
+# Kinds of the zoo, with the refusal of a write where the model is cut.
+WAYS = {
+    "one_tensor_twice_and_written": "",
+    "parts_of_one_tensor": "",
+    "views_that_are_read": "",
+    "view_written": SHARES,
+    "detached_and_written": SHARES,
+}
+
+# One graph; a cut before the layer that writes; recomputation without a cut.
+LAYOUTS: list[Any] = [
+    {"ranks": 1},
+    {"schedule": "zb-h1"},
+    {"ranks": 1, "recompute": "full"},
+    *exhaustive(
+        {"ranks": 3},
+        {"recompute": "full"},
+        {"schedule": "gpipe", "recompute": 2},
+        {"schedule": "dualpipe"},
+    ),
+]
 
 
-class Give(nn.Module):
-    """Returns one tensor, or views of it, at several places."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.inner, self.way = nn.Linear(WIDTH, WIDTH), way
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.inner(x) * 2
-        match self.way:
-            case "dict":
-                return {"a": x, "b": x}
-            case "tuple":
-                return x, x
-            case "named tuple":
-                return Pair(x, x)
-            case "detached":
-                return x.detach(), x.detach()[:]
-            case "view":
-                return x, x[:, :2]
-            case "overlap":
-                return x[:, :4], x[:, 2:]
-            case "chunks":
-                return x[:, :3], x[:, 3:]
-            case "transposed":
-                return x.T[:3], x.T[3:]
-        raise AssertionError(self.way)
+def require(case: Case, runs: list[Run], refusal: str) -> None:
+    verdict = judge(case, runs)
+    if refusal:
+        assert verdict.outcome == "refused", verdict
+        assert re.search(refusal, verdict.why, re.S)
+    else:
+        assert verdict.outcome in ("bit-equal", "bounded"), verdict
 
 
-def leaves(value: Any) -> tuple[Tensor, Tensor]:
-    one, other = value.values() if isinstance(value, dict) else value
-    return one, other
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_into_shared_memory_is_that_of_plain_pytorch_or_refused(way: str, layout: dict[str, Any]):
+    case = Case(seed=1, kinds=("mlp", way), habit="evaluate", **layout)
+    # Within one graph nothing is cut, and any write is that of plain PyTorch.
+    require(case, [piped(0, case)], "" if layout == {"ranks": 1} else WAYS[way])
+
+
+def in_a_process(rank: int, texts: list[str], shared_memory: str) -> list[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_SHARED_MEMORY", shared_memory)
+        return piped_many(rank, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shared_memory", "options"), [("1", {"schedule": "zb-h1"}), ("0", {"recompute": "full"})], ids=str
+)
+def test_processes_give_the_same(processes: LocalProcesses, shared_memory: str, options: dict[str, Any]):
+    cases = [Case(seed=1, kinds=("mlp", way), transport="processes", **options) for way in WAYS]
+    runs = processes.run(2, in_a_process, [case.text() for case in cases], shared_memory)
+    for n, case in enumerate(cases):
+        require(case, [run[n] for run in runs], WAYS[case.kinds[1]])
+
+
+def batch(steps: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(steps)
+    x, y = torch.randn(2, 8, WIDTH, generator=generator)
+    return x, y
 
 
 class Pass(nn.Module):
@@ -116,138 +144,6 @@ class Pass(nn.Module):
 
     def forward(self, value: Any) -> Any:
         return value
-
-
-class Take(nn.Module):
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.weight, self.writes = nn.Parameter(torch.ones(WIDTH)), writes
-
-    def forward(self, value: Any) -> Tensor:
-        one, other = leaves(value)
-        if self.writes:
-            one.mul_(2).add_(1)
-        width = min(one.shape[-1], other.shape[-1])
-        return (one[..., :width] + other[..., :width] * 3) * self.weight[:width] + one.square().mean()
-
-
-def model(way: str, writes: bool) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Give(way), Pass(), Pass(), Take(writes))
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (
-        (output.mean(-1) - target[: len(output), 0].reshape(-1, *[1] * (output.dim() - 2)).mean())
-        .square()
-        .mean()
-    )
-
-
-def batch(steps: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(steps)
-    x, y = torch.randn(2, 8, WIDTH, generator=generator)
-    return x, y
-
-
-SAME = ["dict", "tuple", "named tuple"]
-APART = ["chunks", "transposed"]
-OVERLAPPING = ["view", "overlap", "detached"]
-
-# One graph; a cut before every layer; recomputation without a cut.
-LAYOUTS: list[Any] = [
-    {"ranks": 1},
-    {"ranks": 4, "schedule": "zb-h1"},
-    {"ranks": 1, "recompute": "full"},
-    *exhaustive(
-        {"ranks": 4},
-        {"ranks": 2, "recompute": "full"},
-        {"ranks": 2, "schedule": "gpipe", "recompute": 2},
-        {"ranks": 2, "schedule": "dualpipe"},
-    ),
-]
-
-
-def difference(rank: int, way: str, writes: bool, **options: Any) -> str:
-    """Train two steps beside the plain model; return what differs, or the error of a refusal."""
-    net = model(way, writes)
-    expected = copy.deepcopy(net)
-    try:
-        with penstock.Pipeline(net, loss_fn, microbatches=MICROBATCHES, **options) as pipe:
-            for step in range(2):
-                x, y = batch(step)
-                result = pipe.step(x, y)
-                losses = []
-                for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-                    loss = loss_fn(expected(a), b)
-                    if loss.requires_grad:
-                        (loss / MICROBATCHES).backward()
-                    losses.append(loss.detach())
-                if not torch.equal(result.losses, torch.stack(losses)):
-                    return f"losses of step {step}: {result.losses} for {losses}"
-                exact = options.get("schedule") != "dualpipe"
-                for name, p in pipe.named_parameters():
-                    gradient = expected.get_parameter(name).grad
-                    zero = p.grad is None or gradient is None
-                    if zero and p.grad is gradient:
-                        continue
-                    same = torch.equal if exact else partial(torch.allclose, rtol=1e-4, atol=1e-5)
-                    if zero or not same(p.grad, gradient):
-                        return f"gradient of {name}"
-            if not torch.equal(pipe.evaluate(x, y).losses, torch.stack(losses)):
-                return "evaluation"
-    except PenstockError as error:
-        return f"refused: {error}"
-    return ""
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("way", ["dict", *APART, *exhaustive("tuple", "named tuple")])
-def test_a_write_into_one_tensor_at_two_places_or_into_a_part_is_that_of_plain_pytorch(
-    way: str, layout: dict[str, Any]
-):
-    assert difference(0, way, True, **layout) == ""
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("way", OVERLAPPING)
-def test_views_may_be_read_and_a_write_into_one_is_refused_by_name(way: str, layout: dict[str, Any]):
-    assert difference(0, way, False, **layout) == ""
-    found = difference(0, way, True, **layout)
-    if layout == {"ranks": 1}:  # within one graph nothing is cut, and the write is that of plain PyTorch
-        assert found == ""
-    else:
-        assert re.search(r"refused.*value\[0\], which shares memory with value\[1\].*clone\(\)", found, re.S)
-
-
-def all_ways(rank: int, options: dict[str, Any]) -> list[str]:
-    ways = itertools.product([*SAME, *APART, *OVERLAPPING], (False, True))
-    return [f"{way} {writes}: {difference(rank, way, writes, **options)}" for way, writes in ways]
-
-
-def require_as_in_threads(found: list[str]) -> None:
-    for text in found:
-        overlapping = text.partition(" ")[0] in OVERLAPPING and "True" in text.partition(":")[0]
-        assert ("shares memory with" in text) == overlapping, text
-        assert overlapping or text.endswith(": "), text
-
-
-@pytest.mark.slow
-def test_processes_give_the_same(processes: LocalProcesses):
-    for found in processes.run(2, all_ways, {"schedule": "zb-h1"}):
-        require_as_in_threads(found)
-
-
-def over_gloo(rank: int) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PENSTOCK_SHARED_MEMORY", "0")
-        return all_ways(rank, {"recompute": "full"})
-
-
-@pytest.mark.slow
-def test_the_process_group_carries_them_too(processes: LocalProcesses):
-    for found in processes.run(2, over_gloo):
-        require_as_in_threads(found)
 
 
 class TakesNamed(nn.Module):
