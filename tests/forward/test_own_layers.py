@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 
@@ -147,6 +148,22 @@ def test_the_output_is_what_the_loss_is_computed_from():
 def test_what_cannot_be_known_is_refused(kind, reason):
     with pytest.raises(SplitError, match=reason):
         penstock.split(kind())
+
+
+@pytest.mark.parametrize(
+    "pre",
+    [
+        lambda net: net.embedding.forward,
+        lambda net: functools.partial(net.embedding),
+        lambda net: unsplittable.Holder(net.embedding),
+    ],
+    ids=["method", "partial", "object"],
+)
+def test_a_module_within_an_attribute_is_refused(pre):
+    net = unsplittable.Before()
+    net.pre = pre(net)
+    with pytest.raises(SplitError, match=r"self\.pre, which holds a Embedding"):
+        penstock.split(net)
 
 
 @pytest.mark.parametrize(

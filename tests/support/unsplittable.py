@@ -210,36 +210,12 @@ class Before(Parts):
         return self.head(x)
 
 
-class ModuleInALambda(Before):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre = lambda x: self.embedding(x) * 2
-
-
-class MethodOfAModuleInAnAttribute(Before):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre = self.embedding.forward
-
-
-class PartialOfAModule(Before):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre = functools.partial(self.embedding)
-
-
 class Holder:
     def __init__(self, module) -> None:
         self.module = module
 
     def __call__(self, x):
         return self.module(x)
-
-
-class ModuleInAnObject(Before):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre = Holder(self.embedding)
 
 
 class ModuleOfItsClass(Before):
@@ -476,10 +452,6 @@ REFUSED = {
     DecoratedMethod: r"DecoratedMethod\.run: it is decorated",
     HiddenModule: r"'norm' of a HiddenModule.*an attribute hides the module",
     Answers: r"'layer_norm' of a Answers, which a __getattr__ of its own gives",
-    ModuleInALambda: r"self\.pre, which holds a ModuleInALambda",
-    MethodOfAModuleInAnAttribute: r"self\.pre, which holds a Embedding",
-    PartialOfAModule: r"self\.pre, which holds a Embedding",
-    ModuleInAnObject: r"self\.pre, which holds a Embedding",
     ModuleOfItsClass: r"self\.pre, which holds a Embedding",
     SetsItemsOfItsDefault: r"state.*`state=None`",
     HandsItsDefaultOn: r"cache.*`cache=None`",

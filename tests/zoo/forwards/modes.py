@@ -111,19 +111,6 @@ class PartInEvalMode(Parts):
         return self.head(x)
 
 
-@forward(loss="own", refused=r"mode")
-class OwnLossByMode(Parts):
-    """a loss in the forward, by self.training"""
-
-    def forward(self, x, y):
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        out = self.head(x)
-        loss = F.mse_loss(out.float(), y)
-        return loss if self.training else loss * 2
-
-
 class Criterion(nn.Module):
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
         loss = F.mse_loss(out.float(), y)
