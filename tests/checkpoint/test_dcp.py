@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import math
 import pickle
 import random
 import shutil
@@ -120,7 +119,7 @@ def test_changed_bytes_give_a_clear_error_or_what_was_there(tmp_path: Path):
     chance, said = random.Random(3), 0
     for path in sorted(folder.iterdir()):
         kept = path.read_bytes()
-        for _ in range(300):
+        for _ in range(100):
             data = bytearray(kept)
             for _ in range(chance.choice((1, 1, 2, 8))):
                 data[chance.randrange(len(data))] = chance.randrange(256)
@@ -130,24 +129,24 @@ def test_changed_bytes_give_a_clear_error_or_what_was_there(tmp_path: Path):
             except DataError:
                 said += 1
         path.write_bytes(kept)
-    assert said > 200
+    assert said > 60
 
 
-def saved(folder: Path, count: int, seed: int = 0):
+def saved(folder: Path, count: int):
     """Train some steps; return their checkpoint and the state."""
-    with pipeline(ranks=2, seed=seed) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
+    with pipeline(ranks=2) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
         steps(pipe, checkpoints.optimizer, count)
         checkpoints.save()
         return checkpoints.wait(), state_of(pipe, checkpoints.optimizer)
 
 
 def test_an_exported_checkpoint_is_imported_without_loss(tmp_path: Path):
-    first, state = saved(tmp_path / "a", 5)
+    first, state = saved(tmp_path / "a", 3)
     like, _ = saved(tmp_path / "b", 1)
     export_dcp(first, tmp_path / "dcp")
-    import_dcp(tmp_path / "dcp", tmp_path / "b" / "step-00000005", like)
+    import_dcp(tmp_path / "dcp", tmp_path / "b" / "step-00000003", like)
     with pipeline(ranks=1) as pipe, Checkpoints(tmp_path / "b", pipe, adamw(pipe)) as checkpoints:
-        assert checkpoints.load_newest().step == 5
+        assert checkpoints.load_newest().step == 3
         assert equal(state_of(pipe, checkpoints.optimizer), state)
         found = steps(pipe, checkpoints.optimizer, 2)
     with pipeline(ranks=2) as pipe, Checkpoints(tmp_path / "a", pipe, adamw(pipe)) as checkpoints:
@@ -202,8 +201,8 @@ def test_a_run_continues_from_a_plain_loops_folder(tmp_path: Path):
     assert found == pytest.approx([step(n) for n in range(3, 6)], abs=1e-5)
 
 
-def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
-    first, _ = saved(tmp_path / "a", 2)
+def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(saved_twice: Path, tmp_path: Path):
+    first = saved_twice / "step-00000002"
     export_dcp(first, tmp_path / "dcp")
     good = penstock.read_dcp(tmp_path / "dcp")
     name = next(iter(good["model"]))
@@ -235,5 +234,4 @@ def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path: 
     assert "must be called step-00000002" in told(good, "step-00000009")
     assert "must be called step-NUMBER" in told(good, "two")
     with pytest.raises(DataError, match=r"no \.metadata"):
-        import_dcp(tmp_path / "a", tmp_path / "b" / "step-00000002", first)
-    assert math.isfinite(float(model[name].sum()))
+        import_dcp(saved_twice, tmp_path / "b" / "step-00000002", first)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,9 @@ JSON = st.recursive(
 )
 
 
-def signed(table: object) -> bytes:
-    """Return a manifest with the right digest, whatever its content."""
+def signed(key: str, value: object) -> bytes:
+    """Return a manifest with another value and the right digest."""
+    table = {k: v for k, v in json.loads(dump(GOOD)).items() if k != "sha256"} | {key: value}
     rest = json.dumps(table)[1:].encode()
     return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
@@ -63,23 +65,21 @@ def test_a_written_manifest_is_read():
     assert parse(dump(GOOD), "x") == GOOD
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*json.loads(dump(GOOD)), "other"]), JSON)
 def test_any_value_in_any_place_is_refused_or_read(key, value):
-    table = {k: v for k, v in json.loads(dump(GOOD)).items() if k != "sha256"}
-    table[key] = value
     with contextlib.suppress(DataError):
-        assert isinstance(parse(signed(table), "x"), Manifest)
+        assert isinstance(parse(signed(key, value), "x"), Manifest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data):
     with pytest.raises(DataError):
         parse(data, "x")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(JSON)
 def test_any_json_is_a_value_or_refused(value):
     def none(name: str):
@@ -93,10 +93,8 @@ def test_any_json_is_a_value_or_refused(value):
     "name", ["../x.safetensors", "/etc/passwd", "stage-1.pt", "a/stage-00001-of-00001.safetensors"]
 )
 def test_files_elsewhere_are_refused(name):
-    table = {k: v for k, v in json.loads(dump(GOOD)).items() if k != "sha256"}
-    table["files"] = {name: {"bytes": 1, "sha256": "0" * 64}}
     with pytest.raises(DataError, match="not how a file"):
-        parse(signed(table), "x")
+        parse(signed("files", {name: {"bytes": 1, "sha256": "0" * 64}}), "x")
 
 
 class Trap:
@@ -135,8 +133,10 @@ def test_no_source_unpickles_files_of_others():
     """Folders of DCP are pickles; tests/checkpoint/test_dcp.py shows that no code in them runs."""
     modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     package = Path(penstock.__file__).parent
+    suspicious = re.compile(rf"torch\.load|allow_pickle|\b({'|'.join(modules)})\b")
     for path in {*package.rglob("*.py")} - {package / "checkpoint" / "dcp.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if suspicious.search(text) else ():
             if isinstance(node, ast.Import):
                 assert not modules & {alias.name for alias in node.names}, path
             if isinstance(node, ast.ImportFrom):

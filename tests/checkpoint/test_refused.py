@@ -19,13 +19,6 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 
 
-def saved(folder: Path, count: int) -> None:
-    with pipeline(ranks=2) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
-        for _ in range(count):
-            steps(pipe, checkpoints.optimizer, 1)
-            checkpoints.save()
-
-
 def sign_again(path: Path, change: Callable[[Manifest], Manifest]) -> None:
     """Change a manifest, and give it the right digest."""
     (path / MANIFEST).write_bytes(dump(change(read_manifest(path))))
@@ -44,9 +37,8 @@ def renamed(manifest: Manifest) -> Manifest:
     return replace(manifest, tensors={"model/other": tensors.pop(name), **tensors})
 
 
-def test_a_signed_manifest_that_contradicts_its_files_is_refused(tmp_path: Path):
-    saved(tmp_path, 1)
-    path = steps_in(tmp_path)[0][1]
+def test_a_signed_manifest_that_contradicts_its_files_is_refused(saved_twice: Path):
+    path = steps_in(saved_twice)[0][1]
     assert damage(path, read_manifest(path)) == []
     kept = (path / MANIFEST).read_bytes()
     sign_again(path, reshaped)
@@ -92,38 +84,33 @@ def spoil_generator(path: Path, name: str = "generators/0/cpu") -> None:
     ],
 )
 def test_after_any_refusal_the_previous_checkpoint_is_loaded(
-    tmp_path: Path, spoil: Callable[[Path], None], said: str
+    saved_twice: Path, spoil: Callable[[Path], None], said: str
 ):
-    saved(tmp_path, 2)
-    (_, newest), (_, before) = steps_in(tmp_path)
+    (_, newest), (_, before) = steps_in(saved_twice)
     spoil(newest)
-    with pipeline(ranks=2) as pipe:
-        optimizer = adamw(pipe)
-        with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
-            fresh = state_of(pipe, optimizer)
-            with pytest.raises(DataError, match=said):
-                checkpoints.load(newest)
-            assert equal(state_of(pipe, optimizer), fresh)
-            loaded = checkpoints.load_newest()
-            assert (loaded.step, loaded.path, pipe.steps) == (1, before, 1)
-            (refused,) = loaded.refused
-            assert str(newest) in refused
+    with pipeline(ranks=2) as pipe, Checkpoints(saved_twice, pipe, adamw(pipe)) as checkpoints:
+        fresh = state_of(pipe, checkpoints.optimizer)
+        with pytest.raises(DataError, match=said):
+            checkpoints.load(newest)
+        assert equal(state_of(pipe, checkpoints.optimizer), fresh)
+        loaded = checkpoints.load_newest()
+        assert (loaded.step, loaded.path, pipe.steps) == (1, before, 1)
+        (refused,) = loaded.refused
+        assert str(newest) in refused
 
 
 def in_processes(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:
     torch.set_num_threads(1)
-    with pipeline() as pipe:
-        optimizer = adamw(pipe)
-        with Checkpoints(folder, pipe, optimizer) as checkpoints:
-            for _ in range(2):
-                steps(pipe, optimizer, 1)
-                checkpoints.save()
-            checkpoints.wait()
-            if rank == 1:
-                spoil_generator(steps_in(folder)[0][1], "generators/1/cpu")
-            pipe.sum_over_ranks(torch.zeros(1, dtype=torch.float64))  # not before it is spoiled
-            loaded = checkpoints.load_newest()
-            return loaded.step, loaded.refused
+    with pipeline() as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
+        for _ in range(2):
+            steps(pipe, checkpoints.optimizer, 1)
+            checkpoints.save()
+        checkpoints.wait()
+        if rank == 1:
+            spoil_generator(steps_in(folder)[0][1], "generators/1/cpu")
+        pipe.sum_over_ranks(torch.zeros(1, dtype=torch.float64))  # not before it is spoiled
+        loaded = checkpoints.load_newest()
+        return loaded.step, loaded.refused
 
 
 def test_a_checkpoint_that_one_process_refuses_is_loaded_by_none(tmp_path: Path, processes: LocalProcesses):
@@ -134,51 +121,35 @@ def test_a_checkpoint_that_one_process_refuses_is_loaded_by_none(tmp_path: Path,
     assert "has no sound state of the generator of cpu" in refused
 
 
-def link_in_place_of_the_checkpoint(folder: Path, elsewhere: Path) -> None:
-    (folder / "step-00000003").symlink_to(elsewhere)
-
-
-def link_to_nothing(folder: Path, elsewhere: Path) -> None:
-    (folder / "step-00000003").symlink_to(elsewhere / "nothing")
-
-
-def link_in_place_of_an_unfinished_one(folder: Path, elsewhere: Path) -> None:
-    (folder / ".step-00000003.unfinished").symlink_to(elsewhere)
-
-
-def file_in_place_of_an_unfinished_one(folder: Path, elsewhere: Path) -> None:
-    (folder / ".step-00000002.unfinished").touch()
-
-
-def link_to_a_moved_checkpoint(folder: Path, elsewhere: Path) -> None:
-    (folder / "step-00000001").rename(elsewhere / "step-00000001")
-    (folder / "step-00000001").symlink_to(elsewhere / "step-00000001")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "put",
+    ("name", "target"),
     [
-        link_in_place_of_the_checkpoint,
-        link_to_nothing,
-        link_in_place_of_an_unfinished_one,
-        file_in_place_of_an_unfinished_one,
-        link_to_a_moved_checkpoint,
+        ("step-00000003", ""),
+        ("step-00000003", "nothing"),
+        (".step-00000003.unfinished", ""),
+        (".step-00000002.unfinished", None),
+        ("step-00000001", "step-00000001"),
     ],
 )
-def test_a_link_does_not_block_a_save_and_its_target_stays(tmp_path: Path, put: Callable[[Path, Path], None]):
-    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+def test_a_link_does_not_block_a_save_and_its_target_stays(
+    saved_twice: Path, tmp_path: Path, name: str, target: str | None
+):
+    """Links elsewhere, to nothing and to a checkpoint that was moved, and a file, in place of what a save writes."""
+    folder, elsewhere = saved_twice, tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
-    saved(folder, 2)
-    put(folder, elsewhere)
+    if name == "step-00000001":
+        (folder / name).rename(elsewhere / name)
+    if target is None:
+        (folder / name).touch()
+    else:
+        (folder / name).symlink_to(elsewhere / target)
     there = sorted(elsewhere.rglob("*"))
-    with pipeline(ranks=2) as pipe:
-        optimizer = adamw(pipe)
-        with Checkpoints(folder, pipe, optimizer, keep_last=2) as checkpoints:
-            assert checkpoints.load(folder / "step-00000002").step == 2
-            for _ in range(2):
-                steps(pipe, optimizer, 1)
-                checkpoints.save()
+    with pipeline(ranks=2) as pipe, Checkpoints(folder, pipe, adamw(pipe), keep_last=2) as checkpoints:
+        assert checkpoints.load(folder / "step-00000002").step == 2
+        for _ in range(2):
+            steps(pipe, checkpoints.optimizer, 1)
+            checkpoints.save()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
     assert sorted(elsewhere.rglob("*")) == there

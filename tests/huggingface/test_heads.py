@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,26 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, Trainer
+from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering
 
 import penstock
 from penstock.base.errors import SplitError
 from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights, mean_square
 from tests.support import hf_models
+from tests.support.hf_trainer import (
+    PIPELINE,
+    arguments,
+    assert_close,
+    assert_same_weights,
+    assert_trained_alike,
+    logged,
+    mean_square,
+    trainer,
+)  # fmt: skip
+from tests.support.lanes import exhaustive, slow
 
-PIPELINE = {"ranks": 2, "microbatches": 4, "schedule": "zb-v", "report": False}
 KINDS = ("one label", "regression", "several labels", "tokens")
-EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
 def auto(kind: str) -> Any:
@@ -86,20 +95,24 @@ def assert_equal_step(net: Any, whole: dict[str, Tensor], **options: Any) -> Non
     assert result.loss == pytest.approx(expected.item(), rel=1e-6)
 
 
-@EVERY
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox", "bert", "modernbert"])
+# Decoders find the last token of a row, padded on either side; encoders begin with the first, or with a layer before it.
+FAST = [
+    ("llama", "right", "one label"), ("llama", "left", "several labels"), ("gpt2", "right", "tokens"),
+    ("gpt2", "left", "regression"), ("bert", "left", "several labels"), ("modernbert", "right", "one label"),
+]  # fmt: skip
+MORE = [("gemma2", "left", "one label"), ("gpt_neox", "right", "tokens"), ("qwen3", "left", "regression")]
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "gpt_neox", "bert", "modernbert")
+REST = [case for case in product(FAMILIES, ("right", "left"), KINDS) if case not in FAST + MORE]
+
+
+@pytest.mark.parametrize(("family", "side", "kind"), [*FAST, *slow(*MORE), *exhaustive(*REST)])
 def test_a_model_trains_with_the_bits_of_plain_transformers(family: str, side: str, kind: str):
     assert_equal_step(model(kind, family), batch(kind, side))
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"schedule": "zb-v"},
-        {"schedule": "interleaved-1f1b", "virtual_stages": 2},
-        {"recompute": "full"},
-    ],
+    [{"schedule": "zb-v"}, {"schedule": "interleaved-1f1b", "virtual_stages": 2}, {"recompute": "full"}],
     ids=str,
 )
 def test_token_ids_reach_the_head_with_every_schedule(options: dict[str, Any]):
@@ -112,8 +125,10 @@ def test_types_of_tokens_are_those_of_plain_transformers():
     assert_equal_step(model("one label", "bert"), whole | types)
 
 
-@pytest.mark.parametrize("kind", ["one label", "tokens"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "one label"), ("bert", "tokens"), *exhaustive(("gpt2", "tokens"), ("bert", "one label"))],
+)
 def test_a_folder_is_read_and_written_with_its_head(tmp_path: Path, family: str, kind: str):
     net, whole = model(kind, family), batch(kind)
     net.save_pretrained(tmp_path / "given")
@@ -139,7 +154,7 @@ def test_a_config_asks_for_a_head_by_its_architectures():
         assert pipe.evaluate(ids, attention_mask=mask, outputs=True).outputs[0].shape == (4, 5)
 
 
-@pytest.mark.parametrize(("kind", "task"), [("one label", "SEQ_CLS"), ("tokens", "TOKEN_CLS")])
+@pytest.mark.parametrize(("kind", "task"), [("one label", "SEQ_CLS"), *slow(("tokens", "TOKEN_CLS"))])
 def test_adapters_and_the_head_are_trained(tmp_path: Path, kind: str, task: str):
     import peft
 
@@ -175,7 +190,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         penstock.from_transformers(config)
 
 
-def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
+def rows_of(kind: str, count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, hf_models.VOCABULARY, (count, 12), generator=generator)
     mask = (torch.arange(12)[None] < 12 - torch.arange(count)[:, None] % 5).long()
@@ -188,67 +203,53 @@ def predicted(prediction: Any) -> dict[str, float]:
 
 
 def trainer_of(kind: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
-    more = {} if pipeline is None else {"pipeline": pipeline}
-    return (Trainer if pipeline is None else penstock.PipelineTrainer)(
-        model=model(kind), args=arguments(folder, **changes), train_dataset=rows(kind, 48),
-        eval_dataset=rows(kind, 10), compute_metrics=predicted, **more,
-    )  # fmt: skip
+    data = {
+        "train_dataset": rows_of(kind, 20),
+        "eval_dataset": rows_of(kind, 10),
+        "compute_metrics": predicted,
+    }
+    return trainer(model(kind), arguments(folder, **changes), pipeline, **data)
 
 
-def logged(trainer: Any) -> list[dict]:
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line]
-
-
-@pytest.mark.slow
-@EVERY
 @pytest.mark.parametrize(
-    "changes",
+    ("kind", "changes"),
     [
-        {"num_train_epochs": 1, "max_steps": -1, "per_device_train_batch_size": 10},  # the last batch has 8
-        {"gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 6},  # does not divide into 4 microbatches
-        {"per_device_train_batch_size": 3},  # has fewer rows
-        {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
+        # 6 rows do not divide into 4 microbatches, and the last batch has 2.
+        ("tokens", {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}),
+        *slow(("several labels", {"per_device_train_batch_size": 3})),
+        *slow(("one label", {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2})),
+        *exhaustive(*((kind, {"per_device_train_batch_size": 6}) for kind in KINDS)),
+        *exhaustive(*((kind, {"gradient_accumulation_steps": 2}) for kind in KINDS)),
+        *exhaustive(("tokens", {"label_smoothing_factor": 0.2})),
     ],
     ids=str,
 )
 def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, kind: str, changes: dict[str, Any]):
-    if "label_smoothing_factor" in changes and kind in ("regression", "several labels"):
-        pytest.skip("Trainer smooths classes")
     theirs, ours = (trainer_of(kind, tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE))
-    expected = logged(theirs)
-    assert_close(logged(ours), expected)
-    assert_same_weights(ours.model, theirs.model)
-    one, other = ours.evaluate(), theirs.evaluate()
-    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    one, other = assert_trained_alike(ours, theirs)
     assert (one["eval_labels"], one["eval_rows"]) == (other["eval_labels"], other["eval_rows"])
-    found, wanted = (torch.tensor(each.predict(rows(kind, 10)).predictions) for each in (ours, theirs))
+    found, wanted = (torch.tensor(each.predict(rows_of(kind, 10)).predictions) for each in (ours, theirs))
     assert found.shape == wanted.shape
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_means_of_accumulated_batches_are_divided_if_the_trainer_says_so(tmp_path: Path):
-    pair = [trainer_of("regression", tmp_path, p, gradient_accumulation_steps=2) for p in (None, PIPELINE)]
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    pair = [trainer_of("regression", tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE)]
     for each in pair:
         each.loss_is_scaled_for_ga = False
     expected, found = map(logged, pair)
     assert_close(found, expected)
-    summed = logged(trainer_of("regression", tmp_path, None, gradient_accumulation_steps=2))
+    summed = logged(trainer_of("regression", tmp_path, None, **changes))
     assert summed[0]["loss"] == pytest.approx(2 * expected[0]["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one label", "tokens"])
-def test_what_is_saved_loads_in_transformers_and_has_no_bits_per_token(tmp_path: Path, kind: str):
-    trainer = trainer_of(kind, tmp_path, {"ranks": 2, "microbatches": 4}, max_steps=2, eval_strategy="epoch")
-    trainer.train()
-    trainer.evaluate()
+def test_an_evaluation_has_no_bits_per_token(tmp_path: Path):
+    ours = trainer_of("one label", tmp_path, PIPELINE | {"report": True}, max_steps=1)
+    ours.train()
+    ours.evaluate()
     assert "held_out" not in (tmp_path / "metrics.jsonl").read_text()
-    trainer.save_model(str(tmp_path / "saved"))
-    again = auto(kind).from_pretrained(tmp_path / "saved")
-    whole = batch(kind)
-    assert torch.equal(again(**whole).logits, trainer.model.eval()(**whole).logits)
 
 
 def test_pairs_of_a_reward_model_are_neighbours():
@@ -276,15 +277,14 @@ def test_pairs_of_a_reward_model_are_neighbours():
 
 def job(rank: int, folder: Path, kind: str) -> Any:
     pipeline = {"ranks": 2, "microbatches": 2, "report": False}
-    trainer = trainer_of(kind, folder, pipeline, num_train_epochs=1, max_steps=-1)
-    lines = logged(trainer)
-    trainer.save_model(str(folder / "saved"))
-    return lines, trainer.evaluate()["eval_loss"], trainer.predict(rows(kind, 10)).predictions.tolist()
+    ours = trainer_of(kind, folder, pipeline, num_train_epochs=1, max_steps=-1)
+    lines = logged(ours)
+    ours.save_model(str(folder / "saved"))
+    return lines, ours.evaluate()["eval_loss"], ours.predict(rows_of(kind, 10)).predictions.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["regression", "tokens"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("kind", "replicas"), [("tokens", 2), *exhaustive(("regression", 1))])
 def test_processes_and_replicas_train_as_trainer_does(
     tmp_path: Path, processes: LocalProcesses, kind: str, replicas: int
 ):
@@ -295,17 +295,16 @@ def test_processes_and_replicas_train_as_trainer_does(
     assert_close(told[0][0], logged(plain))
     assert told[0][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
     found = torch.tensor(told[0][2])
-    assert torch.allclose(found, torch.tensor(plain.predict(rows(kind, 10)).predictions), atol=1e-5)
+    assert torch.allclose(found, torch.tensor(plain.predict(rows_of(kind, 10)).predictions), atol=1e-5)
     assert_same_weights(auto(kind).from_pretrained(tmp_path / "piped" / "saved"), plain.model)
 
 
-@EVERY
-def test_a_loss_function_of_the_users_is_refused(tmp_path: Path, kind: str):
+def test_a_loss_function_of_the_users_is_refused(tmp_path: Path):
     """Trainer's is of the whole batch; that of each microbatch may be neither its mean nor its sum."""
-    net = model(kind)
+    net = model("one label")
     net.loss_function = mean_square
     with pytest.raises(penstock.ConfigError, match=r"loss_function of the Llama.*mean_square.* as loss_fn"):
-        penstock.PipelineTrainer(model=net, args=arguments(tmp_path), pipeline=PIPELINE)
+        trainer(net, arguments(tmp_path), PIPELINE)
 
 
 @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])

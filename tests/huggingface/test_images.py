@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Trainer
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import penstock
 from penstock.base.errors import BatchError, ConfigError, SplitError, StageError
@@ -17,19 +17,27 @@ from penstock.huggingface.proof import images_refused
 from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.layers import whole_name
-from tests.huggingface.test_trainer import arguments, assert_close, assert_same_weights
 from tests.support import image_models
-
-FAMILIES = ("gemma3", "internvl", "llava", "llava_next", "mistral3", "paligemma", "smolvlm")
-MORE = (
-    "aya_vision", "cohere2_vision", "got_ocr2", "idefics2", "idefics3", "lighton_ocr", "llava_next_video",
-    "llava_onevision", "ovis2", "qianfan_ocr", "vipllava",
+from tests.support.hf_trainer import (
+    PIPELINE,
+    arguments,
+    assert_close,
+    assert_same_weights,
+    assert_trained_alike,
+    logged,
+    trainer,
 )  # fmt: skip
-EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
+from tests.support.lanes import exhaustive, slow
+
+# Attention in both directions over an image, several parts of one, and a tower that reads the sizes of images.
+FAST = ("gemma3", "internvl", "llava_next", "mistral3")
+FAMILIES = [*FAST, *slow("llava", "smolvlm"), *exhaustive(
+    "aya_vision", "cohere2_vision", "got_ocr2", "idefics2", "idefics3", "lighton_ocr", "llava_next_video",
+    "llava_onevision", "ovis2", "paligemma", "qianfan_ocr", "vipllava",
+)]  # fmt: skip
 # The tower of a small model is most of it.
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* of the model's parameters:UserWarning")
 PARTS = 4
-PIPELINE = {"ranks": 2, "microbatches": PARTS, "schedule": "zb-v", "report": False}
 
 
 def plainly(net: Any, whole: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -49,42 +57,46 @@ def gradients(net: Any) -> dict[str, Tensor | None]:
     return found
 
 
-def assert_same_gradients(net: Any, expected: dict[str, Tensor | None]) -> None:
-    tied = net.get_output_embeddings().weight is net.get_input_embeddings().weight
-    for name, found in gradients(net).items():
+def assert_same(seen: dict[str, Tensor | None], expected: dict[str, Tensor | None], tied: str = "") -> None:
+    for name, found in seen.items():
         wanted = expected[name]
         if found is None or wanted is None:
             assert found is wanted, name
-        elif tied and net.get_parameter(name) is net.get_input_embeddings().weight:  # summed in another order
+        elif name == tied:  # summed in another order
             assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
         else:
             assert torch.equal(found, wanted), name
 
 
-@pytest.mark.parametrize("family", EVERY)
+def assert_same_step(net: Any, whole: dict[str, Tensor], **options: Any) -> dict[str, Tensor | None]:
+    """Compare logits and gradients of a step of a pipeline with `plainly`, which this returns."""
+    logits, expected = plainly(net, whole)
+    with penstock.Pipeline(net, ranks=2, microbatches=PARTS, **options) as pipe:
+        result = pipe.step(whole, outputs=True)
+    assert torch.equal(torch.cat(list(result.outputs)), logits)
+    table = net.get_input_embeddings().weight
+    is_tied = net.get_output_embeddings().weight is table
+    tied = next(name for name, parameter in net.named_parameters() if parameter is table) if is_tied else ""
+    assert_same(gradients(net), expected, tied)
+    return expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_with_the_bits_of_plain_transformers(family: str):
     net = image_models.model(family)
-    whole = image_models.batch(net)
-    logits, expected = plainly(net, whole)
+    for options in ({"schedule": "zb-v"}, {"schedule": "1f1b", "recompute": "full"}):
+        if family in FAST[1:] and "recompute" in options:
+            continue
+        expected = assert_same_step(net, image_models.batch(net), **options)
     of_tower = [value for name, value in expected.items() if "vision" in name and value is not None]
     assert sum(bool(value.any()) for value in of_tower) > 10
-    for options in ({"schedule": "gpipe"}, {"schedule": "zb-v"}, {"schedule": "1f1b", "recompute": "full"}):
-        with penstock.Pipeline(net, ranks=2, microbatches=PARTS, **options) as pipe:
-            result = pipe.step(whole, outputs=True)
-        assert torch.equal(torch.cat(list(result.outputs)), logits)
-        assert_same_gradients(net, expected)
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("family", ["llava", "gemma3", *exhaustive("smolvlm")])
 def test_a_batch_without_images_trains_the_rest(family: str):
     net = image_models.model(family)
     whole = image_models.batch(net)
-    text = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
-    logits, expected = plainly(net, text)
-    with penstock.Pipeline(net, ranks=2, microbatches=PARTS) as pipe:
-        result = pipe.step(text, outputs=True)
-    assert torch.equal(torch.cat(list(result.outputs)), logits)
-    assert_same_gradients(net, expected)
+    assert_same_step(net, {name: whole[name] for name in ("input_ids", "attention_mask", "labels")})
 
 
 def test_only_the_first_stage_has_the_tower():
@@ -109,14 +121,8 @@ def test_several_images_in_a_row_are_given_as_microbatches():
             pipe.step(twice, pixel_values=images)
         pipe.step(twice, pixel_values=penstock.Microbatches(list(images.chunk(PARTS))))
     found = gradients(net)
-    counts = [penstock.valid_tokens(part) for part in twice["labels"].chunk(PARTS)]
-    for n, count in enumerate(counts):
-        part = {name: value.chunk(PARTS)[n] for name, value in twice.items()}
-        output = net(**part, pixel_values=images.chunk(PARTS)[n], use_cache=False)
-        (output.loss * (count / sum(counts))).backward()
-    for name, expected in gradients(net).items():
-        assert (found[name] is None) == (expected is None)
-        assert expected is None or torch.equal(found[name], expected), name
+    _, expected = plainly(net, twice | {"pixel_values": images})
+    assert_same(found, expected)
 
 
 def test_as_many_images_as_rows_but_not_one_in_each_are_refused():
@@ -147,9 +153,7 @@ def test_adapters_are_trained_with_images():
     assert any("vision" in name and value is not None for name, value in expected.items())
     with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=PARTS) as pipe:
         pipe.step(whole)
-    for name, found in gradients(adapted).items():
-        assert (found is None) == (expected[name] is None)
-        assert found is None or torch.equal(found, expected[name]), name
+    assert_same(gradients(adapted), expected)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_families_that_cannot_be_cut_are_refused_by_name(family: str, reason: st
         penstock.from_transformers(image_models.model(family))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", *exhaustive("qwen2_5_vl")])
 def test_patches_of_all_images_in_one_tensor_are_refused(family: str):
     with torch.device("meta"):
         net = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family]())
@@ -211,7 +215,7 @@ def test_a_family_without_images_refuses_them():
             pipe.step({"input_ids": ids, "labels": ids, "pixel_values": torch.rand(4, 3, 8, 8)})
 
 
-def rows(net: Any, count: int) -> list[dict[str, Tensor]]:
+def rows_of(net: Any, count: int) -> list[dict[str, Tensor]]:
     whole = image_models.batch(net, rows=count)
     return [{name: value[n] for name, value in whole.items()} for n in range(count)]
 
@@ -222,66 +226,44 @@ def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def trainer_of(family: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
     net = image_models.model(family)
-    more = {} if pipeline is None else {"pipeline": pipeline}
-    return (Trainer if pipeline is None else penstock.PipelineTrainer)(
-        model=net, args=arguments(folder, optim="sgd", learning_rate=0.1, **changes), train_dataset=rows(net, 20),
-        eval_dataset=rows(net, 10), data_collator=collate, **more,
-    )  # fmt: skip
+    args = arguments(folder, **{"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, **changes})
+    data = {"train_dataset": rows_of(net, 8), "eval_dataset": rows_of(net, 10), "data_collator": collate}
+    return trainer(net, args, pipeline, **data)
 
 
-def logged(trainer: Any) -> list[dict]:
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line]
-
-
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_train_epochs": 1, "max_steps": -1},  # the last batch has 4 rows
-        {
-            "per_device_train_batch_size": 6,
-            "gradient_accumulation_steps": 2,
-        },  # does not divide into 4 microbatches
-    ],
-    ids=str,
-)
-def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str, changes: dict[str, Any]):
+@pytest.mark.parametrize("family", ["gemma3", *exhaustive("llava")])
+def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str):
+    """6 rows do not divide into 4 microbatches, and the last batch has 2."""
+    changes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "max_steps": 1}
     theirs, ours = (trainer_of(family, tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE))
-    expected = logged(theirs)
-    assert_close(logged(ours), expected)
-    assert_same_weights(ours.model, theirs.model)
-    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+    assert_trained_alike(ours, theirs)
 
 
 def test_the_trainer_refuses_label_smoothing(tmp_path: Path):
     """Trainer shifts the labels of causal language models alone, by the name of their class."""
-    pipeline = {"ranks": 2, "microbatches": 2, "report": False}
     with pytest.raises(penstock.ConfigError, match="label_smoothing_factor must be 0 with a model of images"):
-        trainer_of("llava", tmp_path, pipeline, label_smoothing_factor=0.1)
+        trainer_of("llava", tmp_path, PIPELINE, label_smoothing_factor=0.1)
 
 
 def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
-    trainer = trainer_of("llava", tmp_path, PIPELINE)
-    trainer.data_collator = lambda rows: (
-        (whole := collate(rows)) | {"pixel_values": whole["pixel_values"][:1]}
-    )
+    ours = trainer_of("llava", tmp_path, PIPELINE)
+    ours.data_collator = lambda rows: (whole := collate(rows)) | {"pixel_values": whole["pixel_values"][:1]}
     with pytest.raises(ConfigError, match="gives 1 pixel_values for 8 rows"):
-        trainer.train()
+        ours.train()
 
 
 def job(rank: int, folder: Path, family: str) -> Any:
     warnings.filterwarnings("ignore", "layer .* of the model's parameters")
-    trainer = trainer_of(family, folder, {"ranks": 2, "microbatches": 2, "report": False}, max_steps=2)
-    lines = logged(trainer)
-    trainer.save_model(str(folder / "saved"))
-    return lines, trainer.evaluate()["eval_loss"]
+    ours = trainer_of(family, folder, {"ranks": 2, "microbatches": 2, "report": False})
+    lines = logged(ours)
+    ours.save_model(str(folder / "saved"))
+    return lines, ours.evaluate()["eval_loss"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llava_next", "smolvlm"])
+@pytest.mark.parametrize("family", ["llava_next", *exhaustive("smolvlm")])
 def test_processes_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, family: str):
-    plain = trainer_of(family, tmp_path / "plain", None, max_steps=2)
+    plain = trainer_of(family, tmp_path / "plain", None)
     told = processes.run(2, job, tmp_path / "piped", family)
     assert_close(told[0][0], logged(plain))
     assert told[0][1] == told[1][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)

@@ -59,13 +59,6 @@ def by_microbatches(
     return losses, weights
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of all weights, relative to their norm."""
-    assert one.keys() == other.keys()
-    ours, theirs = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in (one, other))
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 def assert_same_curve(config: Config, falls_to: float = 0.7) -> None:
     expected = plain_losses(config)
     seen = [line["loss"] for line in lines(Path(config.train.folder) / config.train.name, "train")]

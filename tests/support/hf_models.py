@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.stage.layers import Layer, whole_name
+from tests.support.lanes import exhaustive, slow
 
 VOCABULARY = 61
 
@@ -59,6 +60,12 @@ def watch_logits(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> list[int]:
     return seen
 
 
+def by_lane(*fast: str) -> list[Any]:
+    """Return all families for a parameter list: two beside the fast ones are slow, the rest exhaustive."""
+    more = ("mistral", "smollm3")
+    return [*fast, *slow(*more), *exhaustive(*sorted({*FAMILIES} - {*fast, *more}))]
+
+
 def config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -104,3 +111,10 @@ def parameters(layers: list[Layer]) -> dict[str, Tensor]:
     """Return every parameter by its name in the whole model."""
     built = [(layer.name, layer.build()) for layer in layers]
     return {whole_name(name, inner): p for name, module in built for inner, p in module.named_parameters()}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference of all weights, relative to their norm."""
+    assert one.keys() == other.keys()
+    ours, theirs = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in (one, other))
+    return float((ours - theirs).norm() / theirs.norm())

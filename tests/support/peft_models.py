@@ -11,10 +11,7 @@ from torch import Tensor
 import penstock
 from tests.support import hf_models
 
-TARGETS = {
-    "gpt2": ["c_attn", "c_fc", "c_proj"],
-    "gpt_neox": ["query_key_value", "dense"],
-}
+TARGETS = {"gpt2": ["c_attn", "c_fc", "c_proj"], "gpt_neox": ["query_key_value", "dense"]}
 """Modules with adapters, where "all-linear" would not do."""
 
 
