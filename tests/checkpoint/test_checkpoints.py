@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.faults.saves import DAMAGES, flip
+from bench.faults.saves import DAMAGES, flip, killed
+from torch import nn
 
 from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.base.run_lock import locked
@@ -18,7 +19,9 @@ from penstock.checkpoint.find import read_manifest, steps_in
 from penstock.checkpoint.manifest import MANIFEST
 from penstock.checkpoint.read import Reader
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps, trained
 from tests.support.groups import run_cases
@@ -257,3 +260,46 @@ def test_another_model_or_optimizer_is_refused(saved_twice: Path):
             pytest.raises(ConfigError, match="does not fit"),
         ):
             checkpoints.load_newest()
+
+
+def in_half_precision(scale: float) -> tuple[Pipeline, PipelineOptimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).half()
+    pipe = Pipeline(model, nn.functional.mse_loss, microbatches=2, ranks=2)
+    scaler = GradScaler(init_scale=scale, growth_interval=3)
+    return pipe, PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-3, main_weights=True, scaler=scaler)
+
+
+def half_steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        generator = torch.Generator().manual_seed(pipe.steps)
+        x = torch.randn(4, 8, generator=generator).half()
+        losses.append(float(pipe.step(x, x).loss))
+        optimizer.step()
+    return losses
+
+
+def test_a_loss_scale_and_its_counter_continue(tmp_path: Path):
+    pipe, optimizer = in_half_precision(2.0**20)  # too large: the first steps are skipped
+    with pipe:
+        straight = half_steps(pipe, optimizer, 12)
+        expected = state_of(pipe, optimizer)
+    pipe, optimizer = in_half_precision(2.0**20)
+    with pipe, Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
+        first = half_steps(pipe, optimizer, 7)
+        checkpoints.save()
+        kept = optimizer.scaler.state_dict()
+        assert optimizer.state_dict()["skipped"] > 0
+    pipe, optimizer = in_half_precision(1.0)
+    with pipe, Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
+        assert checkpoints.load_newest().step == 7
+        assert optimizer.scaler.state_dict() == kept
+        assert first + half_steps(pipe, optimizer, 5) == straight
+        assert equal(state_of(pipe, optimizer), expected)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_points_of_a_save_the_newest_loads_twenty_times(tmp_path: Path):
+    """It leaves the previous checkpoint or the new one, never half of one."""
+    assert killed(tmp_path, True).failures == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 from tests.support.hf_trainer import (
+    DOUBLE,
     PIPELINE,
     arguments,
+    assert_as_plain,
     assert_close,
-    assert_same_weights,
     assert_trained_alike,
     logged,
-    mean_square,
+    run,
     trainer,
-)  # fmt: skip
+)
 from tests.support.lanes import exhaustive, slow
 
 KINDS = ("one label", "regression", "several labels", "tokens")
@@ -70,29 +72,13 @@ def batch(kind: str, side: str = "right") -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels_of(kind, ids, mask)}
 
 
-def plainly(net: Any, whole: dict[str, Tensor], parts: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits and gradients of plain transformers that accumulates over microbatches, by their targets."""
-    logits = []
-    counts = [(part != -100).sum() if part.dim() > 1 else len(part) for part in whole["labels"].chunk(parts)]
-    for n, count in enumerate(counts):
-        output = net(**{name: value.chunk(parts)[n] for name, value in whole.items()}, use_cache=False)
-        weight = 1 / parts if len(set(map(int, counts))) == 1 else float(count / sum(counts))
-        (output.loss * weight).backward()
-        logits.append(output.logits.detach())
-    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
-    net.zero_grad()
-    return torch.cat(logits), gradients
+def targets_in(labels: Tensor) -> Any:
+    return (labels != -100).sum() if labels.dim() > 1 else len(labels)
 
 
-def assert_equal_step(net: Any, whole: dict[str, Tensor], **options: Any) -> None:
-    logits, gradients = plainly(net, whole, 4)
-    with penstock.Pipeline(net, ranks=2, microbatches=4, **options) as pipe:
-        result = pipe.step(whole, outputs=True)
-    assert torch.equal(torch.cat(list(result.outputs)), logits)
-    for name, parameter in net.named_parameters():
-        assert torch.equal(parameter.grad, gradients[name]), name
-    expected = net(**whole, use_cache=False).loss
-    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+def assert_same_step(net: Any, whole: dict[str, Tensor], **options: Any) -> None:
+    expected = hf_models.assert_same_step(net, whole, count=targets_in, **options)
+    assert expected.loss == pytest.approx(net(**whole, use_cache=False).loss.item(), rel=1e-6)
 
 
 # Decoders find the last token of a row, padded on either side; encoders begin with the first, or with a layer before it.
@@ -107,7 +93,7 @@ REST = [case for case in product(FAMILIES, ("right", "left"), KINDS) if case not
 
 @pytest.mark.parametrize(("family", "side", "kind"), [*FAST, *slow(*MORE), *exhaustive(*REST)])
 def test_a_model_trains_with_the_bits_of_plain_transformers(family: str, side: str, kind: str):
-    assert_equal_step(model(kind, family), batch(kind, side))
+    assert_same_step(model(kind, family), batch(kind, side))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +102,13 @@ def test_a_model_trains_with_the_bits_of_plain_transformers(family: str, side: s
     ids=str,
 )
 def test_token_ids_reach_the_head_with_every_schedule(options: dict[str, Any]):
-    assert_equal_step(model("one label"), batch("one label"), **options)
+    assert_same_step(model("one label"), batch("one label"), **options)
 
 
 def test_types_of_tokens_are_those_of_plain_transformers():
     whole = batch("one label")
     types = {"token_type_ids": (whole["input_ids"] % 2) * whole["attention_mask"]}
-    assert_equal_step(model("one label", "bert"), whole | types)
+    assert_same_step(model("one label", "bert"), whole | types)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +148,10 @@ def test_adapters_and_the_head_are_trained(tmp_path: Path, kind: str, task: str)
     net.save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
     adapted = peft.get_peft_model(net, lora).train()
-    _, gradients = plainly(adapted, whole, 4)
+    expected = hf_models.assert_same_step(adapted, whole, count=targets_in)
+    assert any("score" in name for name, gradient in expected.gradients.items() if gradient is not None)
     with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=4) as pipe:
-        pipe.step(whole)
         penstock.save_adapters(pipe, tmp_path / "adapters")
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert any("score" in name for name in trained)
-    for name in trained:
-        assert torch.equal(adapted.get_parameter(name).grad, gradients[name]), name
     again = peft.PeftModel.from_pretrained(
         auto(kind).from_pretrained(tmp_path / "base"), tmp_path / "adapters"
     )
@@ -260,8 +242,7 @@ def test_pairs_of_a_reward_model_are_neighbours():
     better, worse = net(input_ids=ids, attention_mask=mask, use_cache=False).logits.squeeze(-1).chunk(2)
     expected = -nn.functional.logsigmoid(better - worse).mean()
     expected.backward()
-    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
-    net.zero_grad()
+    gradients = hf_models.taken(net)
 
     def pair_loss(rewards: Tensor, unused: Tensor) -> Tensor:
         one, other = rewards.view(-1, 2).unbind(1)
@@ -275,28 +256,19 @@ def test_pairs_of_a_reward_model_are_neighbours():
         assert torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-7), name
 
 
-def job(rank: int, folder: Path, kind: str) -> Any:
-    pipeline = {"ranks": 2, "microbatches": 2, "report": False}
-    ours = trainer_of(kind, folder, pipeline, num_train_epochs=1, max_steps=-1)
-    lines = logged(ours)
-    ours.save_model(str(folder / "saved"))
-    return lines, ours.evaluate()["eval_loss"], ours.predict(rows_of(kind, 10)).predictions.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "replicas"), [("tokens", 2), *exhaustive(("regression", 1))])
+@pytest.mark.parametrize(("kind", "replicas"), [*slow(("tokens", 2)), *exhaustive(("regression", 1))])
 def test_processes_and_replicas_train_as_trainer_does(
     tmp_path: Path, processes: LocalProcesses, kind: str, replicas: int
 ):
-    sizes = {f"per_device_{name}_batch_size": 8 * replicas for name in ("train", "eval")}
-    plain = trainer_of(kind, tmp_path / "plain", None, **sizes, num_train_epochs=1, max_steps=-1)
-    told = processes.run(2 * replicas, job, tmp_path / "piped", kind)
-    assert all(each[1:] == told[0][1:] for each in told)
-    assert_close(told[0][0], logged(plain))
-    assert told[0][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
-    found = torch.tensor(told[0][2])
-    assert torch.allclose(found, torch.tensor(plain.predict(rows_of(kind, 10)).predictions), atol=1e-5)
-    assert_same_weights(auto(kind).from_pretrained(tmp_path / "piped" / "saved"), plain.model)
+    make, pipeline = partial(trainer_of, kind), {"ranks": 2, "microbatches": 2, "report": False}
+    plain = run(0, make, tmp_path / "plain", None, DOUBLE if replicas == 2 else {})
+    told = processes.run(2 * replicas, run, make, tmp_path / "piped", pipeline, {})
+    assert_as_plain(tmp_path, told, plain)
+    assert type(auto(kind).from_pretrained(tmp_path / "piped" / "saved")) is type(model(kind))
+
+
+def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+    return logits.float().square().mean()
 
 
 def test_a_loss_function_of_the_users_is_refused(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,8 @@ from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.layers import whole_name
 from tests.support import image_models
-from tests.support.hf_trainer import (
-    PIPELINE,
-    arguments,
-    assert_close,
-    assert_same_weights,
-    assert_trained_alike,
-    logged,
-    trainer,
-)  # fmt: skip
+from tests.support.hf_models import assert_same_step, plainly, taken
+from tests.support.hf_trainer import PIPELINE, arguments, assert_as_plain, assert_trained_alike, run, trainer
 from tests.support.lanes import exhaustive, slow
 
 # Attention in both directions over an image, several parts of one, and a tower that reads the sizes of images.
@@ -40,62 +33,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:layer .* of the model's paramete
 PARTS = 4
 
 
-def plainly(net: Any, whole: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return logits and gradients of plain transformers that accumulates over microbatches, by their targets."""
-    counts = [penstock.valid_tokens(part) for part in whole["labels"].chunk(PARTS)]
-    logits = []
-    for n, count in enumerate(counts):
-        output = net(**{name: value.chunk(PARTS)[n] for name, value in whole.items()}, use_cache=False)
-        (output.loss * (count / sum(counts))).backward()
-        logits.append(output.logits.detach())
-    return torch.cat(logits), gradients(net)
-
-
-def gradients(net: Any) -> dict[str, Tensor | None]:
-    found = {name: parameter.grad for name, parameter in net.named_parameters()}
-    net.zero_grad()
-    return found
-
-
-def assert_same(seen: dict[str, Tensor | None], expected: dict[str, Tensor | None], tied: str = "") -> None:
-    for name, found in seen.items():
-        wanted = expected[name]
-        if found is None or wanted is None:
-            assert found is wanted, name
-        elif name == tied:  # summed in another order
-            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
-        else:
-            assert torch.equal(found, wanted), name
-
-
-def assert_same_step(net: Any, whole: dict[str, Tensor], **options: Any) -> dict[str, Tensor | None]:
-    """Compare logits and gradients of a step of a pipeline with `plainly`, which this returns."""
-    logits, expected = plainly(net, whole)
-    with penstock.Pipeline(net, ranks=2, microbatches=PARTS, **options) as pipe:
-        result = pipe.step(whole, outputs=True)
-    assert torch.equal(torch.cat(list(result.outputs)), logits)
-    table = net.get_input_embeddings().weight
-    is_tied = net.get_output_embeddings().weight is table
-    tied = next(name for name, parameter in net.named_parameters() if parameter is table) if is_tied else ""
-    assert_same(gradients(net), expected, tied)
-    return expected
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_with_the_bits_of_plain_transformers(family: str):
     net = image_models.model(family)
-    for options in ({"schedule": "zb-v"}, {"schedule": "1f1b", "recompute": "full"}):
-        if family in FAST[1:] and "recompute" in options:
-            continue
-        expected = assert_same_step(net, image_models.batch(net), **options)
-    of_tower = [value for name, value in expected.items() if "vision" in name and value is not None]
+    step = assert_same_step(net, image_models.batch(net), schedule="zb-v")
+    of_tower = [value for name, value in step.gradients.items() if "vision" in name and value is not None]
     assert sum(bool(value.any()) for value in of_tower) > 10
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", *exhaustive("smolvlm")])
-def test_a_batch_without_images_trains_the_rest(family: str):
+@pytest.mark.parametrize("family", ["gemma3", *exhaustive("llava", "smolvlm")])
+def test_recompute_and_a_batch_without_images_have_the_same_bits(family: str):
     net = image_models.model(family)
     whole = image_models.batch(net)
+    assert_same_step(net, whole, recompute="full")
     assert_same_step(net, {name: whole[name] for name in ("input_ids", "attention_mask", "labels")})
 
 
@@ -120,9 +70,9 @@ def test_several_images_in_a_row_are_given_as_microbatches():
         with pytest.raises(BatchError, match=r"keyword input pixel_values has 8 rows .* the input x has 4"):
             pipe.step(twice, pixel_values=images)
         pipe.step(twice, pixel_values=penstock.Microbatches(list(images.chunk(PARTS))))
-    found = gradients(net)
-    _, expected = plainly(net, twice | {"pixel_values": images})
-    assert_same(found, expected)
+    found, expected = taken(net), plainly(net, twice | {"pixel_values": images}).gradients
+    for name, gradient in expected.items():
+        assert found[name] is gradient or torch.equal(found[name], gradient), name
 
 
 def test_as_many_images_as_rows_but_not_one_in_each_are_refused():
@@ -149,11 +99,8 @@ def test_adapters_are_trained_with_images():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    _, expected = plainly(adapted, whole)
-    assert any("vision" in name and value is not None for name, value in expected.items())
-    with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=PARTS) as pipe:
-        pipe.step(whole)
-    assert_same(gradients(adapted), expected)
+    step = assert_same_step(adapted, whole)
+    assert any("vision" in name and value is not None for name, value in step.gradients.items())
 
 
 @pytest.mark.parametrize(
@@ -252,20 +199,8 @@ def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
         ours.train()
 
 
-def job(rank: int, folder: Path, family: str) -> Any:
-    warnings.filterwarnings("ignore", "layer .* of the model's parameters")
-    ours = trainer_of(family, folder, {"ranks": 2, "microbatches": 2, "report": False})
-    lines = logged(ours)
-    ours.save_model(str(folder / "saved"))
-    return lines, ours.evaluate()["eval_loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llava_next", *exhaustive("smolvlm")])
+@pytest.mark.parametrize("family", [*slow("llava_next"), *exhaustive("smolvlm")])
 def test_processes_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, family: str):
-    plain = trainer_of(family, tmp_path / "plain", None)
-    told = processes.run(2, job, tmp_path / "piped", family)
-    assert_close(told[0][0], logged(plain))
-    assert told[0][1] == told[1][1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "piped" / "saved")
-    assert_same_weights(again, plain.model)
+    make, pipeline = partial(trainer_of, family), {"ranks": 2, "microbatches": 2, "report": False}
+    plain = run(0, make, tmp_path / "plain", None, {})
+    assert_as_plain(tmp_path, processes.run(2, run, make, tmp_path / "piped", pipeline, {}), plain)

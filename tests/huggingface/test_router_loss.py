@@ -23,14 +23,15 @@ from penstock.train.evaluate import evaluate
 from penstock.train.loop import train
 from penstock.train.model.trainable import build_model
 from penstock.train.run_log import Reporter
-from tests.support.hf_curve import by_microbatches, distance
+from tests.support.groups import run_cases
+from tests.support.hf_curve import by_microbatches
+from tests.support.hf_models import Step, assert_same, distance, plainly, taken
+from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import tiny
 from tests.support.trainer import lines
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 ROWS, TOKENS = 8, 8
-Step = tuple[list[float], dict[str, torch.Tensor]]
-"""Losses by microbatch, and gradients by name."""
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -60,108 +61,78 @@ def batch(padded: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask}
 
 
-def taken(net: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    net.zero_grad()
-    return found
-
-
-def plain(net: Any, given: dict[str, torch.Tensor], microbatches: int, autocast: bool = False) -> Step:
-    """The model's own loss of each microbatch, weighed by its valid tokens."""
-    counts = [penstock.valid_tokens(labels) for labels in given["labels"].chunk(microbatches)]
-    losses = []
-    for n, count in enumerate(counts):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = net(**{name: value.chunk(microbatches)[n] for name, value in given.items()}).loss
-        weighed = loss / microbatches if len(set(counts)) == 1 else loss * (count / sum(counts))
-        weighed.backward()
-        losses.append(loss.item())
-    return losses, taken(net)
-
-
-def piped(net: Any, given: dict[str, torch.Tensor], microbatches: int, **options: Any) -> Step:
+def piped(net: Any, given: dict[str, torch.Tensor], parts: int = 4, **options: Any) -> Step:
+    """A step whose loss has the routers' part."""
     layers = penstock.from_transformers(net)
-    with penstock.Pipeline(layers, penstock.causal_lm_loss, microbatches=microbatches, **options) as pipe:
-        result = pipe.step(given)
-        assert result.losses is not None
-        assert result.loss == pytest.approx(float(sum(result.parts.values())), rel=1e-6)
-        assert result.parts[NAME] > 0.5
-    return [float(loss) for loss in result.losses], taken(net)
+    with penstock.Pipeline(layers, penstock.causal_lm_loss, microbatches=parts, ranks=2, **options) as pipe:
+        result = pipe.step(given, outputs=True)
+    assert result.loss == pytest.approx(float(sum(result.parts.values())), rel=1e-6)
+    assert result.parts[NAME] > 0.5
+    return Step(float(result.loss), result.losses.tolist(), taken(net), torch.cat(list(result.outputs)))
 
 
-def assert_same(seen: Step, expected: Step, tied: str = "") -> None:
-    assert seen[0] == expected[0]
-    assert seen[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        if name == tied:  # a sum of the gradients of two stages, in another order
-            assert (seen[1][name] - gradient).norm() <= 1e-6 * gradient.norm()
-        else:
-            assert torch.equal(seen[1][name], gradient), name
+LAYOUTS = [
+    ("none", "1f1b", "full"),
+    ("left", "zb-h1", "none"),
+    ("right", "zb-v", "full"),
+    ("none", "zb-v", "none"),
+]
+FAST = [(family, *layout) for family, layout in zip(MIXTURES, LAYOUTS, strict=True)]
+REST = [case for family in MIXTURES for layout in LAYOUTS if (case := (family, *layout)) not in FAST]
 
 
-@pytest.mark.parametrize(
-    ("padded", "schedule", "recompute"),
-    [
-        ("right", "zb-v", "full"),
-        ("left", "zb-h1", "none"),
-        ("none", "1f1b", "full"),
-        ("none", "zb-v", "none"),
-    ],
-)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("family", "padded", "schedule", "recompute"), [*FAST, *exhaustive(*REST)])
 def test_losses_and_gradients_have_the_bits_of_the_model_over_the_microbatches(
     family: str, padded: str, schedule: str, recompute: str
 ):
     net, given = model(family), batch(padded)
-    expected = plain(net, given, 4)
-    assert_same(piped(net, given, 4, ranks=2, schedule=schedule, recompute=recompute), expected)
+    expected = plainly(net, given)
+    assert_same(piped(net, given, schedule=schedule, recompute=recompute), expected)
     net.config.output_router_logits = False
-    without = plain(net, given, 4)
-    assert without[0] != expected[0]
-    routers = [name for name in expected[1] if "gate.weight" in name or "router.weight" in name]
+    without = plainly(net, given)
+    assert without.losses != expected.losses
+    routers = [name for name in expected.gradients if "gate.weight" in name or "router.weight" in name]
     assert len(routers) == 4
-    assert not any(torch.equal(without[1][name], expected[1][name]) for name in routers)
+    assert not any(torch.equal(without.gradients[name], expected.gradients[name]) for name in routers)
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen3_moe", {"mlp_only_layers": [0, 2]}),  # layers without a router, among them the first
+        # Layers without a router, the first or the last ones; tied weights; routers that give other outputs.
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
         ("ernie4_5_moe", {"moe_layer_start_index": 2}),
-        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}),
         ("mixtral", {"tie_word_embeddings": True}),
-        ("qwen2_moe", {}),
-        ("granitemoe", {}),
         ("phimoe", {}),
-        ("minimax", {}),
-        ("qwen3_next", {}),
+        *slow(("qwen3_next", {})),
+        *exhaustive(
+            ("jamba", dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2)
+             | dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1)),
+            ("qwen2_moe", {}), ("granitemoe", {}), ("minimax", {}),
+        ),
     ],
     ids=str,
 )  # fmt: skip
 def test_families_with_dense_layers_shared_experts_and_tied_weights(family: str, changes: dict[str, Any]):
     net, given = model(family, **changes), batch("right")
-    expected = plain(net, given, 2)
-    tied = "model.embed_tokens.weight" if net.config.tie_word_embeddings else ""
-    assert_same(piped(net, given, 2, ranks=2, schedule="zb-h1"), expected, tied)
+    tied = ["model.embed_tokens.weight"] if net.config.tie_word_embeddings else []
+    assert_same(piped(net, given, 2, schedule="zb-h1"), plainly(net, given, 2), tied)
 
 
 def test_adapters_have_the_gradients_of_peft_alone():
     adapters = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     net, given = get_peft_model(model("mixtral"), adapters).train(), batch("right")
-    expected = plain(net, given, 4)
-    assert len(expected[1]) == 16
-    assert_same(piped(net, given, 4, ranks=2, schedule="zb-v", recompute="full"), expected)
+    expected = plainly(net, given)
+    assert sum(gradient is not None for gradient in expected.gradients.values()) == 16
+    assert_same(piped(net, given, schedule="zb-v", recompute="full"), expected)
 
 
 def test_autocast_and_a_stage_on_two_ranks():
     net, given = model("mixtral"), batch("right")
-    expected = plain(net, given, 4, autocast=True)
-    assert_same(piped(net, given, 4, ranks=2, schedule="1f1b", autocast=torch.bfloat16), expected)
-    losses, gradients = plain(net, given, 4)
-    seen, found = piped(net, given, 4, ranks=2, schedule="dualpipe")
-    assert seen == losses
-    for name, gradient in gradients.items():  # the two ranks' sums are added
-        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    expected = plainly(net, given, autocast=True)
+    assert_same(piped(net, given, schedule="1f1b", autocast=torch.bfloat16), expected)
+    expected = plainly(net, given)
+    assert_same(piped(net, given, schedule="dualpipe"), expected, summed=expected.gradients)
 
 
 def test_an_evaluation_has_the_loss_of_the_model_and_its_parts():
@@ -183,41 +154,35 @@ def test_an_evaluation_has_the_loss_of_the_model_and_its_parts():
     assert float(result.parts[NAME]) == pytest.approx(0.9 * auxiliary, rel=1e-6)
 
 
-def in_a_process(rank: int, folder: str, mesh: MeshShape) -> Step:
+def in_a_process(rank: int, folder: str, mesh: MeshShape) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.set_num_threads(1)
     layers = penstock.from_transformers(folder)
-    schedule = "zb-v" if mesh.pp > 1 else "1f1b"
-    with penstock.Pipeline(
-        layers,
-        penstock.causal_lm_loss,
-        microbatches=4 // mesh.dp,
-        schedule=schedule,
-        recompute="full",
-        mesh=mesh,
-    ) as pipe:
+    options = {
+        "microbatches": 4 // mesh.dp,
+        "schedule": "zb-v" if mesh.pp > 1 else "1f1b",
+        "recompute": "full",
+    }
+    with penstock.Pipeline(layers, penstock.causal_lm_loss, mesh=mesh, **options) as pipe:
         losses = pipe.step(batch("right")).losses
         assert losses is not None
         gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         return [float(loss) for loss in losses], gradients
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*slow("gpt_oss"), *exhaustive("mixtral", "qwen3_moe", "olmoe")])
 def test_processes_and_replicas_of_a_folder(processes: LocalProcesses, family: str, tmp_path: Path):
     net = model(family)
     net.save_pretrained(tmp_path)
-    expected = plain(net, batch("right"), 4)
-    first, second = processes.run(2, in_a_process, str(tmp_path), MeshShape(pp=2), timeout=300)
+    expected = plainly(net, batch("right"))
+    meshes = [(str(tmp_path), MeshShape(pp=2)), (str(tmp_path), MeshShape(pp=1, dp=2))]
+    (first, second), replicas = run_cases(processes, 2, in_a_process, meshes)
     assert first[0] == second[0]
-    assert_same((first[0], first[1] | second[1]), expected)
-    for losses, gradients in processes.run(
-        2, in_a_process, str(tmp_path), MeshShape(pp=1, dp=2), timeout=300
-    ):
-        assert losses == expected[0]
-        for name, gradient in expected[1].items():  # the replicas' sums are added
-            assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    assert_same(expected._replace(losses=first[0], gradients=first[1] | second[1]), expected)
+    for losses, gradients in replicas:  # whose sums are added
+        assert_same(expected._replace(losses=losses, gradients=gradients), expected, summed=gradients)
 
 
+@pytest.mark.slow
 def test_a_run_of_penstock_train_has_the_curve_of_the_model_and_evaluates_its_cross_entropy(tmp_path: Path):
     model("mixtral").save_pretrained(tmp_path / "model")
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(3, 60, 1200) // 4)
@@ -249,7 +214,8 @@ def test_a_run_of_penstock_train_has_the_curve_of_the_model_and_evaluates_its_cr
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("deepseek_v3", {}), ("glm4_moe", {}), ("llama", {}), ("doge", {"is_moe": True})]
+    ("family", "changes"),
+    [("deepseek_v3", {}), ("doge", {"is_moe": True}), *exhaustive(("glm4_moe", {}), ("llama", {}))],
 )
 def test_models_with_another_loss_or_none_are_refused_by_name_also_without_a_check(
     family: str, changes: dict[str, Any]

@@ -30,7 +30,6 @@ from tests.support.hf_trainer import (
     assert_same_weights,
     assert_trained_alike,
     logged,
-    mean_square,
     model,
     rows,
     trainer,
@@ -232,6 +231,10 @@ class OverOwnStep(penstock.PipelineTrainerMixin, OwnStep):
     """The pipeline's step would be run, not the other class's."""
 
 
+def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+    return logits.float().square().mean()
+
+
 @pytest.mark.parametrize(
     ("changes", "more", "said"),
     [
@@ -240,7 +243,11 @@ class OverOwnStep(penstock.PipelineTrainerMixin, OwnStep):
         ({"optim": "lomo"}, {}, "optim='lomo' cannot be used"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True cannot be used"),
         ({"use_liger_kernel": True}, {}, "use_liger_kernel=True cannot be used"),
-        ({}, {"net": None, "model_init": model}, "model_init makes a new model when training begins"),
+        (
+            {},
+            {"net": None, "model_init": lambda: model()},
+            "model_init makes a new model when training begins",
+        ),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
         ({}, {"compute_loss_func": mean_square}, "compute_loss_func needs the logits of the whole batch"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import penstock
 from tests.support import hf_folders
+from tests.support.lanes import exhaustive
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,14 +24,10 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
 )
 CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n} + {n}?"},
-            {"role": "assistant", "content": f"It is {2 * n}." * (1 + n % 3)},
-        ]
-    }
+    {"messages": [{"role": "user", "content": f"What is {n} + {n}?"},
+                  {"role": "assistant", "content": f"It is {2 * n}." * (1 + n % 3)}]}
     for n in range(40)
-]
+]  # fmt: skip
 PAIRS = [{"prompt": f"{n} + {n} = ", "completion": f"{2 * n} " * (1 + n % 3)} for n in range(40)]
 
 
@@ -45,7 +42,7 @@ def logged(
 
     torch.manual_seed(0)
     args = trl.SFTConfig(
-        str(root / "out"), max_steps=5, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
+        str(root / "out"), max_steps=2, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
         bf16=False, save_strategy="no", disable_tqdm=True, max_length=128, **options,
     )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
@@ -58,24 +55,23 @@ def logged(
     }  # fmt: skip
     trainer = trl.SFTTrainer(**given) if pipeline is None else Piped(**given, pipeline=pipeline)
     trainer.train()
-    return [
-        value
-        for line in trainer.state.log_history
-        if "loss" in line
-        for value in (line["loss"], line["grad_norm"])
-    ]
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return [line[name] for line in lines for name in ("loss", "grad_norm")]
 
 
 @pytest.mark.parametrize(
     ("data", "options"),
-    [(CHATS, {"assistant_only_loss": True}), (PAIRS, {"completion_only_loss": True}), (CHATS, {})],
+    [
+        (CHATS, {"assistant_only_loss": True}),
+        *exhaustive((PAIRS, {"completion_only_loss": True}), (CHATS, {})),
+    ],
     ids=["answers of chats", "completions", "whole chats"],
 )
 def test_the_losses_are_those_of_trl_alone(tmp_path: Path, data: list[Any], options: dict[str, Any]):
     folder = hf_folders.of_bytes(tmp_path)
     theirs = logged(folder, tmp_path, data, None, **options)
     ours = logged(folder, tmp_path, data, {"ranks": 2, "microbatches": 4, "schedule": "zb-v"}, **options)
-    assert len(theirs) == 10
+    assert len(theirs) == 4
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
@@ -92,13 +88,14 @@ def test_trainers_with_a_loss_of_their_own_are_refused(name: str):
         Piped(pipeline={"ranks": 2, "microbatches": 4})
 
 
-def test_another_loss_of_trl_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_type": "dft"}, "loss_type='dft' cannot be used"),
+        ({"packing": True}, "put all rows of the batch into one"),
+    ],
+)
+def test_another_loss_and_packed_rows_are_refused(tmp_path: Path, options: dict[str, Any], said: str):
     folder = hf_folders.of_bytes(tmp_path)
-    with pytest.raises(penstock.ConfigError, match="loss_type='dft' cannot be used"):
-        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, loss_type="dft")
-
-
-def test_rows_that_are_packed_into_one_are_refused(tmp_path: Path):
-    folder = hf_folders.of_bytes(tmp_path)
-    with pytest.raises(penstock.ConfigError, match="put all rows of the batch into one"):
-        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, packing=True)
+    with pytest.raises(penstock.ConfigError, match=said):
+        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, **options)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import penstock
 from penstock.stage.layers import Layer, whole_name
 from tests.support.lanes import exhaustive, slow
 
@@ -96,6 +99,88 @@ def batch(
         places = places.flip(1)
     mask = (places < lengths[:, None]).long()
     return tokens * mask, torch.where(mask == 1, tokens, -100), mask
+
+
+def pipeline(like: Any, ranks: int | None = 2, **options: Any) -> penstock.Pipeline:
+    """Make a pipeline of layers, or of what `penstock.from_transformers` takes, whose loss is the mean over all targets."""
+    layers = like if isinstance(like, list) else penstock.from_transformers(like)
+    given = {"microbatches": 4, "reduction": penstock.valid_tokens, **options}
+    return penstock.Pipeline(layers, penstock.causal_lm_loss, ranks=ranks, **given)
+
+
+class Step(NamedTuple):
+    """A step over microbatches: loss, losses and gradients, and the logits of the whole batch."""
+
+    loss: float
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    logits: Tensor
+
+
+def taken(net: nn.Module) -> dict[str, Tensor | None]:
+    """Return the gradients, and take them from the model."""
+    found = {name: p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    return found
+
+
+def plainly(
+    net: Any,
+    whole: dict[str, Tensor],
+    parts: int = 4,
+    count: Callable[[Tensor], Any] = penstock.valid_tokens,
+    autocast: bool = False,
+) -> Step:
+    """Plain transformers over one microbatch after the other: the model's own losses, weighed by their targets."""
+    counts = [count(labels) for labels in whole["labels"].chunk(parts)]
+    losses, logits, loss = [], [], 0.0
+    for n, targets in enumerate(counts):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = net(**{name: value.chunk(parts)[n] for name, value in whole.items()}, use_cache=False)
+        share = float(targets / sum(counts))
+        (output.loss * share).backward()
+        losses.append(output.loss.item())
+        logits.append(output.logits.detach())
+        loss += losses[-1] * share
+    return Step(loss, losses, taken(net), torch.cat(logits))
+
+
+def piped(net: Any, whole: dict[str, Tensor], parts: int = 4, **options: Any) -> Step:
+    layers = penstock.from_transformers(net)
+    with penstock.Pipeline(layers, ranks=2, microbatches=parts, **options) as pipe:
+        result = pipe.step(whole, outputs=True)
+    return Step(float(result.loss), result.losses.tolist(), taken(net), torch.cat(list(result.outputs)))
+
+
+def assert_same(seen: Step, expected: Step, summed: Collection[str] = ()) -> None:
+    """Compare bit for bit; gradients that are summed in another order, to rounding."""
+    assert seen.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert seen.losses == expected.losses
+    assert torch.equal(seen.logits, expected.logits)
+    assert seen.gradients.keys() == expected.gradients.keys()
+    for name, wanted in expected.gradients.items():
+        found = seen.gradients[name]
+        if found is None or wanted is None:
+            assert found is wanted, name
+        elif name in summed:
+            assert (found - wanted).norm() <= 1e-6 * wanted.norm(), name
+        else:
+            assert torch.equal(found, wanted), name
+
+
+def assert_same_step(
+    net: Any,
+    whole: dict[str, Tensor],
+    parts: int = 4,
+    count: Callable[[Tensor], Any] = penstock.valid_tokens,
+    **options: Any,
+) -> Step:
+    """Compare a step of a pipeline with that of plain transformers, which this returns; stages sum tied gradients."""
+    expected = plainly(net, whole, parts, count)
+    uses = Counter(id(p) for _, p in net.named_parameters(remove_duplicate=False))
+    tied = [name for name, p in net.named_parameters() if uses[id(p)] > 1]
+    assert_same(piped(net, whole, parts, **options), expected, tied)
+    return expected
 
 
 def in_sequence(layers: list[Layer], x: Tensor, **named: Tensor | None) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -94,8 +97,43 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
-    return logits.float().square().mean()
+class Run(NamedTuple):
+    """What a run of a trainer logged and evaluated, and whether its process leads."""
+
+    logged: list[dict[str, Any]]
+    evaluated: dict[str, float]
+    leads: bool
+
+
+def run(
+    rank: int,
+    make: Callable[..., Any],
+    folder: Path,
+    pipeline: dict[str, Any] | None,
+    changes: dict[str, Any],
+    resume: Any = None,
+) -> Run:
+    """Train with what ``make(folder, pipeline, **changes)`` returns, save the model, and evaluate it."""
+    warnings.filterwarnings("ignore", "layer .* of the model's parameters")
+    made = make(folder, pipeline, **changes)
+    lines = logged(made, resume)
+    made.save_model(str(folder / "saved"))
+    evaluated = {name: value for name, value in made.evaluate().items() if "per_second" not in name}
+    del evaluated["eval_runtime"]
+    return Run(lines, evaluated, made.is_world_process_zero())
+
+
+def saved(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
+    return load_file(folder / "saved" / name)
+
+
+def assert_as_plain(folder: Path, told: list[Run], plain: Run, name: str = "model.safetensors") -> None:
+    """Compare losses, gradient norms, the weights that were saved, and evaluations on all ranks."""
+    assert_close(told[0].logged, plain.logged)
+    assert hf_models.distance(saved(folder / "piped", name), saved(folder / "plain", name)) < 2e-6
+    for run in told:
+        assert run.logged == told[0].logged
+        assert run.evaluated == pytest.approx(plain.evaluated, rel=1e-5)
 
 
 class Both(Trainer):
@@ -118,4 +156,6 @@ def is_of_sgd(name: str, parameter: Tensor) -> bool:
 
 OWN = [{"match": is_of_sgd, "optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9}]
 """The same groups in a pipeline."""
+DOUBLE = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
+"""Batches with the rows of two replicas."""
 CONSTANT = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,16 +31,10 @@ def base_folder(root: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def pipeline(layers: Any, ranks: int | None = 2, schedule: str = "1f1b", **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        layers,
-        penstock.causal_lm_loss,
-        ranks=ranks,
-        microbatches=4,
-        schedule=schedule,
-        reduction=penstock.valid_tokens,
-        **options,
-    )
+def adapted(base: Path, ranks: int | None = 2, family: str = "llama", **changes: Any) -> penstock.Pipeline:
+    """Make a pipeline of a base model with new adapters."""
+    layers = penstock.from_transformers(base, adapters=config(family, **changes), seed=3)
+    return hf_models.pipeline(layers, ranks)
 
 
 def move(pipe: penstock.Pipeline) -> None:
@@ -86,6 +81,13 @@ def step(pipe: penstock.Pipeline, number: int = 0) -> tuple[float, dict[str, Ten
     named = list(pipe.named_parameters())
     assert all((p.grad is None) != p.requires_grad for _, p in named)
     return loss, {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def assert_same_step(seen: tuple[float, dict[str, Tensor]], model: Any) -> None:
+    """Compare a step of a pipeline with that of peft's model: the loss closely, the gradients bit for bit."""
+    loss, gradients = accumulated(model)
+    assert seen[0] == pytest.approx(loss, abs=1e-6)
+    assert same(seen[1], gradients)
 
 
 def logits(model: Any) -> Tensor:

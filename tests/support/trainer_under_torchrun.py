@@ -11,26 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
 
-import penstock
-from tests.support import hf_models
-
-VOCABULARY, TOKENS = 64, 12
+from tests.support import hf_trainer
 
 
 class Rows(list[dict[str, Tensor]]):
-    """Rows with labels on a part of each.
+    """Rows of which one process cannot read the fifth."""
 
-    Args:
-        broken: process that cannot read its fifth row; -1 for none.
-    """
-
-    def __init__(self, count: int, broken: int = -1) -> None:
-        generator = torch.Generator().manual_seed(3)
-        ids = torch.randint(2, VOCABULARY, (count, TOKENS), generator=generator)
-        labels = torch.where(torch.arange(TOKENS) < torch.arange(count)[:, None] % 7, -100, ids)
-        super().__init__({"input_ids": ids[n], "labels": labels[n]} for n in range(count))
+    def __init__(self, broken: int) -> None:
+        super().__init__(hf_trainer.rows(20))
         self.broken = broken
 
     def __getitem__(self, n: Any) -> Any:
@@ -43,29 +32,16 @@ class Stream(IterableDataset[dict[str, Tensor]]):
     """The rows of a stream, of other lengths in each batch."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for n, row in enumerate(Rows(60)):
-            yield {name: value[: TOKENS - n // 8] for name, value in row.items()}
+        for n, row in enumerate(hf_trainer.rows(60)):
+            yield {name: value[: hf_trainer.TOKENS - n // 8] for name, value in row.items()}
 
 
-def run(
-    folder: Path,
-    pipeline: dict[str, Any] | None,
-    changes: dict[str, Any],
-    broken: int = -1,
-    streamed: bool = False,
-) -> Trainer:
+def run(folder: Path, pipeline: dict[str, Any] | None, broken: int = -1, streamed: bool = False) -> None:
     """Train a small model with plain Trainer, or with a pipeline; the leading process writes what was logged."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    given: dict[str, Any] = {
-        "model": hf_models.model("llama", vocab_size=VOCABULARY),
-        "args": TrainingArguments(
-            str(folder), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True, seed=5, **changes,
-        ),
-        "train_dataset": Stream() if streamed else Rows(44, broken),
-    }  # fmt: skip
-    trainer = Trainer(**given) if pipeline is None else penstock.PipelineTrainer(**given, pipeline=pipeline)
+    data = Stream() if streamed else Rows(broken)
+    args = hf_trainer.arguments(folder)
+    trainer = hf_trainer.trainer(hf_trainer.model(), args, pipeline, train_dataset=data)
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     if trainer.is_world_process_zero():
@@ -73,9 +49,7 @@ def run(
         if pipeline is not None:
             ranks = trainer.pipe.ranks if trainer.pipe.in_processes else 0
             (folder / "mesh.json").write_text(json.dumps([ranks, trainer.pipe.replicas]))
-    return trainer
 
 
 if __name__ == "__main__":
-    root, told = sys.argv[1:]
-    run(Path(root), **json.loads(told))
+    run(Path(sys.argv[1]), **json.loads(sys.argv[2]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import WeightGradQueue
 from tests.support import hf_models, peft_models
+from tests.support.lanes import exhaustive, slow
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +39,36 @@ CONFIGS = {
 }
 
 
-FAST = [("llama", "plain"), ("llama", "dora"), ("llama", "whole modules"), ("gpt2", "biases")]
-CASES = [
-    *(("llama", name) for name in CONFIGS),
-    *((family, "plain") for family in ("gpt2", "gpt_neox", "gemma2", "qwen2", "phi3")),
-    *(("gpt2", "dora"), ("gpt2", "biases"), ("qwen2", "own biases")),
-]
-
-
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    [
+        ("llama", "dora"),
+        ("gpt2", "biases"),
+        *slow(("llama", "whole modules"), ("gemma2", "ranks by name")),
+        *exhaustive(*(("llama", name) for name in CONFIGS if name not in ("dora", "whole modules"))),
+        *exhaustive(*((family, "plain") for family in ("gpt2", "gpt_neox", "gemma2", "qwen2", "phi3"))),
+        *exhaustive(("gpt2", "dora"), ("qwen2", "own biases")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_peft_bit_for_bit(family: str, changes: str, bases, tmp_path: Path):
     base = bases(family)
-    config = peft_models.config(family, **CONFIGS[changes])
-    with peft_models.pipeline(penstock.from_transformers(base, adapters=config, seed=3), 4) as pipe:
+    with peft_models.adapted(base, 4, family, **CONFIGS[changes]) as pipe:
         peft_models.move(pipe)
-        loss, gradients = peft_models.step(pipe)
+        seen = peft_models.step(pipe)
         penstock.save_adapters(pipe, tmp_path)
-    expected_loss, expected = peft_models.accumulated(peft_models.with_peft(base, tmp_path))
-    assert loss == pytest.approx(expected_loss, abs=1e-6)
-    assert peft_models.same(gradients, expected)
+    peft_models.assert_same_step(seen, peft_models.with_peft(base, tmp_path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"use_dora": True, "lora_dropout": 0.2, "modules_to_save": ["norm"]},
-        pytest.param({}, marks=pytest.mark.slow),
-    ],
+    [*slow({"use_dora": True, "lora_dropout": 0.2, "modules_to_save": ["norm"]}), *exhaustive({})],
     ids=["dora", "plain"],
 )
 def test_weights_dropout_and_gradients_depend_on_no_layout(changes: dict, bases):
     def run(ranks: int, schedule: str, **options) -> list[tuple[float, dict[str, torch.Tensor]]]:
         config = peft_models.config(**changes)
         layers = penstock.from_transformers(bases("llama"), adapters=config, seed=7)
-        with peft_models.pipeline(layers, ranks, schedule, **options) as pipe:
+        with hf_models.pipeline(layers, ranks, schedule=schedule, **options) as pipe:
             first = {name: p.detach().clone() for name, p in pipe.named_parameters()}
             peft_models.move(pipe)
             return [(0.0, first), *(peft_models.step(pipe, n) for n in range(2))]
@@ -96,7 +91,7 @@ def test_stages_with_copies_sum_to_the_same_gradients(bases):
     layers = [penstock.from_transformers(bases("llama"), adapters=peft_models.config()) for _ in range(2)]
     seen = []
     for given, schedule in zip(layers, ("1f1b", "dualpipe"), strict=True):
-        with peft_models.pipeline(given, 2, schedule) as pipe:
+        with hf_models.pipeline(given, schedule=schedule) as pipe:
             peft_models.move(pipe)
             seen.append(peft_models.step(pipe))
     assert seen[0][0] == pytest.approx(seen[1][0], abs=1e-6)
@@ -137,8 +132,7 @@ def test_only_adapters_wait_for_the_weight_half_of_a_split_backward(bases):
 
 
 def test_the_optimizer_keeps_state_for_adapters_alone(bases):
-    layers = penstock.from_transformers(bases("llama"), adapters=peft_models.config())
-    with peft_models.pipeline(layers) as pipe:
+    with peft_models.adapted(bases("llama")) as pipe:
         optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
         before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
         for n in range(2):
@@ -153,8 +147,7 @@ def test_the_optimizer_keeps_state_for_adapters_alone(bases):
 def test_adapters_of_a_bf16_base_are_fp32_as_in_peft(tmp_path: Path):
     base = tmp_path / "base"
     hf_models.model("llama").to(torch.bfloat16).save_pretrained(base)
-    layers = penstock.from_transformers(base, adapters=peft_models.config())
-    with peft_models.pipeline(layers) as pipe:
+    with peft_models.adapted(base) as pipe:
         peft_models.move(pipe)
         dtypes = {p.requires_grad: p.dtype for p in pipe.parameters()}
         loss, gradients = peft_models.step(pipe)
@@ -165,7 +158,9 @@ def test_adapters_of_a_bf16_base_are_fp32_as_in_peft(tmp_path: Path):
     assert peft_models.same(gradients, expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all"}])
+@pytest.mark.parametrize(
+    "changes", [{"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all"}, *exhaustive({})]
+)
 def test_a_peft_model_is_taken_as_it_is(changes: dict, bases, tmp_path: Path):
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -173,14 +168,11 @@ def test_a_peft_model_is_taken_as_it_is(changes: dict, bases, tmp_path: Path):
     torch.manual_seed(0)
     base = bases("llama")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_models.config(**changes)).train()
-    layers = penstock.from_transformers(model)
-    with peft_models.pipeline(layers, 4) as pipe:
+    with hf_models.pipeline(model, 4) as pipe:
         peft_models.move(pipe)
-        loss, gradients = peft_models.step(pipe)
+        seen = peft_models.step(pipe)
         pipe.zero_grad()
-        expected_loss, expected = peft_models.accumulated(model)
-        assert loss == pytest.approx(expected_loss, abs=1e-6)
-        assert peft_models.same(gradients, expected)
+        peft_models.assert_same_step(seen, model)
         penstock.save_adapters(pipe, tmp_path)
     again = peft_models.with_peft(base, tmp_path, trainable=False)
     assert torch.equal(peft_models.logits(again), peft_models.logits(model))
@@ -193,17 +185,22 @@ def test_a_line_says_what_is_trained(bases):
     assert adapters_of(penstock.from_transformers(bases("llama"))) is None
 
 
-def peft_model(changes: dict | None = None, tied: bool = False):
+def peft_model(**changes: Any) -> Any:
     from peft import get_peft_model
 
-    return get_peft_model(hf_models.model("llama", tied=tied), peft_models.config(**(changes or {})))
+    return get_peft_model(hf_models.model("llama"), peft_models.config(**changes))
 
 
-def test_adapters_on_tables_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"model.embed_tokens cannot have an adapter.* modules_to_save"):
-        penstock.from_transformers(peft_model({"target_modules": ["embed_tokens", "q_proj"]}))
-    with pytest.raises(ConfigError, match="lm_head cannot have an adapter"):
-        penstock.from_transformers(peft_model({"target_modules": ["lm_head", "q_proj"]}))
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("embed_tokens", r"model.embed_tokens cannot have an adapter.* modules_to_save"),
+        ("lm_head", "lm_head cannot have an adapter"),
+    ],
+)
+def test_adapters_on_tables_are_refused_by_name(table: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        penstock.from_transformers(peft_model(target_modules=[table, "q_proj"]))
 
 
 def test_a_tied_table_that_is_saved_as_a_whole_is_refused(tmp_path: Path):
@@ -213,18 +210,21 @@ def test_a_tied_table_that_is_saved_as_a_whole_is_refused(tmp_path: Path):
         penstock.from_transformers(base, adapters=config)
 
 
-def test_merged_disabled_and_several_adapters_are_refused():
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.merge_adapter(), "merged into the base; call unmerge_adapter"),
+        (lambda model: model.base_model.disable_adapter_layers(), "disabled; call enable_adapter_layers"),
+        (
+            lambda model: model.add_adapter("second", peft_models.config()),
+            "must have one adapter, got default, second",
+        ),
+    ],
+)
+def test_merged_disabled_and_several_adapters_are_refused(change: Callable[[Any], object], said: str):
     model = peft_model()
-    model.merge_adapter()
-    with pytest.raises(ConfigError, match="merged into the base; call unmerge_adapter"):
-        penstock.from_transformers(model)
-    model = peft_model()
-    model.base_model.disable_adapter_layers()
-    with pytest.raises(ConfigError, match="disabled; call enable_adapter_layers"):
-        penstock.from_transformers(model)
-    model = peft_model()
-    model.add_adapter("second", peft_models.config())
-    with pytest.raises(ConfigError, match="must have one adapter, got default, second"):
+    change(model)
+    with pytest.raises(ConfigError, match=said):
         penstock.from_transformers(model)
 
 
@@ -260,14 +260,8 @@ def in_processes(rank: int, base: str, mesh: penstock.MeshShape, zero: bool) -> 
     torch.set_num_threads(1)
     layers = penstock.from_transformers(base, adapters=peft_models.config(lora_dropout=0.1), seed=3)
     try:
-        pipe = penstock.Pipeline(
-            layers,
-            penstock.causal_lm_loss,
-            microbatches=4 // mesh.dp,
-            mesh=mesh,
-            reduction=penstock.valid_tokens,
-            parallel=penstock.ParallelOptions(family="llama"),
-        )
+        parallel = penstock.ParallelOptions(family="llama")
+        pipe = hf_models.pipeline(layers, None, microbatches=4 // mesh.dp, mesh=mesh, parallel=parallel)
     except ConfigError as error:
         return str(error)
     with pipe:
@@ -284,12 +278,11 @@ def one_update(pipe: penstock.Pipeline, optimizer: penstock.PipelineOptimizer, n
     return loss
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("zero", [*slow(True), *exhaustive(False)])
 def test_replicas_and_zero_train_as_one_pipeline(zero: bool, processes: LocalProcesses, bases):
     base = bases("llama")
     layers = penstock.from_transformers(base, adapters=peft_models.config(lora_dropout=0.1), seed=3)
-    with peft_models.pipeline(layers, 2) as pipe:
+    with hf_models.pipeline(layers) as pipe:
         optimizer = penstock.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
         expected = [one_update(pipe, optimizer, n) for n in range(3)]
         weights = {name: p.detach().clone() for name, p in pipe.named_parameters()}

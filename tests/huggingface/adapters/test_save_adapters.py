@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.base.errors import ConfigError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from penstock.huggingface.save import COPIED_FILES
-from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, peft_models
-
-CONFIGS = {
-    "plain": ("llama", {}),
-    "dora": ("llama", {"use_dora": True, "modules_to_save": ["lm_head", "norm"]}),
-    "biases": ("gpt2", {"bias": "all"}),
-    "rslora": ("gemma2", {"use_rslora": True}),
-}
+from tests.support.lanes import exhaustive, slow
 
 
 def outputs(pipe: penstock.Pipeline) -> torch.Tensor:
@@ -31,13 +25,17 @@ def outputs(pipe: penstock.Pipeline) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "dora" else pytest.mark.slow) for n in CONFIGS]
+    ("family", "changes"),
+    [
+        ("llama", {"use_dora": True, "modules_to_save": ["lm_head", "norm"]}),
+        *exhaustive(("llama", {}), ("gpt2", {"bias": "all"}), ("gemma2", {"use_rslora": True})),
+    ],
 )
-def test_peft_loads_the_folder_and_gives_the_same_logits(name: str, tmp_path: Path):
-    family, changes = CONFIGS[name]
+def test_peft_loads_the_folder_and_gives_the_same_logits(
+    family: str, changes: dict[str, Any], tmp_path: Path
+):
     base = peft_models.base_folder(tmp_path, family, tied=family == "gemma2")
-    config = peft_models.config(family, **changes)
-    with peft_models.pipeline(penstock.from_transformers(base, adapters=config)) as pipe:
+    with peft_models.adapted(base, 2, family, **changes) as pipe:
         peft_models.move(pipe)
         expected = outputs(pipe)
         penstock.save_adapters(pipe, tmp_path / "saved")
@@ -57,66 +55,67 @@ def test_peft_loads_the_folder_and_gives_the_same_logits(name: str, tmp_path: Pa
 
 def test_saved_adapters_are_trained_further(tmp_path: Path):
     base = peft_models.base_folder(tmp_path)
-    with peft_models.pipeline(penstock.from_transformers(base, adapters=peft_models.config())) as pipe:
+    with peft_models.adapted(base) as pipe:
         peft_models.move(pipe)
         expected = peft_models.step(pipe)
         penstock.save_adapters(pipe, tmp_path / "saved")
     again = penstock.from_transformers(base, adapters=tmp_path / "saved")
-    with peft_models.pipeline(again, 4) as pipe:
+    with hf_models.pipeline(again, 4) as pipe:
         loss, gradients = peft_models.step(pipe)
     assert loss == expected[0]
     assert peft_models.same(gradients, expected[1])
 
 
-def save_from_processes(rank: int, base: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    layers = penstock.from_transformers(base, adapters=peft_models.config(), seed=5)
-    with peft_models.pipeline(layers, None) as pipe:
-        peft_models.move(pipe)
-        penstock.save_adapters(pipe, f"{folder}/adapters")
-        penstock.save_transformers(pipe, f"{folder}/merged", base)
-
-
-def test_processes_write_one_file_and_leave_no_parts(processes: LocalProcesses, tmp_path: Path):
+def test_what_cannot_be_saved_is_refused(tmp_path: Path):
     base = peft_models.base_folder(tmp_path)
-    (base / "tokenizer.json").write_text("{}")
-    processes.run(2, save_from_processes, str(base), str(tmp_path), timeout=300)
-    layers = penstock.from_transformers(base, adapters=peft_models.config(), seed=5)
-    with peft_models.pipeline(layers, 1) as pipe:
-        peft_models.move(pipe)
-        penstock.save_adapters(pipe, tmp_path / "one")
-        expected = outputs(pipe)
-    names = {path.name for path in (tmp_path / "adapters").iterdir()}
-    assert names == {path.name for path in (tmp_path / "one").iterdir()}
-    assert names - {*COPIED_FILES} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-    assert "tokenizer.json" in names
-    for name in names:
-        assert (tmp_path / "adapters" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
-    from transformers import AutoModelForCausalLM
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.allclose(peft_models.logits(merged), expected, atol=1e-4)
-
-
-def test_weights_that_the_folder_would_lose_are_refused(tmp_path: Path):
-    base = peft_models.base_folder(tmp_path)
-    with peft_models.pipeline(penstock.from_transformers(base, adapters=peft_models.config())) as pipe:
+    with (
+        hf_models.pipeline(base) as pipe,
+        pytest.raises(ConfigError, match=r"no adapters that penstock\.from_transformers knows"),
+    ):
+        penstock.save_adapters(pipe, tmp_path / "saved")
+    (tmp_path / "file").write_text("")
+    with peft_models.adapted(base) as pipe:
+        with pytest.raises(ConfigError, match="cannot make the folder"):
+            penstock.save_adapters(pipe, tmp_path / "file" / "x")
         dict(pipe.named_parameters())["model.norm.weight"].requires_grad_(True)
         with pytest.raises(ConfigError, match=r"would lose them: model.norm.weight; freeze them"):
             penstock.save_adapters(pipe, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_model_without_adapters_and_a_folder_that_cannot_be_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"bias": "all"}),
+        *slow(("llama", {"use_dora": True, "modules_to_save": ["norm"]})),
+        *exhaustive(("llama", {}), ("gemma2", {"use_rslora": True})),
+    ],
+)
+def test_the_merged_folder_is_what_peft_merges_and_the_pipeline_is_unchanged(
+    family: str, changes: dict, tmp_path: Path
+):
+    base = peft_models.base_folder(tmp_path, family, tied=family != "llama")
+    with peft_models.adapted(base, 2, family, **changes) as pipe:
+        peft_models.move(pipe)
+        before = peft_models.step(pipe)
+        penstock.save_transformers(pipe, tmp_path / "merged", base)
+        penstock.save_adapters(pipe, tmp_path / "adapters")
+        after = peft_models.step(pipe)
+    assert before[0] == after[0]
+    assert peft_models.same(before[1], after[1])
+    expected = peft_models.with_peft(base, tmp_path / "adapters", trainable=False).merge_and_unload()
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert peft_models.same(dict(merged.named_parameters()), dict(expected.named_parameters()))
+    assert torch.equal(peft_models.logits(merged), peft_models.logits(expected))
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged(tmp_path: Path):
     base = peft_models.base_folder(tmp_path)
-    with (
-        peft_models.pipeline(penstock.from_transformers(base)) as pipe,
-        pytest.raises(ConfigError, match=r"no adapters that penstock\.from_transformers knows"),
-    ):
-        penstock.save_adapters(pipe, tmp_path / "saved")
-    (tmp_path / "file").write_text("")
-    with (
-        peft_models.pipeline(penstock.from_transformers(base, adapters=peft_models.config())) as pipe,
-        pytest.raises(ConfigError, match="cannot make the folder"),
-    ):
-        penstock.save_adapters(pipe, tmp_path / "file" / "x")
+    with peft_models.adapted(base) as pipe:
+        for name, parameter in pipe.named_parameters():
+            if name.endswith("layers.2.mlp.up_proj.lora_B.default.weight"):
+                parameter.data.fill_(torch.nan)
+        with pytest.raises(ConfigError, match=r"cannot merge the adapter of model.layers.2.mlp.up_proj"):
+            penstock.save_transformers(pipe, tmp_path / "merged", base)
+    assert not (tmp_path / "merged").exists()

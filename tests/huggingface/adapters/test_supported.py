@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -53,7 +54,7 @@ def test_initial_weights_that_change_the_base_are_refused():
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("saved")
     base = peft_models.base_folder(root)
-    with peft_models.pipeline(penstock.from_transformers(base, adapters=peft_models.config())) as pipe:
+    with peft_models.adapted(base) as pipe:
         penstock.save_adapters(pipe, root / "adapters")
     return base, root / "adapters"
 
@@ -67,41 +68,42 @@ def damaged(saved: tuple[Path, Path], folder: Path, change) -> str:
 
 
 def test_a_folder_that_does_not_fit_is_refused_with_all_its_tensors(saved: tuple[Path, Path], tmp_path: Path):
-    def tensors(change):
-        def rewrite(folder: Path) -> None:
-            state = load_file(folder / ADAPTER_WEIGHTS)
-            change(state)
-            save_file(state, folder / ADAPTER_WEIGHTS)
-
-        return rewrite
-
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 
-    def swap(state: dict) -> None:
+    def swap(folder: Path) -> None:
+        state = load_file(folder / ADAPTER_WEIGHTS)
         state["surplus"] = state.pop(name)
         state[name.replace("_A", "_B")] = state["surplus"].clone()
+        save_file(state, folder / ADAPTER_WEIGHTS)
 
-    text = damaged(saved, tmp_path / "a", tensors(swap))
+    text = damaged(saved, tmp_path / "a", swap)
     assert f"{name} is missing" in text
     assert "surplus is unknown" in text
     assert re.search(r"lora_B.weight has shape \(4, 16\), not \(24, 4\)", text)
 
 
-def test_missing_and_broken_files_are_refused(saved: tuple[Path, Path], tmp_path: Path):
-    text = damaged(saved, tmp_path / "a", lambda folder: (folder / ADAPTER_CONFIG).unlink())
-    assert "is not a folder of adapters: it has no adapter_config.json" in text
+def of_another_type(folder: Path) -> None:
+    table = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**table, "peft_type": "NONE"}))
 
-    def pickled(folder: Path) -> None:
-        (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin")
 
-    assert "adapter_model.bin is a pickle, which can run code" in damaged(saved, tmp_path / "b", pickled)
-
-    def other_type(folder: Path) -> None:
-        table = json.loads((folder / ADAPTER_CONFIG).read_text())
-        (folder / ADAPTER_CONFIG).write_text(json.dumps({**table, "peft_type": "NONE"}))
-
-    assert "peft cannot use" in damaged(saved, tmp_path / "c", other_type)
-    text = damaged(saved, tmp_path / "d", lambda folder: (folder / ADAPTER_CONFIG).write_text("{"))
-    assert "is not JSON" in text
-    cut = damaged(saved, tmp_path / "e", lambda f: (f / ADAPTER_WEIGHTS).write_bytes(b"cut"))
-    assert "adapter_model.safetensors" in cut
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda folder: (folder / ADAPTER_CONFIG).unlink(),
+            "is not a folder of adapters: it has no adapter_config.json",
+        ),
+        (
+            lambda folder: (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin"),
+            "adapter_model.bin is a pickle, which can run code",
+        ),
+        (of_another_type, "peft cannot use"),
+        (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), "is not JSON"),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).write_bytes(b"cut"), "adapter_model.safetensors"),
+    ],
+)
+def test_missing_and_broken_files_are_refused(
+    saved: tuple[Path, Path], tmp_path: Path, change: Any, said: str
+):
+    assert said in damaged(saved, tmp_path / "a", change)

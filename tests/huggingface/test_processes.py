@@ -1,17 +1,17 @@
-"""`penstock.PipelineTrainer` with a process for each rank, beside plain Trainer."""
+"""Models of transformers with a process for each rank: what is saved, and `PipelineTrainer` beside plain Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -20,31 +20,26 @@ from penstock.huggingface.one_process import FilledSampler
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.show.run import read_run
 from penstock.trace.join import present
+from tests.support import hf_models, hf_trainer
 from tests.support.groups import run_cases
 from tests.support.hf_models import distance
 from tests.support.hf_trainer import (
     CONSTANT,
+    DOUBLE,
     OWN,
     Both,
-    accuracy,
-    adapted,
     arguments,
-    assert_close,
-    is_of_sgd,
-    logged,
+    assert_as_plain,
     model,
     rows,
-    trainer,
+    saved,
 )
 from tests.support.lanes import exhaustive, slow
 
 PIPELINE = {"ranks": 2, "microbatches": 2, "report": False}
-DOUBLE = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
-"""Batches with the rows of two replicas."""
 SAVING = {
     "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant",
 }  # fmt: skip
-ADAPTERS = "adapter_model.safetensors"
 
 
 def seeded_by_rank() -> Any:
@@ -65,63 +60,113 @@ class Generates(TrainerCallback):
         model.generate(torch.ones((1, 2), dtype=torch.int64), max_new_tokens=2)
 
 
-KINDS = {"whole": model, "adapted": adapted, "seeded by rank": seeded_by_rank}
+def with_other_modules() -> Any:
+    net = model()
+    for block in net.model.layers:
+        block.mlp.up_proj = nn.Sequential(block.mlp.up_proj)
+    return net
 
 
-class Run(NamedTuple):
-    logged: list[dict[str, Any]]
-    evaluated: dict[str, float]
-    leads: bool
+MODELS = {
+    "whole": model, "adapted": hf_trainer.adapted, "seeded by rank": seeded_by_rank,
+    "with other modules": with_other_modules,
+}  # fmt: skip
 
 
-def job(
-    rank: int, folder: Path, changes: dict[str, Any], pipeline: dict[str, Any] | None, more: dict[str, Any]
-) -> Run:
-    """One process of a run, or plain Trainer without a pipeline, which saves its model.
+def make(
+    folder: Path,
+    pipeline: dict[str, Any] | None,
+    *,
+    net: str = "whole",
+    options: dict[str, Any] | None = None,
+    data: int | None = 44,
+    generates: bool = False,
+    kind: Any = None,
+    **changes: Any,
+) -> Any:
+    """Make a trainer.
 
     Args:
-        more: what to make and do: ``kind`` and ``model`` (its options), ``rows`` or ``streamed``, ``generates``, ``trainer``
-            (a class), ``resume``, ``evaluates``.
+        net: one of `MODELS`; `options` are those of the model.
+        data: number of rows; None for a stream.
+        kind: a class of plain trainers.
     """
-    net = KINDS[more.get("kind", "whole")](**more.get("model", {}))
-    ours = trainer(
-        net, arguments(folder, **changes), pipeline, more.get("trainer"), compute_metrics=accuracy,
-        train_dataset=Stream() if more.get("streamed") else rows(more.get("rows", 44)),
-        callbacks=[Generates()] if more.get("generates") else [],
+    return hf_trainer.trainer(
+        MODELS[net](**(options or {})), arguments(folder, **changes), pipeline, kind,
+        train_dataset=Stream() if data is None else rows(data), compute_metrics=hf_trainer.accuracy,
+        callbacks=[Generates()] if generates else [],
     )  # fmt: skip
-    lines = logged(ours, more.get("resume"))
-    ours.save_model(str(folder / "saved"))
-    return Run(lines, ours.evaluate() if more.get("evaluates") else {}, ours.is_world_process_zero())
 
 
-def saved(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
-    return load_file(folder / "saved" / name)
+def run_in(
+    processes: LocalProcesses | None,
+    folder: Path,
+    changes: dict[str, Any],
+    pipeline: dict[str, Any] | None = PIPELINE,
+    ranks: int = 2,
+    resume: Any = None,
+) -> list[hf_trainer.Run]:
+    """Train in processes, or in this one."""
+    given = (make, folder, pipeline, changes, resume)
+    if processes is None:
+        return [hf_trainer.run(0, *given)]
+    return processes.run(ranks, hf_trainer.run, *given, timeout=300)
 
 
-def assert_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def saved_in_parts(rank: int, kind: str, source: Path, folder: Path) -> str:
+    """Save a model or its adapters from processes; return what it refuses."""
+    net = source if kind == "whole" else MODELS[kind]()
+    try:
+        with hf_models.pipeline(net, None) as pipe:
+            if kind == "adapted":
+                penstock.save_adapters(pipe, folder)
+            else:
+                penstock.save_transformers(pipe, folder, net)
+    except penstock.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_write_a_part_each_with_an_index_and_one_file_of_adapters(
+    tmp_path: Path, processes: LocalProcesses
+):
+    net = model().eval()
+    net.save_pretrained(tmp_path / "source")
+    cases = [
+        (kind, tmp_path / "source", tmp_path / kind) for kind in ("whole", "adapted", "with other modules")
+    ]
+    (tmp_path / "whole").mkdir()
+    # A reader would take it for the weights.
+    save_file({"old": torch.zeros(1)}, tmp_path / "whole" / "model.safetensors")
+    *saves, refused = run_cases(processes, 2, saved_in_parts, cases)
+    assert saves == [["", ""], ["", ""]]
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 2
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert_same_bits(again.state_dict(), net.state_dict())
+    with hf_models.pipeline(hf_trainer.adapted(), 1) as pipe:
+        penstock.save_adapters(pipe, tmp_path / "one")
+    ours, theirs = (
+        {p.name: p.read_bytes() for p in (tmp_path / each).iterdir()} for each in ("adapted", "one")
+    )
+    assert ours == theirs
+    assert refused[0] == refused[1]
+    assert "model.layers.0.mlp.up_proj.weight is missing" in refused[0]
+    assert not (tmp_path / "with other modules").exists()
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def assert_as_plain(
-    folder: Path, told: list[Run], plain: Run, name: str = "model.safetensors", most: float = 2e-6
-) -> None:
-    """Compare losses, gradient norms, the weights that are saved, and the metrics of an evaluation."""
-    assert_close(told[0].logged, plain.logged)
-    assert distance(saved(folder / "piped", name), saved(folder / "plain", name)) < most
-    for run in told:
-        assert run.logged == told[0].logged
-        assert run.evaluated.get("eval_accuracy") == plain.evaluated.get("eval_accuracy")
-        assert run.evaluated.get("eval_loss") == pytest.approx(plain.evaluated.get("eval_loss"), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, processes: LocalProcesses) -> Path:
     """Two steps of a model with tied weights in two processes, and of plain Trainer; each saves a checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    changes, more = {**SAVING, "max_steps": 2}, {"model": {"tied": True}, "evaluates": True}
-    plain = job(0, folder / "plain", changes, None, more)
-    told = processes.run(2, job, folder / "piped", changes, PIPELINE, more)
+    changes = {**SAVING, "max_steps": 2, "options": {"tied": True}}
+    (plain,) = run_in(None, folder / "plain", changes, None)
+    told = run_in(processes, folder / "piped", changes)
     assert_as_plain(folder, told, plain)
     assert [run.leads for run in told] == [True, False]
     return folder
@@ -161,7 +206,7 @@ REFUSED = [
 
 def refusal(rank: int, folder: Path, changes: dict[str, Any], pipeline: dict[str, Any]) -> str:
     try:
-        trainer(model(), arguments(folder, **changes), PIPELINE | pipeline)
+        hf_trainer.trainer(model(), arguments(folder, **changes), PIPELINE | pipeline)
     except penstock.ConfigError as error:
         return str(error)
     return "not refused"
@@ -198,24 +243,23 @@ EPOCHS = {"num_train_epochs": 2, "max_steps": -1}
     ids=", ".join,
 )
 def test_two_ranks_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, changes: dict[str, Any]):
-    plain = job(0, tmp_path / "plain", changes, None, {})
-    assert_as_plain(tmp_path, processes.run(2, job, tmp_path / "piped", changes, PIPELINE, {}), plain)
+    (plain,) = run_in(None, tmp_path / "plain", changes, None)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes), plain)
 
 
 @pytest.mark.slow
 def test_groups_have_optimizers_of_their_own_and_resume(tmp_path: Path, processes: LocalProcesses):
     pipeline, changes = PIPELINE | {"optimizer": OWN}, CONSTANT | {"save_strategy": "steps", "save_steps": 2}
-    plain = job(0, tmp_path / "plain", CONSTANT, None, {"trainer": Both})
-    assert_as_plain(tmp_path, processes.run(2, job, tmp_path / "piped", changes, pipeline, {}), plain)
-    resume = {"resume": str(tmp_path / "piped" / "checkpoint-2")}
-    processes.run(2, job, tmp_path / "resumed", CONSTANT, pipeline, resume)
-    assert_bits(saved(tmp_path / "resumed"), saved(tmp_path / "piped"))
-    muon = PIPELINE | {"optimizer": [{"match": is_of_sgd, "optimizer": torch.optim.Muon, "lr": 0.02}]}
-    # Muon's products are in bf16, so another last bit of a gradient shows in the third digit.
-    told = processes.run(2, job, tmp_path / "muon", {}, muon, {})
-    expected = job(0, tmp_path / "threads", {}, muon, {})
-    losses = [[line["loss"] for line in run.logged] for run in (told[0], expected)]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    (plain,) = run_in(None, tmp_path / "plain", {**CONSTANT, "kind": Both}, None)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes, pipeline), plain)
+    run_in(
+        processes, tmp_path / "resumed", CONSTANT, pipeline, resume=str(tmp_path / "piped" / "checkpoint-2")
+    )
+    assert_same_bits(saved(tmp_path / "resumed"), saved(tmp_path / "piped"))
+    muon = [{"match": hf_trainer.is_of_sgd, "optimizer": torch.optim.Muon, "lr": 0.02}]
+    for name, where in (("muon", processes), ("threads", None)):
+        run_in(where, tmp_path / name, {}, PIPELINE | {"optimizer": muon})
+    # Its products are in bf16.
     assert distance(saved(tmp_path / "muon"), saved(tmp_path / "threads")) < 1e-2
 
 
@@ -234,20 +278,17 @@ def test_processes_that_divide_samples_train_as_trainer_does(
     changes: dict[str, Any],
     rows_of: dict,
 ):
-    more = {"rows": 64, "evaluates": True}
-    plain = job(0, tmp_path / "plain", {**changes, **rows_of}, None, more)
-    assert_as_plain(
-        tmp_path, processes.run(4, job, tmp_path / "piped", changes, PIPELINE | pipeline, more), plain
-    )
+    (plain,) = run_in(None, tmp_path / "plain", {**changes, **rows_of}, None)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes, PIPELINE | pipeline, 4), plain)
 
 
 @pytest.mark.slow
 def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: LocalProcesses):
     """Two pipelines of two ranks take two batches in a step; also metrics of an uneven last batch."""
-    changes, more = {"gradient_accumulation_steps": 2, "max_steps": 4}, {"rows": 64, "evaluates": True}
-    plain = job(0, tmp_path / "plain", {**DOUBLE, **changes}, None, more)
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 4, "data": 64}
+    (plain,) = run_in(None, tmp_path / "plain", {**DOUBLE, **changes}, None)
     pipeline = PIPELINE | {"report": True, "trace_every": 2}
-    assert_as_plain(tmp_path, processes.run(4, job, tmp_path / "piped", changes, pipeline, more), plain)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes, pipeline, 4), plain)
     traces = read_run(tmp_path / "piped").traces
     assert {n: (t.ranks, len(present(t))) for n, t in traces.items()} == dict.fromkeys((1, 2, 4), (2, 2))
     assert (tmp_path / "piped" / "report.html").exists()
@@ -256,29 +297,27 @@ def test_replicas_take_the_rows_of_several_batches(tmp_path: Path, processes: Lo
 @pytest.mark.slow
 def test_replicas_take_the_rows_of_a_stream(tmp_path: Path, processes: LocalProcesses):
     """The rows are those of a list, in its order, for as many steps as there are whole batches."""
-    more, changes = {"streamed": True}, {"max_steps": 4}
-    plain = job(0, tmp_path / "plain", {**DOUBLE, **changes}, None, more)
-    assert_as_plain(tmp_path, processes.run(4, job, tmp_path / "piped", changes, PIPELINE, more), plain)
+    changes = {"data": None, "max_steps": 4}
+    (plain,) = run_in(None, tmp_path / "plain", {**DOUBLE, **changes}, None)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes, ranks=4), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "told", "said"),
+    ("ranks", "changes", "said"),
     [
         (2, {"generates": True}, r"model\.generate needs all weights"),
-        (4, {"kind": "seeded by rank"}, "differ"),
-        (2, {"place": "a file"}, "a file"),
+        (4, {"net": "seeded by rank"}, "differ"),
+        (2, {}, "saved"),
     ],
     ids=["a callback that generates", "replicas of another model", "a folder that cannot be written"],
 )
 def test_an_error_in_a_run_ends_all_ranks(
-    tmp_path: Path, processes: LocalProcesses, ranks: int, told: dict[str, Any], said: str
+    tmp_path: Path, processes: LocalProcesses, ranks: int, changes: dict[str, Any], said: str
 ):
-    (tmp_path / "a file").mkdir()
-    (tmp_path / "a file" / "saved").write_text("")
-    folder = tmp_path / told.get("place", "run")
+    (tmp_path / "saved").write_text("a file")
     with pytest.raises(penstock.PenstockError, match=said):
-        processes.run(ranks, job, folder, {"max_steps": 1}, PIPELINE, told, timeout=100)
+        run_in(processes, tmp_path, {**changes, "max_steps": 1}, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -286,24 +325,13 @@ def test_an_error_in_a_run_ends_all_ranks(
 )
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, processes: LocalProcesses, layout: str):
     """With dropout, and bit for bit, at the layout of before and at others with as many microbatches."""
-    model_of = {"model": {"family": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.2}}
-
-    def run(name: str, steps: int, threads: bool = False, ranks: int = 2, **more: Any) -> None:
-        given = (
-            tmp_path / name,
-            {**SAVING, "max_steps": steps},
-            PIPELINE | {"ranks": ranks},
-            model_of | more,
-        )
-        if threads:
-            job(0, *given)
-        else:
-            processes.run(ranks, job, *given)
-
-    run("whole", 4)
-    run("parts", 2, layout == "threads first")
-    run("parts", 4, layout == "threads second", 4 if layout == "other ranks" else 2, resume=True)
-    assert_bits(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
+    changes = {**SAVING, "max_steps": 4, "options": {"family": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.2}}
+    run_in(processes, tmp_path / "whole", changes)
+    first = None if layout == "threads first" else processes
+    run_in(first, tmp_path / "parts", {**changes, "max_steps": 2})
+    second, ranks = None if layout == "threads second" else processes, 4 if layout == "other ranks" else 2
+    run_in(second, tmp_path / "parts", changes, PIPELINE | {"ranks": ranks}, ranks, True)
+    assert_same_bits(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
 
 
 @pytest.mark.slow
@@ -311,20 +339,20 @@ def test_adapters_are_saved_for_peft_and_resume(tmp_path: Path, processes: Local
     """Also at another layout than that of the first steps."""
     import peft
 
-    changes, more = {**SAVING, "max_steps": 4}, {"kind": "adapted"}
-    plain = job(0, tmp_path / "plain", changes, None, more)
-    told = processes.run(2, job, tmp_path / "piped", changes, PIPELINE, more)
-    assert_as_plain(tmp_path, told, plain, ADAPTERS)
-    again, other = (
-        peft.PeftModel.from_pretrained(model(), tmp_path / name / "saved") for name in ("piped", "plain")
-    )
+    name, changes = "adapter_model.safetensors", {**SAVING, "max_steps": 4, "net": "adapted"}
+    (plain,) = run_in(None, tmp_path / "plain", changes, None)
+    assert_as_plain(tmp_path, run_in(processes, tmp_path / "piped", changes), plain, name)
     x = torch.arange(2, 14)[None]
-    assert torch.allclose(again(x).logits, other(x).logits, atol=1e-5)
-    processes.run(2, job, tmp_path / "parts", {**changes, "max_steps": 2}, PIPELINE, more)
-    first = saved(tmp_path / "parts", ADAPTERS)
-    processes.run(4, job, tmp_path / "parts", changes, PIPELINE | {"ranks": 4}, more | {"resume": True})
-    assert_bits(saved(tmp_path / "parts", ADAPTERS), saved(tmp_path / "piped", ADAPTERS))
-    assert distance(first, saved(tmp_path / "piped", ADAPTERS)) > 1e-3
+    one, other = (
+        peft.PeftModel.from_pretrained(model(), tmp_path / each / "saved")(x).logits
+        for each in ("piped", "plain")
+    )
+    assert torch.allclose(one, other, atol=1e-5)
+    run_in(processes, tmp_path / "parts", {**changes, "max_steps": 2})
+    first = saved(tmp_path / "parts", name)
+    run_in(processes, tmp_path / "parts", changes, PIPELINE | {"ranks": 4}, 4, True)
+    assert_same_bits(saved(tmp_path / "parts", name), saved(tmp_path / "piped", name))
+    assert distance(first, saved(tmp_path / "piped", name)) > 1e-3
 
 
 @pytest.mark.slow
@@ -334,12 +362,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, processes: LocalPro
         "max_steps": 4, "learning_rate": 0.5, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps",
         "eval_steps": 1, "load_best_model_at_end": True, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    job(0, tmp_path / "plain", changes, None, {})
-    processes.run(2, job, tmp_path / "piped", changes, PIPELINE, {})
-    assert distance(saved(tmp_path / "piped"), saved(tmp_path / "plain")) < 1e-4
-    assert (
-        distance(
-            saved(tmp_path / "plain"), load_file(tmp_path / "plain" / "checkpoint-4" / "model.safetensors")
-        )
-        > 1e-2
-    )
+    run_in(None, tmp_path / "plain", changes, None)
+    run_in(processes, tmp_path / "piped", changes)
+    ours, theirs = saved(tmp_path / "piped"), saved(tmp_path / "plain")
+    assert distance(ours, theirs) < 1e-4
+    assert distance(theirs, load_file(tmp_path / "plain" / "checkpoint-4" / "model.safetensors")) > 1e-2
