@@ -101,19 +101,13 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def advance(scheduler: Any, loss: torch.Tensor) -> None:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    elif scheduler is not None:
-        scheduler.step()
+    if scheduler is not None:
+        scheduler.step(*[loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
 
 
 def pipeline(net: nn.Sequential | None = None, microbatches: int = MICROBATCHES, **options: Any) -> Pipeline:
-    return Pipeline(
-        net or plain.model(LAYERS),
-        nn.functional.mse_loss,
-        microbatches=microbatches,
-        **({"ranks": 2} | options),
-    )
+    net, options = net or plain.model(LAYERS), {"ranks": 2, "microbatches": microbatches, **options}
+    return Pipeline(net, nn.functional.mse_loss, **options)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -124,17 +118,21 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def make_both(optimizer: str, scheduler: str | None, named: Named) -> tuple[torch.optim.Optimizer, Any]:
+    group, make = OPTIMIZERS[optimizer]
+    made = group(make, named)
+    return made, None if scheduler is None else SCHEDULERS[scheduler](made)
+
+
 def run(
-    rank: int, folder: Path, optimizer: str, scheduler: str | None, saves: bool, options: dict[str, Any]
+    rank: int, folder: Path, optimizer: str, scheduler: str | None, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Any], list[dict[str, Any]]]:
     """Continue from the newest checkpoint, train on, and save; return losses, weights and the groups' options."""
     torch.set_num_threads(1)
-    group, make = OPTIMIZERS[optimizer]
     losses, mesh = [], options.get("mesh")
     count = MICROBATCHES // (mesh.dp if mesh is not None else 1)
     with pipeline(microbatches=count, timeout=300, **({"ranks": None} | options)) as pipe:
-        made = group(make, pipe.named_parameters())
-        schedule = None if scheduler is None else SCHEDULERS[scheduler](made)
+        made, schedule = make_both(optimizer, scheduler, pipe.named_parameters())
         with Checkpoints(folder, pipe, made, scheduler=schedule) as checkpoints:
             checkpoints.load_newest()
             for _ in range(STEPS):
@@ -143,83 +141,60 @@ def run(
                 made.zero_grad()
                 advance(schedule, result.loss)
                 losses.append(float(result.loss))
-            if saves:
-                checkpoints.save()
+            checkpoints.save()
         return losses, pipe.full_state_dict(), options_of(made)
 
 
 def unsplit(
-    steps: int, optimizer: str, scheduler: str | None
+    optimizer: str, scheduler: str | None, steps: int
 ) -> tuple[list[float], dict[str, Any], list[Any]]:
     """The same in plain PyTorch, without a stop."""
-    group, make = OPTIMIZERS[optimizer]
     net, losses = plain.model(LAYERS), []
-    made = group(make, net.named_parameters())
-    schedule = None if scheduler is None else SCHEDULERS[scheduler](made)
+    made, schedule = make_both(optimizer, scheduler, net.named_parameters())
     for n in range(steps):
-        by_microbatch, _ = plain.step(
-            net, nn.functional.mse_loss, *plain.batch(n, 2 * MICROBATCHES), MICROBATCHES
-        )
+        parts, _ = plain.step(net, nn.functional.mse_loss, *plain.batch(n, 2 * MICROBATCHES), MICROBATCHES)
         made.step()
         made.zero_grad()
-        advance(schedule, by_microbatch.mean())
-        losses.append(float(by_microbatch.mean()))
-    return losses, net.state_dict(), options_of(made)
+        advance(schedule, parts.mean())
+        losses.append(float(parts.mean()))
+    return losses, dict(net.state_dict()), options_of(made)
 
 
-THREADS = [
-    {"ranks": 2},
-    {"ranks": 4, "schedule": "zb-h1"},
-    {"ranks": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2},
+SPLIT, CHUNKS = {"ranks": 4, "schedule": "zb-h1"}, {"schedule": "interleaved-1f1b", "virtual_stages": 2}
+THREADS = [(0, {"ranks": 2}), (0, SPLIT), (0, {"ranks": 2, **CHUNKS})]
+PROCESSES = [(2, {}), (0, SPLIT), (2, CHUNKS)]
+"""Processes, or 0 for threads, and options of a pipeline."""
+CASES = [
+    # Groups, schedulers in a scheduler, one with the losses of before, no state, state of other kinds than tensors.
+    ("AdamW, groups", "SequentialLR", THREADS),
+    ("AdamW, rate in a tensor", None, THREADS),
+    ("SGD", None, THREADS),
+    ("Lion", None, THREADS),
+    ("AdamW, groups", "ReduceLROnPlateau", PROCESSES),
+    # State of other shapes.
+    *slow(("Adafactor", None, THREADS), ("Lion", "SequentialLR", PROCESSES)),
+    *exhaustive(("AdamW, names", None, PROCESSES)),
+    *exhaustive(*((name, None, THREADS) for name in ("AdamW, amsgrad, foreach", "AdamW, fused", "Adagrad"))),
+    *exhaustive(*(("SGD, momentum, groups", name, THREADS) for name in SCHEDULERS)),
 ]
 
 
-def assert_unbroken(parts: list[Any], optimizer: str, scheduler: str | None) -> None:
-    losses, weights, options = unsplit(STEPS * len(parts), optimizer, scheduler)
-    assert [loss for part in parts for loss in part[0]] == losses
-    assert_equal(parts[-1][1], dict(weights))
-    assert parts[-1][2] == options
-
-
-# Groups, an option in a tensor, no state, state of other kinds than tensors; and state of other shapes.
-@pytest.mark.parametrize(
-    "optimizer",
-    [*(fast := ("AdamW, groups", "AdamW, rate in a tensor", "SGD", "Lion")), *slow("Adafactor"),
-     *exhaustive(*sorted({*OPTIMIZERS} - {*fast, "Adafactor"}))],
-)  # fmt: skip
-def test_an_optimizer_continues_at_other_layouts_bit_for_bit(tmp_path: Path, optimizer: str):
-    assert_unbroken([run(0, tmp_path, optimizer, None, True, o) for o in THREADS], optimizer, None)
-
-
-# Schedulers in a scheduler, and one with the losses of before.
-@pytest.mark.parametrize(
-    "scheduler",
-    [*(fast := ("SequentialLR", "ReduceLROnPlateau")), *exhaustive(*sorted({*SCHEDULERS} - {*fast}))],
-)
-def test_a_scheduler_continues_with_the_groups_rates(tmp_path: Path, scheduler: str):
-    name = "SGD, momentum, groups"
-    assert_unbroken([run(0, tmp_path, name, scheduler, True, o) for o in THREADS], name, scheduler)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler"),
-    [
-        ("AdamW, groups", "ReduceLROnPlateau"),
-        *slow(("Lion", "SequentialLR")),
-        *exhaustive(("AdamW, names", None)),
-    ],
-)
-def test_it_continues_between_processes_and_threads(
-    tmp_path: Path, processes: LocalProcesses, optimizer: str, scheduler: str | None
+@pytest.mark.parametrize(("optimizer", "scheduler", "layouts"), CASES)
+def test_a_run_continues_at_other_layouts_bit_for_bit(
+    tmp_path: Path, request: pytest.FixtureRequest, optimizer: str, scheduler: str | None, layouts: list[Any]
 ):
-    """With groups that are empty on all ranks but one."""
+    """In processes, with groups that are empty on all ranks but one."""
     parts = []
-    for count, options in [(2, {}), (0, THREADS[1]), (2, THREADS[2] | {"ranks": None})]:
-        arguments = (tmp_path, optimizer, scheduler, True, options)
-        ranks = processes.run(count, run, *arguments) if count else [run(0, *arguments)]
+    for count, options in layouts:
+        given = (tmp_path, optimizer, scheduler, options)
+        processes = request.getfixturevalue("processes") if count else None
+        ranks = processes.run(count, run, *given) if processes else [run(0, *given)]
         assert all(rank[0] == ranks[0][0] and rank[2] == ranks[0][2] for rank in ranks)
         parts.append(ranks[0])
-    assert_unbroken(parts, optimizer, scheduler)
+    losses, weights, options = unsplit(optimizer, scheduler, STEPS * len(parts))
+    assert [loss for part in parts for loss in part[0]] == losses
+    assert_equal(parts[-1][1], weights)
+    assert parts[-1][2] == options
 
 
 @pytest.mark.slow
@@ -227,14 +202,14 @@ def test_it_continues_between_processes_and_threads(
 def test_replicas_and_shards_continue_what_others_saved(
     tmp_path: Path, processes: LocalProcesses, mesh: MeshShape
 ):
-    name = "AdamW, groups"
-    parts = [run(0, tmp_path, name, "CosineAnnealingLR", True, {"ranks": 2})]
-    for options in ({"mesh": mesh}, {"mesh": mesh}):
-        ranks = processes.run(4, run, tmp_path, name, "CosineAnnealingLR", True, options)
+    names = ("AdamW, groups", "CosineAnnealingLR")
+    parts = [run(0, tmp_path, *names, {"ranks": 2})]
+    for _ in range(2):
+        ranks = processes.run(4, run, tmp_path, *names, {"mesh": mesh})
         assert all(rank[0] == ranks[0][0] for rank in ranks)
         parts.append(ranks[0])
-    parts.append(run(0, tmp_path, name, "CosineAnnealingLR", True, {"ranks": 4}))
-    losses, weights, options = unsplit(STEPS * 4, name, "CosineAnnealingLR")
+    parts.append(run(0, tmp_path, *names, {"ranks": 4}))
+    losses, weights, options = unsplit(*names, STEPS * 4)
     assert [loss for part in parts for loss in part[0]] == pytest.approx(losses, abs=1e-5)
     for key, value in weights.items():
         assert torch.allclose(parts[-1][1][key], value, atol=1e-4), key
@@ -242,23 +217,19 @@ def test_replicas_and_shards_continue_what_others_saved(
 
 
 def test_a_pipeline_optimizer_continues_what_a_torch_optimizer_saved_and_the_reverse(tmp_path: Path):
-    def steps(pipe: Pipeline, optimizer: Any) -> None:
-        for _ in range(STEPS):
-            pipe.step(*plain.batch(pipe.steps, 2 * MICROBATCHES))
-            optimizer.step()
-            pipe.zero_grad()
-
     for n in range(3):
         with pipeline() as pipe:
-            optimizer: Any = (
-                PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2) if n == 1 else ADAMW(pipe.parameters())
-            )
+            own = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2) if n == 1 else None
+            optimizer: Any = own or ADAMW(pipe.parameters())
             with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
                 checkpoints.load_newest()
-                steps(pipe, optimizer)
+                for _ in range(STEPS):
+                    pipe.step(*plain.batch(pipe.steps, 2 * MICROBATCHES))
+                    optimizer.step()
+                    pipe.zero_grad()
                 checkpoints.save()
             weights = pipe.full_state_dict()
-    assert_equal(weights, dict(unsplit(3 * STEPS, "AdamW", None)[1]))
+    assert_equal(weights, unsplit("AdamW", None, 3 * STEPS)[1])
 
 
 def test_a_frozen_weight_needs_no_place_in_the_optimizer(tmp_path: Path):

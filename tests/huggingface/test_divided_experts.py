@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock import MeshShape
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.huggingface.test_mixtures import batch, model, plain
-from tests.huggingface.test_trainer import arguments, assert_close, rows
+from tests.huggingface.test_mixtures import batch, model
+from tests.support import hf_trainer
 from tests.support.groups import run_cases
+from tests.support.hf_models import plainly
+from tests.support.hf_trainer import arguments, assert_close
 
 pytestmark = pytest.mark.slow
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe")
+# Experts in other modules, shared experts beside them, biases, dense blocks before them.
+CASES = [(f, "1f1b") for f in ("mixtral", "qwen2_moe", "gpt_oss", "glm4_moe")] + [("deepseek_v3", "zb-h1")]
 
 
 def divided(rank: int, family: str, schedule: str) -> tuple[float, dict[str, Tensor]]:
@@ -36,58 +39,46 @@ def divided(rank: int, family: str, schedule: str) -> tuple[float, dict[str, Ten
 
 
 def test_families_have_the_losses_and_gradients_of_plain_pytorch(processes: LocalProcesses):
-    cases = [(family, schedule) for family in FAMILIES for schedule in ("1f1b", "zb-h1")]
-    for (family, schedule), by_rank in zip(cases, run_cases(processes, 2, divided, cases), strict=True):
-        losses, gradients = plain(model(family))
+    ids, mask = batch()
+    for (family, _), by_rank in zip(CASES, run_cases(processes, 2, divided, CASES), strict=True):
+        expected = plainly(model(family), {"input_ids": ids, "attention_mask": mask, "labels": ids}, 2)
+        gradients = {name: grad for name, grad in expected.gradients.items() if grad is not None}
         for loss, found in by_rank:
-            assert loss == pytest.approx(sum(losses) / 2, rel=1e-6), (family, schedule)
-            assert found.keys() == {name for name, grad in gradients.items() if grad is not None}
+            assert loss == pytest.approx(expected.loss, rel=1e-6), family
+            assert found.keys() == gradients.keys()
             for name, gradient in found.items():
                 largest = float(gradients[name].abs().max())
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5 * largest + 1e-8)
 
 
-def trained(rank: int, folder: Path, family: str, resume: str | None) -> list[dict[str, Any]]:
-    trainer = penstock.PipelineTrainer(
-        model=model(family),
-        args=arguments(folder, save_strategy="steps", save_steps=3),
-        train_dataset=rows(48),
-        pipeline={"ranks": 2, "microbatches": 2, "report": False, "ep": 2},
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(str(folder / "saved"))
-    return [line for line in trainer.state.log_history if "loss" in line]
+def make(folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
+    data = hf_trainer.rows(48)
+    return hf_trainer.trainer(model("mixtral"), arguments(folder, **changes), pipeline, train_dataset=data)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_trainer_with_divided_experts_logs_saves_and_resumes_as_plain_trainer(
-    tmp_path: Path, processes: LocalProcesses, family: str
+    tmp_path: Path, processes: LocalProcesses
 ):
-    args = arguments(tmp_path / "plain", per_device_train_batch_size=16)  # the rows of both replicas
-    trainer = Trainer(model=model(family), args=args, train_dataset=rows(48))
-    trainer.train()
-    logged = [line for line in trainer.state.log_history if "loss" in line]
-    for told in processes.run(4, trained, tmp_path / "ours", family, None, timeout=300):
-        assert_close(told, logged)
+    plain = hf_trainer.run(0, make, tmp_path / "plain", None, hf_trainer.DOUBLE)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    given = (make, tmp_path / "ours", {"ranks": 2, "microbatches": 2, "report": False, "ep": 2}, saving)
+    for told in processes.run(4, hf_trainer.run, *given, timeout=300):
+        assert_close(told.logged, plain.logged)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "saved").state_dict()
     # AdamW moves a weight by the sign of its gradient at first, so a last bit of a small gradient is as large as the rate.
-    for name, weight in trainer.model.state_dict().items():
+    for name, weight in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "saved").state_dict().items()
+    ):
         torch.testing.assert_close(loaded[name], weight, rtol=1e-3, atol=1e-4)
-    checkpoint = str(tmp_path / "ours" / "checkpoint-3")
-    resumed = processes.run(4, trained, tmp_path / "again", family, checkpoint, timeout=300)
-    plainly = Trainer(model=model(family), args=args, train_dataset=rows(48))
-    plainly.train(resume_from_checkpoint=checkpoint)
-    assert_close(resumed[0], [line for line in plainly.state.log_history if "loss" in line])
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = processes.run(4, hf_trainer.run, *given, checkpoint, timeout=300)
+    again = hf_trainer.run(0, make, tmp_path / "again", None, hf_trainer.DOUBLE, checkpoint)
+    assert_close(resumed[0].logged, again.logged)
 
 
 def refusal(rank: int, folder: Path) -> str:
     try:
-        penstock.PipelineTrainer(
-            model=model("mixtral"),
-            args=arguments(folder, optim="adafactor"),
-            train_dataset=rows(8),
-            pipeline={"ranks": 1, "microbatches": 2, "report": False, "ep": 2},
-        )
+        make(folder, {"ranks": 1, "microbatches": 2, "report": False, "ep": 2}, optim="adafactor")
     except penstock.ConfigError as error:
         return str(error)
     return ""

@@ -36,20 +36,14 @@ class Case(NamedTuple):
 PP_CP, CP_TP, CP4 = {"pp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4}
 # Windows of 4 tokens are smaller than a chunk of pp 2 x cp 2, and as large as two of cp 4.
 CASES = [
-    Case("llama", PP_CP, shape="right"),
     Case("llama", CP_TP, shape="packed"),
     Case("llama", CP4, "zb-h1", "full", "left"),
     Case("qwen3", PP_CP, "zb-v"),
-    Case("qwen3", CP4, shape="packed"),
     Case("mistral", PP_CP),
     Case("mistral", CP4, recompute="full", shape="left"),
-    Case("gemma2", PP_CP),
     Case("gemma2", CP4, shape="right"),
     Case("gemma3_text", PP_CP),
-    Case("gemma3_text", CP_TP),
     Case("gpt2", PP_CP, shape="left"),
-    Case("gpt2", CP4),
-    Case("mixtral", PP_CP),
     Case("gpt_oss", PP_CP, shape="right"),
     Case("llama", PP_CP, changes={"vocab_size": 32_000}),  # a loss by chunks, without logits
 ]
@@ -137,13 +131,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(processes: LocalP
             assert got_losses == pytest.approx(losses, rel=1e-5), case
             for expected, got in ((first, got_first), (weights, got_weights)):
                 for name, value in got.items():
-                    torch.testing.assert_close(
-                        value,
-                        expected[name],
-                        rtol=1e-4,
-                        atol=2e-6,
-                        msg=lambda m, n=name, c=case: f"{c} {n}: {m}",
-                    )
+                    assert torch.allclose(value, expected[name], rtol=1e-4, atol=2e-6), (case, name)
             seen |= got_weights.keys()
         assert seen == weights.keys(), case
 

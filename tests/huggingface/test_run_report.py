@@ -12,25 +12,17 @@ from typing import Any
 import pytest
 import transformers
 
-import penstock
 from penstock.base.errors import ConfigError
 from penstock.show import run_page
 from penstock.show.run import read_run
-from tests.huggingface.test_trainer import PIPELINE, arguments, model, rows
+from tests.support.hf_trainer import PIPELINE, arguments, model, trainer
 from tests.support.waiting import until
 
 
-def trainer(folder: Path, steps: int, **pipeline: Any) -> Any:
-    args = arguments(
-        folder, max_steps=steps, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, save_strategy="steps"
-    )  # fmt: skip
-    return penstock.PipelineTrainer(
-        model=model(),
-        args=args,
-        train_dataset=rows(40),
-        eval_dataset=rows(8),
-        pipeline=PIPELINE | {"report": True} | pipeline,
-    )
+def reporting(folder: Path, steps: int, **pipeline: Any) -> Any:
+    saving = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_strategy": "steps"}
+    args = arguments(folder, max_steps=steps, **saving)
+    return trainer(model(), args, PIPELINE | {"report": True} | pipeline)
 
 
 def logged(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -38,7 +30,7 @@ def logged(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 
 def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    run = trainer(tmp_path, 4, trace_every=2)
+    run = reporting(tmp_path, 4, trace_every=2)
     run.train()
     ranks = run.pipe.ranks
     assert f"pipeline: {run.pipe.schedule.name} on {ranks} ranks (threads)" in capfd.readouterr().err
@@ -57,23 +49,20 @@ def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.Ca
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path):
-    trainer(tmp_path, 4).train()
-    trainer(tmp_path, 6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    reporting(tmp_path, 4).train()
+    reporting(tmp_path, 6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     seen = read_run(tmp_path)
     assert [row["step"] for row in seen.metrics if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
-    assert sorted(seen.traces) == [
-        1,
-        3,
-        6,
-    ]  # the first and the last of each start, without the steps done again
+    # The first and the last of each start, without the steps done again.
+    assert sorted(seen.traces) == [1, 3, 6]
     assert "resumed" in str(seen.facts.lines)
 
 
 def test_without_a_report_nothing_is_left(tmp_path: Path):
-    trainer(tmp_path, 1, report=False).train()
-    assert not [
-        name for name in ("traces", "metrics.jsonl", "run.json", "report.html") if (tmp_path / name).exists()
-    ]
+    reporting(tmp_path, 1, report=False).train()
+    assert not {"traces", "metrics.jsonl", "run.json", "report.html"} & {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 class At(transformers.TrainerCallback):
@@ -91,7 +80,7 @@ class At(transformers.TrainerCallback):
 def test_the_page_is_drawn_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_page, "EVERY", 0)
     page = tmp_path / "report.html"
-    run = trainer(tmp_path, 3)
+    run = reporting(tmp_path, 3)
     during: list[str] = []
 
     def look() -> None:
@@ -114,7 +103,7 @@ def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: 
             started.append(self)
 
     monkeypatch.setattr(run_page.subprocess, "Popen", Noted)
-    run = trainer(tmp_path, 4)
+    run = reporting(tmp_path, 4)
 
     def stop() -> None:
         raise RuntimeError("stopped here")
@@ -123,13 +112,11 @@ def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="stopped here"):
         run.train()
     assert [process.returncode for process in started] == [-signal.SIGKILL]
-    assert (
-        "The run ended before its last step: RuntimeError: stopped here"
-        in (tmp_path / "report.html").read_text()
-    )
+    said = "The run ended before its last step: RuntimeError: stopped here"
+    assert said in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("name", "value"), [("trace_every", -1), ("trace_every", True), ("report", "yes")])
 def test_other_values_are_refused(tmp_path: Path, name: str, value: object):
     with pytest.raises(ConfigError, match=rf"pipeline\['{name}'\] must be"):
-        trainer(tmp_path, 1, **{name: value})
+        reporting(tmp_path, 1, **{name: value})
