@@ -21,6 +21,7 @@ from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.dcp import export_dcp, import_dcp
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.checkpoint.test_manifest import Trap
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -71,16 +72,6 @@ def test_shards_that_two_processes_saved_are_joined(tmp_path: Path, processes: L
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     whole = torch.arange(40, dtype=torch.float32).reshape(5, 8)
     assert equal(penstock.read_dcp(tmp_path / "dcp"), {"rows": whole, "columns": whole, "both": whole})
-
-
-class Trap:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def with_trap(archive: bytes, trap: Trap) -> bytes:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import penstock
-from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 from tests.support.hf_models import pipeline
 from tests.support.lanes import exhaustive, slow
 
 Tensors = dict[str, torch.Tensor]
-STEPS = [(12, "right"), (9, "left"), (12, "right")]
-"""Sequence length and side of the padding."""
 
 
 def gradients(net) -> Tensors:
@@ -130,51 +126,6 @@ def test_dropout_of_attention_too_depends_on_no_split_and_no_recompute(family: s
         seen, found = run(ranks, recompute, DROPOUT[family])
         assert seen == losses
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def train_in_a_process(rank: int, folder: str) -> tuple[list[float], Tensors]:
-    torch.set_num_threads(1)
-    losses = []
-    with pipeline(folder, None) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for sequence, side in STEPS:
-            tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
-            losses.append(pipe.step(tokens, labels, attention_mask=mask).loss.item())
-            pipe.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        penstock.save_transformers(pipe, f"{folder}-saved", folder)
-        return losses, pipe.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("family", "tied", "ranks"), [*slow(("gpt2", True, 4)), *exhaustive(("llama", False, 2))]
-)
-def test_processes_train_as_plain_transformers_does(
-    processes: LocalProcesses, family: str, tied: bool, ranks: int, tmp_path: Path
-):
-    from transformers import AutoModelForCausalLM
-
-    net = hf_models.model(family, tied=tied)
-    net.save_pretrained(tmp_path / "model")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for sequence, side in STEPS:
-        tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
-        loss = net(tokens, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    parts = processes.run(ranks, train_in_a_process, str(tmp_path / "model"), timeout=300)
-    for seen, _ in parts:
-        assert seen == pytest.approx(losses, abs=1e-5)
-    state = {name: value for _, part in parts for name, value in part.items()}
-    assert state.keys() == dict(net.named_parameters()).keys()
-    assert all(torch.allclose(state[name], p, atol=1e-5) for name, p in net.named_parameters())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model-saved")
-    assert all(torch.equal(again.get_parameter(name), value) for name, value in state.items())
 
 
 @pytest.mark.parametrize("family", ["gpt2", *exhaustive("llama")])

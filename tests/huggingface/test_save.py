@@ -81,42 +81,21 @@ def test_a_like_that_is_not_the_layers_origin_is_refused(tmp_path: Path):
             penstock.save_transformers(pipe, tmp_path / "file" / "x", hf_models.config("llama"))
 
 
-class LoRA(nn.Module):
-    """A linear layer with a low-rank addition beside it (2106.09685)."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, 2, bias=False)
-        self.b = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-def adapted() -> tuple[object, dict[str, nn.Linear]]:
+def test_a_model_with_other_modules_is_refused_by_name_until_its_own_are_back(tmp_path: Path):
     net = hf_models.model("llama")
-    changed = {}
-    for n, block in enumerate(net.model.layers):
-        changed[f"model.layers.{n}.self_attn.q_proj"] = block.self_attn.q_proj
-        block.self_attn.q_proj = LoRA(block.self_attn.q_proj)
-    return net, changed
-
-
-def test_adapters_are_refused_by_name_until_the_modules_are_back(tmp_path: Path):
-    net, changed = adapted()
+    for block in net.model.layers:
+        block.mlp.up_proj = nn.Sequential(block.mlp.up_proj)
     with pipeline(net) as pipe:
         for like in (net, net.config):
             with pytest.raises(ConfigError) as told:
                 penstock.save_transformers(pipe, tmp_path / "new", like)
-            for name in changed:
-                assert f"{name}.weight is missing" in str(told.value)
-            assert "model.layers.0.self_attn.q_proj.base.weight is unknown" in str(told.value)
+            for n in range(4):
+                assert f"model.layers.{n}.mlp.up_proj.weight is missing" in str(told.value)
+            assert "model.layers.0.mlp.up_proj.0.weight is unknown" in str(told.value)
             assert "merge_and_unload" in str(told.value)
         assert not (tmp_path / "new").exists()
-    for name, linear in changed.items():
-        parent, _, last = name.rpartition(".")
-        setattr(net.get_submodule(parent), last, linear)
+    for block in net.model.layers:
+        block.mlp.up_proj = block.mlp.up_proj[0]
     with pipeline(net) as pipe:
         penstock.save_transformers(pipe, tmp_path / "new", net)
     logits_of(tmp_path / "new")

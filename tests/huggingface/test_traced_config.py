@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from penstock.huggingface.traced_config import sizes_of, trace_config
 from penstock.plan.profile.closed_form import Workload
 from penstock.plan.profile.model_profile import Profile, of_shape, read_profile
 from penstock.plan.profile.model_shape import NoClosedFormError, read_shape
+from tests.support.lanes import exhaustive, slow
 
 
 def written(folder: Path, kind: str, **values: Any) -> Path:
@@ -33,8 +33,7 @@ MIXTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", [*slow("qwen3"), *exhaustive("llama", "phi3")])
 def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
     """Products and parameters are the same.
 
@@ -63,8 +62,7 @@ def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
             assert theirs.saved_bytes < ours.saved_bytes < theirs.saved_bytes + more
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [*slow(True), *exhaustive(False)])
 def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: bool, tmp_path: Path):
     path = written(tmp_path, "mixtral", tie_word_embeddings=tied, **MIXTURE)
     profile = traced(path, 32)
@@ -75,23 +73,16 @@ def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: 
         attention + hidden * experts + 2 * 3 * hidden * ffn
     )
     assert block.parameters == attention + hidden * experts + experts * 3 * hidden * ffn + 2 * hidden
+    assert block.output_bytes == traced(path, 32, "fp8").kinds[1].at(1).output_bytes == rows * hidden * 2
+    assert traced(path, 32, "fp32").kinds[1].at(1).output_bytes == rows * hidden * 4
     assert (profile.blocks, profile.parameters) == sizes_of(NoClosedFormError("", path))
     assert profile.table(Workload(microbatch=1, sequence=32)).tied == profile.tied == tied * 64 * 128
     profile.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
 
 
-@pytest.mark.slow
-def test_the_dtype_is_that_of_weights_and_activations(tmp_path: Path):
-    path = written(tmp_path, "mixtral", **MIXTURE)
-    outputs = {
-        dtype: traced(path, 32, dtype).kinds[1].at(1).output_bytes for dtype in ("fp32", "bf16", "fp8")
-    }
-    assert outputs == {"fp32": 32 * 64 * 4, "bf16": 32 * 64 * 2, "fp8": 32 * 64 * 2}
-
-
 def test_samples_are_as_long_as_the_config_allows(tmp_path: Path):
-    path = written(tmp_path, "mixtral", max_position_embeddings=48, **MIXTURE)
+    path = written(tmp_path, "mixtral", max_position_embeddings=48, **{**MIXTURE, "num_hidden_layers": 2})
     assert traced(path).sequence == 48
 
 
@@ -110,8 +101,9 @@ FULL = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize(
+    "kind", [*slow("deepseek_v3"), *exhaustive("mixtral", "qwen3_moe", "gpt_oss", "mamba2")]
+)
 def test_layers_of_full_size_need_no_memory(kind: str, tmp_path: Path):
     """Two blocks of DeepSeek-V3 with experts have 46 GB of weights in 16 bits."""
     path = written(tmp_path, kind, **FULL[kind])
@@ -121,8 +113,5 @@ def test_layers_of_full_size_need_no_memory(kind: str, tmp_path: Path):
     blocks = [profile.kinds[kind].at(1) for _, role, kind in profile.layers if role == "block"]
     assert len(blocks) == FULL[kind]["num_hidden_layers"]
     active = blocks[-1].model_flops - blocks[-1].attention_flops
-    experts = json.loads(path.read_text()).get("num_local_experts") or json.loads(path.read_text()).get(
-        "n_routed_experts"
-    )
     if kind != "mamba2":  # whose scan is products of activations
-        assert active < 2 * 2048 * blocks[-1].parameters / 2, experts
+        assert active < 2 * 2048 * blocks[-1].parameters / 2

@@ -58,15 +58,6 @@ def test_a_launch_of_two_ranks_is_one_pipeline(tmp_path: Path, launcher: list[st
     assert sum(line.startswith("{'loss'") for line in said.splitlines()) == 3, said
 
 
-@pytest.mark.exhaustive
-def test_a_stream_is_read_by_every_rank(tmp_path: Path):
-    """Accelerate would give each process of the launch rows of its own."""
-    (tmp_path / "plain").mkdir()
-    run(tmp_path / "plain", None, streamed=True)
-    launched(TORCHRUN, 2, tmp_path / "piped", {"microbatches": 4}, streamed=True)
-    assert_same_run(tmp_path / "piped", tmp_path / "plain")
-
-
 def test_two_pipelines_take_the_rows_of_two_processes_of_trainer(tmp_path: Path):
     """Also in the last step of an epoch, for which accelerate fills the rows up."""
     launched(TORCHRUN, 2, tmp_path / "plain", None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from tests.support import hf_trainer
 
@@ -28,20 +26,11 @@ class Rows(list[dict[str, Tensor]]):
         return super().__getitem__(n)
 
 
-class Stream(IterableDataset[dict[str, Tensor]]):
-    """The rows of a stream, of other lengths in each batch."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for n, row in enumerate(hf_trainer.rows(60)):
-            yield {name: value[: hf_trainer.TOKENS - n // 8] for name, value in row.items()}
-
-
-def run(folder: Path, pipeline: dict[str, Any] | None, broken: int = -1, streamed: bool = False) -> None:
+def run(folder: Path, pipeline: dict[str, Any] | None, broken: int = -1) -> None:
     """Train a small model with plain Trainer, or with a pipeline; the leading process writes what was logged."""
     torch.set_num_threads(1)
-    data = Stream() if streamed else Rows(broken)
     args = hf_trainer.arguments(folder)
-    trainer = hf_trainer.trainer(hf_trainer.model(), args, pipeline, train_dataset=data)
+    trainer = hf_trainer.trainer(hf_trainer.model(), args, pipeline, train_dataset=Rows(broken))
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     if trainer.is_world_process_zero():

@@ -1,4 +1,4 @@
-"""The code of docs/fine_tuning.md runs as it is printed, from top to bottom, on a small model."""
+"""The code of docs/fine_tuning.md and docs/huggingface.md runs as it is printed, from top to bottom, on a small model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support import hf_folders
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
-
-
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+pytestmark = pytest.mark.slow
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "fine_tuning.md").read_text()
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+BLOCKS = PYTHON.findall(PAGE)
 (COMMANDS,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.S | re.M)
 
 
@@ -28,7 +30,19 @@ def small_model(root: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
 
 
-@pytest.mark.slow
+def run_all(blocks: list[str]) -> None:
+    names: dict[str, object] = {"__name__": "a_page"}
+    for block in blocks:
+        exec(compile(block, "a_page", "exec"), names)
+
+
+def test_the_code_of_the_page_on_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    hf_folders.folder(tmp_path, "llama", tied=False).rename("my-llama")
+    run_all(PYTHON.findall((DOCS / "huggingface.md").read_text()))
+    assert AutoModelForCausalLM.from_pretrained("my-llama-tuned").config.model_type == "llama"
+
+
 @pytest.mark.filterwarnings(
     "ignore:`gradient_checkpointing` is deprecated:FutureWarning"
 )  # TRL still sets it
@@ -36,16 +50,13 @@ def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     small_model(tmp_path)
     torch.manual_seed(0)
-    names: dict[str, object] = {"__name__": "a_page"}
-    for block in BLOCKS:
-        exec(compile(block, "fine_tuning.md", "exec"), names)
+    run_all(BLOCKS)
     for saved in ("my-tuned-model", "my-merged-model"):
         assert (tmp_path / saved / "model.safetensors").is_file()
     for saved in ("my-adapters", "my-other-adapters"):
         assert (tmp_path / saved / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS.splitlines())
 def test_the_script_runs_in_processes_as_printed(tmp_path: Path, command: str):
     small_model(tmp_path)
@@ -57,19 +68,12 @@ def test_the_script_runs_in_processes_as_printed(tmp_path: Path, command: str):
         "accelerate": ["-m", "accelerate.commands.launch"],
     }
     words = [word for word in words if word != "launch"]
+    source = str(DOCS.parent / "src")
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": source}
     done = subprocess.run(
         [sys.executable, *options[launcher], *words],
-        cwd=tmp_path,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+        cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "my-parallel-model" / "model.safetensors").is_file()
     state = json.loads((tmp_path / "out-processes" / "checkpoint-4" / "trainer_state.json").read_text())
