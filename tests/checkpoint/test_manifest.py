@@ -8,9 +8,11 @@ import hashlib
 import json
 import pickle
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +65,34 @@ def signed(key: str, value: object) -> bytes:
 
 def test_a_written_manifest_is_read():
     assert parse(dump(GOOD), "x") == GOOD
+
+
+@pytest.mark.parametrize("key", [*json.loads(dump(GOOD))])
+def test_a_value_of_another_kind_is_refused(key: str):
+    if key != "sha256":
+        with pytest.raises(DataError):
+            parse(signed(key, 1.5), "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([[1]], r"\[1\] is not a key with its value"),
+        ([[1, 2, 3]], r"\[1, 2, 3\] is not a key with its value"),
+        ([3], "3 is not a key with its value"),
+        ([[[1], 2]], r"\[1\] is not a key of a checkpoint's dictionary"),
+    ],
+)
+def test_what_is_no_pair_of_a_dictionary_is_refused(value: object, said: str):
+    for kind in ("$dict", "$counter"):
+        with pytest.raises(DataError, match=said):
+            decode_value({kind: value}, lambda name: torch.ones(1))
+
+
+def test_dictionaries_have_keys_of_other_kinds_than_text():
+    for kind, value in (("$dict", {1: 2, None: "a"}), ("$counter", Counter({1: 2}))):
+        found = decode_value({kind: [list(pair) for pair in value.items()]}, lambda name: torch.ones(1))
+        assert (found, type(found)) == (value, type(value))
 
 
 @settings(max_examples=150, deadline=None)

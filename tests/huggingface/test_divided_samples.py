@@ -19,6 +19,7 @@ from penstock.parallel import context
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
+from tests.support.hf_models import moved
 
 ROWS, TOKENS, MICROBATCHES, STEPS = 4, 16, 2, 3
 Tensors = dict[str, Tensor]
@@ -55,11 +56,7 @@ def model(family: str, kind: Any = AutoModelForCausalLM, **changes: Any) -> Any:
     config.pad_token_id = 0
     for name, value in changes.items():
         setattr(config, name, value)
-    net = kind.from_config(config).train()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return net
+    return moved(kind.from_config(config))
 
 
 def batch(shape: str, step: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -46,14 +46,11 @@ def model(kind: str, family: str = "llama", **changes: Any) -> Any:
     else:
         config = small_config(CONFIG_MAPPING[family](), pad_token_id=0, **changes)
     torch.manual_seed(0)
-    net = auto(kind).from_config(config)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    net = hf_models.moved(auto(kind).from_config(config))
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return net.train()
+    return net
 
 
 def labels_of(kind: str, ids: Tensor, mask: Tensor) -> Tensor:
@@ -179,9 +176,11 @@ def predicted(prediction: Any) -> dict[str, float]:
     return {"labels": float(prediction.label_ids.sum()), "rows": len(prediction.predictions)}
 
 
-def trainer_of(kind: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
+def trainer_of(
+    kind: str, folder: Path, pipeline: dict[str, Any] | None, *, count: int = 20, **changes: Any
+) -> Any:
     data = {
-        "train_dataset": rows_of(kind, 20),
+        "train_dataset": rows_of(kind, count),
         "eval_dataset": rows_of(kind, 10),
         "compute_metrics": predicted,
     }
@@ -255,7 +254,7 @@ def test_pairs_of_a_reward_model_are_neighbours():
 def test_processes_and_replicas_train_as_trainer_does(
     tmp_path: Path, processes: LocalProcesses, kind: str, replicas: int
 ):
-    make, pipeline = partial(trainer_of, kind), {"ranks": 2, "microbatches": 2, "report": False}
+    make, pipeline = partial(trainer_of, kind, count=32), {"ranks": 2, "microbatches": 2, "report": False}
     plain = run(0, make, tmp_path / "plain", None, DOUBLE if replicas == 2 else {})
     told = processes.run(2 * replicas, run, make, tmp_path / "piped", pipeline, {})
     assert_as_plain(tmp_path, told, plain)

@@ -25,7 +25,7 @@ from penstock.train.model.trainable import build_model
 from penstock.train.run_log import Reporter
 from tests.support.groups import run_cases
 from tests.support.hf_curve import by_microbatches
-from tests.support.hf_models import Step, assert_same, distance, plainly, taken
+from tests.support.hf_models import Step, assert_same, distance, moved, plainly, taken
 from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import tiny
 from tests.support.trainer import lines
@@ -42,12 +42,8 @@ def config(family: str, **changes: Any) -> Any:
 
 
 def model(family: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    net = AutoModelForCausalLM.from_config(config(family, **changes)).train()
-    with torch.no_grad():  # routers of the initial weights choose all experts alike
-        for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return net
+    torch.manual_seed(0)  # routers of the initial weights choose all experts alike
+    return moved(AutoModelForCausalLM.from_config(config(family, **changes)))
 
 
 def batch(padded: str) -> dict[str, torch.Tensor]:

@@ -80,10 +80,14 @@ def model(family: str, *, tied: bool = False, seed: int = 0, **changes: Any) -> 
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    net = AutoModelForCausalLM.from_config(config(family, tied=tied, **changes))
+    return moved(AutoModelForCausalLM.from_config(config(family, tied=tied, **changes)), 0.2)
+
+
+def moved(net: Any, by: float = 0.1) -> Any:
+    """Move every parameter, in place, so that none has its initial value; return the model in training."""
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            parameter.add_(torch.randn_like(parameter), alpha=by)
     return net.train()
 
 

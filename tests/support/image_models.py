@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from penstock.huggingface.small_config import small_config
+from tests.support.hf_models import moved
 
 TEXT = 10
 """Tokens of text in a row."""
@@ -25,11 +26,7 @@ SIZED = ("lighton_ocr", "llava_next", "llava_next_video", "llava_onevision", "mi
 def model(family: str, **changes: Any) -> Any:
     """Return the library's model, all of whose parameters differ from their initial values."""
     torch.manual_seed(0)
-    net = AutoModelForImageTextToText.from_config(small_config(CONFIG_MAPPING[family](**changes))).train()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return net
+    return moved(AutoModelForImageTextToText.from_config(small_config(CONFIG_MAPPING[family](**changes))))
 
 
 def image_token(net: Any) -> int:
