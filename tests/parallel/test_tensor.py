@@ -254,11 +254,7 @@ def test_a_stage_whose_matrices_are_cut_can_split_its_backward(processes: LocalP
 def refusals(rank: int) -> list[str]:
     mesh = make_mesh(tp=2).axis("tp")
     found = []
-    for change in (
-        {"kv_heads": 1},
-        {"hidden": 25},
-        {"vocabulary": 33},
-    ):
+    for change in ({"kv_heads": 1}, {"hidden": 25}, {"vocabulary": 33}):
         config = ModelConfig(
             **{"vocabulary": 32, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24} | change
         )

@@ -207,10 +207,7 @@ def test_a_profile_in_a_dtype_that_the_cluster_lacks_says_how_to_profile():
 def test_a_measured_spread_widens_the_interval():
     profile = timed_profile(spread=0.5, step_overhead=1.0)
     prediction = predict(profile, round_cluster(error=0.1), "", sequence=SEQUENCE, batch=8)
-    assert (prediction.low, prediction.high) == (
-        prediction.step_seconds / 1.5,
-        1.5 * prediction.step_seconds,
-    )
+    assert (prediction.low, prediction.high) == (prediction.step_seconds / 1.5, 1.5 * prediction.step_seconds)
     assert prediction.parts["overhead"] == 1.0
 
 

@@ -61,9 +61,7 @@ def three_steps(rank: int, bucket: int, first: int) -> list[dict]:
     return seen
 
 
-def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(
-    processes: LocalProcesses,
-):
+def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(processes: LocalProcesses):
     cases = list(itertools.product((1, 400, 1 << 20), (1, 100, 1 << 20)))
     for told in run_cases(processes, 2, three_steps, cases):
         for seen in told:
@@ -346,9 +344,7 @@ def gets_one_more(rank: int) -> dict:
     return gradients(net)
 
 
-def test_a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(
-    processes: LocalProcesses,
-):
+def test_a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(processes: LocalProcesses):
     net = model()
     for rank in range(2):
         loss_of(net, *share(0, rank)).backward()

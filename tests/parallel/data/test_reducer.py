@@ -69,8 +69,6 @@ def broken(rank: int) -> list[str]:
     return messages
 
 
-def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(
-    processes: LocalProcesses,
-):
+def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(processes: LocalProcesses):
     messages, _ = processes.run(2, broken)
     assert all(text.startswith("the connection to another replica broke: ") for text in messages), messages

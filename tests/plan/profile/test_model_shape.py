@@ -171,11 +171,7 @@ def test_causal_models_and_bodies_are_planned_and_split(architectures: object, t
         ("gemma3_text", {"head_dim": 16, "sliding_window_pattern": 2}, (4096, 2)),
         ("qwen2", {"sliding_window": 64}, (0, 0)),
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (64, 3)),
-        (
-            "qwen3",
-            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 2},
-            (0, 0),
-        ),
+        ("qwen3", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 0)),
     ],
 )
 def test_windows_of_attention(kind: str, values: dict[str, Any], expected: tuple[int, int], tmp_path: Path):
