@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,22 +18,16 @@ from penstock import (
     MeshShape,
     Pipeline,
     PipelineOptimizer,
-    add_loss,
     sequence_positions,
 )
 from penstock.base.errors import BatchError, ConfigError, PenstockError
-from penstock.huggingface.loss import causal_lm_loss
 from penstock.parallel import context
 from penstock.parallel.context import SequencePart
-from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.sections import ModelConfig
-from penstock.train.model.llama import layers, next_token_loss
+from tests.parallel.trained import MICROBATCHES, Result, built_in, plain, require_same, tokens, trained
 from tests.support.groups import run_cases
 
 CLASSES, WIDTH, HEADS, ROWS, TOKENS = 17, 16, 4, 8, 32
-MICROBATCHES, STEPS = 2, 5
-Tensors = dict[str, Tensor]
 
 
 class Positions(nn.Module):
@@ -94,23 +87,6 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)[:, 0]
 
 
-class Adding(nn.Module):
-    """Adds a loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        add_loss(x.square().mean(), "size")
-        return x
-
-
-class Failing(nn.Module):
-    """Fails on rank 1 in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and dist.get_rank() == 1:
-            raise ValueError("out of luck")
-        return x
-
-
 def model(causal: bool = True, *more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [Attention(causal) for _ in range(4)]
@@ -121,11 +97,11 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def batch(ignored: bool = False, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randint(CLASSES, (2, ROWS, tokens), generator=generator)
+def batch(ignored: bool = False, sequence: int = TOKENS) -> tuple[Tensor, Tensor]:
+    x, y = tokens(ROWS, sequence, CLASSES)
     if ignored:  # other numbers in each part, and in each microbatch
-        y[torch.rand(y.shape, generator=generator) < torch.linspace(0, 0.9, tokens)] = -100
+        draw = torch.rand(y.shape, generator=torch.Generator().manual_seed(2))
+        y[draw < torch.linspace(0, 0.9, sequence)] = -100
         y[0] = -100
     return x, y
 
@@ -141,39 +117,8 @@ class Case(NamedTuple):
     least: int = context._LEAST  # bytes of a group of heads
 
 
-class Result(NamedTuple):
-    losses: list[float]
-    each: Tensor
-    gradients: Tensors
-    weights: Tensors
-    probabilities: Tensor
-    evaluated: float
-
-
-def plain(case: Case) -> Result:
-    net, losses, first = model(case.causal), [], Tensors()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    count = MICROBATCHES * case.sizes.get("dp", 1)
-    for _ in range(STEPS):
-        x, y = batch(case.ignored)
-        every = [loss_of(net(a), b) for a, b in zip(x.chunk(count), y.chunk(count), strict=True)]
-        weigh = [(b != -100).sum() / (y != -100).sum() for b in y.chunk(count)]
-        total = sum(a * w for a, w in zip(every, weigh, strict=True))
-        total.backward()
-        first = first or {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    weights = {n: p.detach().clone() for n, p in net.named_parameters()}
-    with torch.no_grad():
-        logits = net(x)
-        probabilities = logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
-    return Result(
-        losses, torch.stack(every).detach(), first, weights, probabilities, loss_of(logits, y).item()
-    )
-
-
-def divided(rank: int, case: Case) -> Result:
+def divided(rank: int, case: Case) -> tuple[Result, Tensor, float]:
+    """Train; and return the probabilities of the targets and the loss of an evaluation after it."""
     context._LEAST = case.least
     with Pipeline(
         model(case.causal), LinearCrossEntropy() if case.chunked else loss_of, timeout=120,
@@ -181,22 +126,11 @@ def divided(rank: int, case: Case) -> Result:
         schedule=case.schedule, recompute=case.recompute, reduction="valid" if case.ignored else "mean",
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=case.zero)
-        losses, first = [], Tensors()
-        for _ in range(STEPS):
-            result = pipe.step(*batch(case.ignored))
-            assert result.loss is not None
-            assert result.losses is not None
-            losses.append(result.loss.item())
-            first = first or {
-                n: full_tensor(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None
-            }
-            optimizer.step()
-        weights = {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+        result = trained(pipe, optimizer, batch(case.ignored))
         x, y = batch(case.ignored)
-        probabilities = pipe.log_probs(x, y.clamp(min=0))
-        evaluated = pipe.evaluate(x, y).loss
+        probabilities, evaluated = pipe.log_probs(x, y.clamp(min=0)), pipe.evaluate(x, y).loss
         assert evaluated is not None
-    return Result(losses, result.losses, first, weights, probabilities, evaluated.item())
+    return result, probabilities, evaluated.item()
 
 
 TWO = [
@@ -221,51 +155,24 @@ def test_losses_gradients_and_weights_are_those_of_one_process(
 ):
     results = run_cases(processes, size, divided, [(case,) for case in cases])
     for case, ranks in zip(cases, results, strict=True):
-        expected = plain(case)
-        seen: dict[str, list[Tensor]] = {}
-        for got in ranks:
-            assert got.losses == pytest.approx(expected.losses, rel=1e-5), case
-            torch.testing.assert_close(got.each, expected.each, rtol=1e-4, atol=1e-5, equal_nan=True)
-            torch.testing.assert_close(got.probabilities, expected.probabilities, rtol=1e-3, atol=1e-4)
-            assert got.evaluated == pytest.approx(expected.evaluated, rel=1e-4), case
-            for name, gradient in got.gradients.items():
-                torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6)
-            for name, weight in got.weights.items():
-                seen.setdefault(name, []).append(weight)
-                torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-4)
-        assert seen.keys() == expected.weights.keys()
-        for name, copies in seen.items():
-            assert all(torch.equal(copies[0], other) for other in copies), (case, name)
-
-
-CONFIG = ModelConfig(vocabulary=CLASSES + 1, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
-BUILT_IN = [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
-
-
-def built_in(rank: int, sizes: dict[str, int], schedule: str) -> tuple[list[float], Tensors]:
-    mesh = {"mesh": MeshShape(**sizes)} if sizes else {"ranks": 1}
-    with Pipeline(
-        layers(CONFIG), next_token_loss, microbatches=MICROBATCHES, timeout=120, schedule=schedule, **mesh
-    ) as pipe:
-        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        losses = []
-        for _ in range(STEPS):
-            loss = pipe.step(*batch()).loss
-            assert loss is not None
-            losses.append(loss.item())
-            optimizer.step()
-        return losses, {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+        net, (x, y) = model(case.causal), batch(case.ignored)
+        expected = plain(net, loss_of, (x, y), MICROBATCHES * case.sizes.get("dp", 1))
+        require_same(case, [result for result, _, _ in ranks], expected)
+        with torch.no_grad():
+            logits = net(x)
+        wanted = logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
+        for result, probabilities, evaluated in ranks:
+            torch.testing.assert_close(result.each, expected.each, rtol=1e-4, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(probabilities, wanted, rtol=1e-3, atol=2e-4)
+            assert evaluated == pytest.approx(loss_of(logits, y).item(), rel=1e-4), case
 
 
 @pytest.mark.slow
 def test_the_built_in_model_has_the_positions_of_whole_samples(processes: LocalProcesses):
-    losses, weights = built_in(0, {}, "1f1b")
-    cases = [(BUILT_IN[0], "1f1b"), (BUILT_IN[1], "zb-h1")]
+    expected = built_in(0, None)
+    cases = [({"cp": 2, "tp": 2}, "1f1b"), ({"pp": 2, "cp": 2}, "zb-h1")]
     for case, ranks in zip(cases, run_cases(processes, 4, built_in, cases), strict=True):
-        for got in ranks:
-            assert got[0] == pytest.approx(losses, rel=1e-5), case
-            for name, weight in got[1].items():
-                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-4)
+        require_same(case, ranks, expected)
 
 
 class Whole(nn.Module):
@@ -325,66 +232,42 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-class Wrong(NamedTuple):
-    what: str
-    message: str
-    kind: type[Exception]
-
-
-WRONG = [
-    Wrong(
-        "counting",
-        r"layer 2 \(Counting\) gives other values if the tokens of its samples are divided",
-        PenstockError,
-    ),
-    Wrong(
-        "shift",
-        r"layer 2 \(Shift\) gives other values if the tokens of its samples are divided",
-        PenstockError,
-    ),
-    Wrong("masked", r"a mask of shape \(\d+, \d+\) is not divided", PenstockError),
-    Wrong(
-        "length", r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32", BatchError
-    ),
-    Wrong("checkpointed", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
-    Wrong("reentrant", "attention runs within torch.utils.checkpoint.*recompute='full'", PenstockError),
-    Wrong("ignored", "a target has -100, .* give reduction='valid'", PenstockError),
-    Wrong("compile", r"compile='block' cannot be used with cp = 2", ConfigError),
+DIVIDED = r"gives other values if the tokens of its samples are divided"
+WRONG: list[tuple[str, type[Exception], str]] = [
+    ("Counting", PenstockError, rf"layer 2 \(Counting\) {DIVIDED}"),
+    ("Shift", PenstockError, rf"layer 2 \(Shift\) {DIVIDED}"),
+    ("Masked", PenstockError, r"a mask of shape \(\d+, \d+\) is not divided"),
+    ("Checkpointed", PenstockError, "attention runs within torch.utils.checkpoint.*recompute='full'"),
+    ("Reentrant", PenstockError, "attention runs within torch.utils.checkpoint.*recompute='full'"),
+    ("length", BatchError, r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32"),
+    ("ignored", PenstockError, "a target has -100, .* give reduction='valid'"),
+    ("compile", ConfigError, r"compile='block' cannot be used with cp = 2"),
 ]
-LAYERS: dict[str, type[nn.Module]] = {
-    "counting": Counting, "shift": Shift, "masked": Masked, "adding": Adding, "failing": Failing,
-    "checkpointed": Checkpointed, "reentrant": Reentrant,
-}  # fmt: skip
 
 
-def wrong(rank: int, case: Wrong) -> str:
-    net = model(True, *([LAYERS[case.what]()] if case.what in LAYERS else []))
-    if case.what.startswith("no positions"):
-        del net[1]
-    if case.what.endswith("some"):
-        with Pipeline(model(), loss_of, microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe:
-            for _ in range(2):
-                pipe.step(*batch())
+def wrong(rank: int, what: str, kind: type[Exception]) -> str:
+    layers = {each.__name__: each for each in (Counting, Shift, Masked, Checkpointed, Reentrant)}
+    net = model(True, *([layers[what]()] if what in layers else []))
+    execution = ExecutionOptions(compile="block") if what == "compile" else ExecutionOptions()
     try:
         with Pipeline(
-            net, causal_lm_loss if case.what == "shifted loss" else loss_of,
-            microbatches=2, mesh=MeshShape(cp=2), timeout=60,
-            execution=ExecutionOptions(compile="block") if case.what == "compile" else ExecutionOptions(),
-        ) as pipe:  # fmt: skip
-            x, y = batch(tokens=30 if case.what == "length" else TOKENS)
-            if case.what == "ignored":  # all that the first step compares, so it finds nothing
+            net, loss_of, microbatches=2, mesh=MeshShape(cp=2), timeout=60, execution=execution
+        ) as pipe:
+            x, y = batch(sequence=30 if what == "length" else TOKENS)
+            if what == "ignored":  # all that the first step compares, so it finds nothing
                 y[:, : TOKENS // 2] = -100
             pipe.step(x, y)
-    except case.kind as error:
+    except kind as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: LocalProcesses):
-    for case, ranks in zip(WRONG, run_cases(processes, 2, wrong, [(case,) for case in WRONG]), strict=True):
-        for message in ranks:
-            assert re.search(case.message, message), (case, message)
+    cases = [(what, kind) for what, kind, _ in WRONG]
+    for (what, _, message), ranks in zip(WRONG, run_cases(processes, 2, wrong, cases), strict=True):
+        for told in ranks:
+            assert re.search(message, told), (what, told)
 
 
 class Recorded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from penstock.parallel.mesh import MeshShape, make_mesh
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.sections import ModelConfig
-from penstock.train.model.llama import layers, next_token_loss
+from tests.parallel.trained import built_in, require_same
 from tests.support import plain
 from tests.support.groups import run_cases
 
-CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 M, STEPS = 4, 3
 
 Trained = tuple[list[Tensor], dict[str, Tensor]]
@@ -97,36 +94,30 @@ def test_a_mesh_of_some_processes_trains_and_saves_without_the_others(
     assert [path.name for path in tmp_path.iterdir()]
 
 
-def refused(rank: int, names: tuple[str, ...] | None, sizes: tuple[int, ...], options: dict[str, Any]) -> str:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+def refused(
+    rank: int, names: tuple[str, ...] | None, places: list[list[int]], options: dict[str, Any]
+) -> str:
+    mesh = DeviceMesh("cpu", torch.tensor(places), mesh_dim_names=names)
     with pytest.raises(ConfigError) as error:
         Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=mesh, **options)
     return str(error.value)
 
 
 def test_a_mesh_that_cannot_be_used_is_refused_by_name(processes: LocalProcesses):
-    cases = {
-        (("pipe", "data"), (2, 2)): "must be called pp, dp, cp and tp, got pipe, data (2 x 2); call pipe pp, call data dp",
-        (("pp", "ep"), (2, 2)): "got pp, ep (2 x 2); give the slice of the mesh without ep",
-        (None, (2, 2)): "the dimensions of the mesh (2 x 2) must have names of pp, dp, cp and tp",
-    }  # fmt: skip
-    told = run_cases(processes, 4, refused, [(*case, {}) for case in cases])
-    for by_rank, said in zip(told, cases.values(), strict=True):
+    square = [[0, 1], [2, 3]]
+    cases: list[tuple[tuple[str, ...] | None, list[list[int]], dict[str, Any]]] = [
+        (("pipe", "data"), square, {}), (("pp", "ep"), square, {}), (None, square, {}),
+        (("dp", "pp"), square, {"ranks": 4}), (("dp", "pp"), [[1, 0], [2, 3]], {}),
+    ]  # fmt: skip
+    says = [
+        "must be called pp, dp, cp and tp, got pipe, data (2 x 2); call pipe pp, call data dp",
+        "got pp, ep (2 x 2); give the slice of the mesh without ep",
+        "the dimensions of the mesh (2 x 2) must have names of pp, dp, cp and tp",
+        "the mesh has 2 pipeline ranks, but ranks=4",
+        "the ranks of the mesh must ascend along pp, got [[1, 0], [2, 3]]",
+    ]
+    for by_rank, said in zip(run_cases(processes, 4, refused, cases), says, strict=True):
         assert all(said in text for text in by_rank)
-    ((text, *_),) = run_cases(processes, 4, refused, [(("dp", "pp"), (2, 2), {"ranks": 4})])
-    assert "the mesh has 2 pipeline ranks, but ranks=4" in text
-
-
-def descends(rank: int) -> str:
-    mesh = DeviceMesh("cpu", torch.tensor([[1, 0], [2, 3]]), mesh_dim_names=("dp", "pp"))
-    with pytest.raises(ConfigError) as error:
-        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=mesh)
-    return str(error.value)
-
-
-def test_ranks_that_do_not_ascend_are_refused(processes: LocalProcesses):
-    for text in processes.run(4, descends):
-        assert "the ranks of the mesh must ascend along pp, got [[1, 0], [2, 3]]" in text
 
 
 def test_what_is_no_mesh_is_refused():
@@ -168,61 +159,16 @@ def test_a_default_group_of_the_users_own_keeps_its_timeout(processes: LocalProc
         assert before == after != 17
 
 
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    drawn = torch.randint(0, 32, (M, 9), generator=generator)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def decoder_on(rank: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> Trained:
-    mesh, dp = (
-        init_device_mesh("cpu", sizes, mesh_dim_names=names),
-        dict(zip(names, sizes, strict=True)).get("dp", 1),
-    )
-    with Pipeline(layers(CONFIG), next_token_loss, microbatches=M // dp, mesh=mesh, timeout=120) as pipe:
-        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.5, clip=0.5)
-        losses = []
-        for step in range(STEPS):
-            losses.append(pipe.step(*tokens(step)).losses)
-            optimizer.step()
-        return losses, pipe.state_dict()
-
-
-def plain_decoder() -> Trained:
-    with Pipeline(layers(CONFIG), next_token_loss, microbatches=M, ranks=1) as pipe:
-        net, names = copy.deepcopy(pipe.stages[0].module), list(pipe.state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    history = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses, _ = accumulate(net, *tokens(step))
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        history.append(losses)
-    return history, dict(zip(names, net.state_dict().values(), strict=True))
-
-
-def accumulate(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
-    losses = []
-    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-        loss = next_token_loss(net(a), b)
-        (loss / M).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses), None
-
-
 @pytest.mark.slow
-def test_sharded_matrices_on_a_named_mesh_equal_plain_pytorch():
+def test_sharded_matrices_on_a_named_mesh_equal_one_process():
     """In processes of its own: torch's cache of operations on DTensors keeps a mesh, which outlives its groups."""
     cases = [
-        (("pp", "tp"), (2, 2)), (("tp", "pp"), (2, 2)), (("dp", "pp", "tp"), (1, 2, 2)), (("dp", "pp", "tp"), (2, 1, 2)),
-        (("dp", "pp", "tp"), (2, 2, 1)),
+        (("pp", 2), ("tp", 2)), (("tp", 2), ("pp", 2)), (("dp", 1), ("pp", 2), ("tp", 2)), (("dp", 2), ("pp", 1), ("tp", 2)),
+        (("dp", 2), ("pp", 2), ("tp", 1)),
     ]  # fmt: skip
-    wanted, weights = plain_decoder()
+    expected = built_in(0, None)
     with LocalProcesses(4) as own:
-        for results in run_cases(own, 4, decoder_on, cases):
-            assert {name for _, state in results for name in state} == weights.keys()
-            for losses, state in results:
-                torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-5)
-                stages = {name: weights[name] for name in state}
-                torch.testing.assert_close(dict(state), stages, rtol=1e-3, atol=1e-5)
+        for case, results in zip(
+            cases, run_cases(own, 4, built_in, [(case,) for case in cases]), strict=True
+        ):
+            require_same(case, results, expected)

@@ -17,11 +17,9 @@ from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptim
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.groups import run_cases
 from tests.support.mixtures import CLASSES, LoopedExperts, batch, loss_of, mixture
-
-MICROBATCHES, STEPS = 2, 5
-Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
@@ -33,51 +31,13 @@ class Case(NamedTuple):
     recompute: str = "none"
 
 
-class Result(NamedTuple):
-    losses: list[float]
-    norm: float
-    gradients: Tensors
-    weights: Tensors
-
-
-def plain(lone: bool, parts: int) -> Result:
-    """Return the losses, the last norm, the first step's gradients and the last weights of one process."""
-    net = mixture(lone=lone)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    losses, norm, first = [], 0.0, {}
-    for _ in range(STEPS):
-        total = 0.0
-        for x, y in zip(*(t.chunk(parts) for t in batch()), strict=True):
-            loss = loss_of(net(x), y) / parts
-            loss.backward()
-            total += loss.item()
-        first = first or {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return Result(losses, norm, first, {n: p.detach().clone() for n, p in net.named_parameters()})
-
-
 def divided(rank: int, case: Case) -> Result:
     with Pipeline(
         mixture(lone=case.lone), loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes), timeout=120,
         schedule=case.schedule, virtual_stages=case.virtual_stages, recompute=case.recompute,
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=1.0, zero=case.zero)
-        losses, norm, first = [], 0.0, {}
-        for _ in range(STEPS):
-            loss = pipe.step(*batch()).loss
-            assert loss is not None
-            losses.append(loss.item())
-            first = first or {
-                n: full_tensor(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None
-            }
-            step = optimizer.step()
-            assert step.grad_norm is not None
-            norm = float(step.grad_norm)
-        weights = {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
-    return Result(losses, norm, first, weights)
+        return trained(pipe, optimizer, batch())
 
 
 TWO = [
@@ -103,27 +63,9 @@ FOUR = [
 def test_processes_give_what_one_gives(processes: LocalProcesses, ranks: int, cases: list[Case]):
     results = run_cases(processes, ranks, divided, [(case,) for case in cases])
     for case, by_rank in zip(cases, results, strict=True):
-        expected = plain(case.lone, MICROBATCHES * case.sizes.get("dp", 1))
-        for result in by_rank:
-            require_close(case, result, expected)
-        require_equal_copies(case, [result.weights for result in by_rank])
-
-
-def require_close(case: Case, result: Result, expected: Result) -> None:
-    assert result.losses == pytest.approx(expected.losses, rel=1e-5), case
-    assert result.norm == pytest.approx(expected.norm, rel=1e-4), case
-    assert case.zero or result.gradients
-    for name, gradient in result.gradients.items():
-        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6)
-    # AdamW divides by the root of the gradient's square, so that errors of small gradients are as large as of large ones.
-    for name, weight in result.weights.items():
-        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-4)
-
-
-def require_equal_copies(case: Case, by_rank: list[Tensors]) -> None:
-    for name in {name for weights in by_rank for name in weights}:
-        copies = [weights[name] for weights in by_rank if name in weights]
-        assert all(torch.equal(copies[0], other) for other in copies), (case, name)
+        parts = MICROBATCHES * case.sizes.get("dp", 1)
+        require_same(case, by_rank, plain(mixture(lone=case.lone), loss_of, batch(), parts, clip=1.0))
+        assert all(case.zero or result.gradients for result in by_rank), case
 
 
 COUNTED = [
@@ -174,11 +116,6 @@ def test_tokens_of_experts_are_counted_once_and_over_all_processes(processes: Lo
         assert by_rank[0][1] == by_rank[1][1]
 
 
-class Wrong(NamedTuple):
-    what: str
-    words: str
-
-
 class Scaled(LoopedExperts):
     """Reads a buffer by the expert's number, which is another one where experts are divided."""
 
@@ -216,29 +153,29 @@ class Tempered(LoopedExperts):
 OWN: dict[str, type[LoopedExperts]] = {
     "a buffer": Scaled, "scores over k": Normalised, "a pair": Paired, "a temperature": Tempered,
 }  # fmt: skip
-WRONG = [
-    Wrong("a buffer", "1.experts gives other values if its experts are divided"),
-    Wrong("scores over k", "1.experts gives other values if its experts are divided"),
-    Wrong("a pair", "1.experts returns a tuple"),
-    Wrong("a temperature", "1.experts has num_experts, but other parameters or another forward"),
-    Wrong("three experts", "has 3 experts, which do not divide over ep = 2; take an ep that divides 3"),
-    Wrong("no experts", "no layer has a module with stacks of them"),
-    Wrong("a hook", "has a hook, which would see one process's share"),
-    Wrong("another order", "differ between the processes that divide them"),
-]
+WRONG = {
+    "a buffer": "1.experts gives other values if its experts are divided",
+    "scores over k": "1.experts gives other values if its experts are divided",
+    "a pair": "1.experts returns a tuple",
+    "a temperature": "1.experts has num_experts, but other parameters or another forward",
+    "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",
+    "no experts": "no layer has a module with stacks of them",
+    "a hook": "has a hook, which would see one process's share",
+    "another order": "differ between the processes that divide them",
+}
 
 
-def refused(rank: int, wrong: Wrong) -> str:
-    net = mixture(experts=3 if wrong.what == "three experts" else 4)
-    if wrong.what == "no experts":
+def refused(rank: int, wrong: str) -> str:
+    net = mixture(experts=3 if wrong == "three experts" else 4)
+    if wrong == "no experts":
         net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES))
-    if wrong.what in OWN:
+    if wrong in OWN:
         for block in net[1:-1]:
-            block.experts = OWN[wrong.what]()
-    experts = net[1].experts if wrong.what != "no experts" else nn.Identity()
-    if wrong.what == "a hook":
+            block.experts = OWN[wrong]()
+    experts = net[1].experts if wrong != "no experts" else nn.Identity()
+    if wrong == "a hook":
         experts.register_forward_hook(lambda *_: None)
-    if wrong.what == "another order" and rank == 1:
+    if wrong == "another order" and rank == 1:
         with torch.no_grad():
             for stack in experts.parameters():
                 stack.copy_(stack.flip(0).clone())
@@ -252,8 +189,8 @@ def refused(rank: int, wrong: Wrong) -> str:
 @pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_on_every_rank(processes: LocalProcesses):
     results = run_cases(processes, 2, refused, [(wrong,) for wrong in WRONG])
-    for wrong, by_rank in zip(WRONG, results, strict=True):
-        assert all(wrong.words in text for text in by_rank), (wrong, by_rank)
+    for (wrong, words), by_rank in zip(WRONG.items(), results, strict=True):
+        assert all(words in text for text in by_rank), (wrong, by_rank)
 
 
 def test_every_group_of_experts_has_them_in_one_order():
@@ -381,8 +318,8 @@ def test_a_replica_that_fails_does_not_leave_the_others_waiting_for_its_experts(
         assert len({loss for *_, loss in by_rank}) == 1
 
 
-def train(rank: int, folder: str, sizes: dict[str, int] | None, steps: int) -> tuple[list[float], Tensors]:
-    """Continue the newest checkpoint of a folder, if any, and save; return the losses and the weights."""
+def train(rank: int, folder: str, sizes: dict[str, int] | None, steps: int) -> Result:
+    """Continue the newest checkpoint of a folder, if any, and save."""
     mesh = None if sizes is None else MeshShape(**sizes)
     parts = 4 if mesh is None else 4 // mesh.dp
     with Pipeline(
@@ -391,19 +328,14 @@ def train(rank: int, folder: str, sizes: dict[str, int] | None, steps: int) -> t
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=mesh is not None and mesh.dp > 2)
         with Checkpoints(folder, pipe, optimizer) as checkpoints:
             checkpoints.load_newest()
-            losses = []
-            for _ in range(steps):
-                loss = pipe.step(*batch()).loss
-                assert loss is not None
-                losses.append(loss.item())
-                optimizer.step()
+            result = trained(pipe, optimizer, batch(), steps)
             checkpoints.save()
-        return losses, {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}
+        return result
 
 
 @pytest.mark.slow
 def test_a_checkpoint_continues_with_experts_divided_otherwise(processes: LocalProcesses, tmp_path: Path):
-    expected, weights = train(0, str(tmp_path / "one"), None, 5)
+    expected = train(0, str(tmp_path / "one"), None, 5)
     folder = str(tmp_path / "many")
     losses: list[float] = []
     for ranks, sizes, steps in (
@@ -413,11 +345,11 @@ def test_a_checkpoint_continues_with_experts_divided_otherwise(processes: LocalP
         (2, {"dp": 2}, 1),
     ):
         (by_rank,) = run_cases(processes, ranks, train, [(folder, sizes, steps)])
-        losses += by_rank[0][0]
-    last, final = train(0, folder, None, 1)
-    assert losses + last == pytest.approx(expected, rel=1e-5)
-    for name, weight in final.items():
-        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4)
+        losses += by_rank[0].losses
+    last = train(0, folder, None, 1)
+    assert losses + last.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, weight in last.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-4)
 
 
 def whole_at_once(rank: int, folder: str) -> tuple[int, int]:

@@ -44,13 +44,10 @@ def plain_losses(every: int = 1) -> list[Tensor]:
 
 
 def mesh_of(kind: str) -> DeviceMesh:
-    names: dict[str, tuple[str, ...]] = {
-        "tp": ("pp", "tp"),
-        "hsdp": ("pp", "copies", "dp"),
-        "2d": ("pp", "dp", "tp"),
-    }
-    shape = (2, 2) if kind not in ("hsdp", "2d") else (1, 2, 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names.get(kind, ("pp", "dp")))
+    if kind in ("hsdp", "2d"):
+        names = ("pp", "copies", "dp") if kind == "hsdp" else ("pp", "dp", "tp")
+        return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp" if kind == "tp" else "dp"))
 
 
 def placed(kind: str, mesh: DeviceMesh) -> nn.Sequential:
@@ -121,27 +118,21 @@ def train(rank: int, case: Case) -> tuple[int, list[Tensor], list[tuple[int, int
     net = placed(kind, mesh)
     failing = Failing(net[-1])
     with Pipeline(
-        net,
-        nn.functional.mse_loss,
-        schedule=case.schedule,
-        microbatches=M // replicas,
-        mesh=mesh["pp"],
-        recompute=case.recompute,
-        timeout=60,
-    ) as pipe:
-        options: dict[str, Any] = {"lr": 0.1}
+        net, nn.functional.mse_loss, schedule=case.schedule, microbatches=M // replicas, mesh=mesh["pp"],
+        recompute=case.recompute, timeout=60,
+    ) as pipe:  # fmt: skip
         if case.own_optimizer:
-            optimizer: Any = PipelineOptimizer(pipe, torch.optim.SGD, clip=CLIP, **options)
+            optimizer: Any = PipelineOptimizer(pipe, torch.optim.SGD, clip=CLIP, lr=0.1)
         else:
-            optimizer = torch.optim.SGD(pipe.parameters(), **options)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         history, counts = [], []
         for step in range(STEPS):
             x, y = plain.batch(step, 2 * M)
             if fails and step == 1:
-                failing.where = fails
+                failing.begin(fails)
                 with pytest.raises(PenstockError, match="it has to fail"):
                     pipe.step(x[rows], y[rows])
-                failing.where = ""
+                failing.begin("")
             with Counter() as counter:
                 history.append(pipe.step(x[rows], y[rows]).losses)
             counts.append(counter.counts)
@@ -158,18 +149,13 @@ def train(rank: int, case: Case) -> tuple[int, list[Tensor], list[tuple[int, int
 
 
 class Failing:
-    """Makes a layer fail in its second forward or backward from when `where` is set."""
+    """Makes a layer fail in its second forward or backward from when `begin` is called."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._where, self._calls = "", 0
+        self.begin("")
         layer.register_forward_hook(self._after)
 
-    @property
-    def where(self) -> str:
-        return self._where
-
-    @where.setter
-    def where(self, where: str) -> None:
+    def begin(self, where: str) -> None:
         self._where, self._calls = where, 0
 
     def _after(self, layer: nn.Module, args: object, output: Tensor) -> None:
@@ -185,7 +171,7 @@ class Failing:
 
 
 def refused(rank: int, kind: str, whole: bool, schedule: str = "1f1b") -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of("fsdp")
     with pytest.raises(ConfigError) as error:
         Pipeline(
             placed(kind, mesh), nn.functional.mse_loss, schedule=schedule, microbatches=2,
@@ -195,7 +181,7 @@ def refused(rank: int, kind: str, whole: bool, schedule: str = "1f1b") -> str:
 
 
 def refused_in_a_step(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of("fsdp")
     with Pipeline(
         placed("fsdp", mesh), nn.functional.mse_loss, schedule="tests.support.own_schedules:split_from_six",
         microbatches=2, mesh=mesh["pp"], timeout=60,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
@@ -19,7 +20,6 @@ from penstock.stage.values import Message
 from tests.support.groups import run_cases
 from tests.support.replicas import (
     WIDTH,
-    batch,
     buckets_of,
     gradients,
     loss_of,
@@ -44,14 +44,19 @@ def assert_close(one: dict, other: dict, scale: float = 64.0) -> None:
         assert float((one[name] - other[name]).abs().max()) <= bound, name
 
 
+def backward(net: nn.Module, buckets: GradientBuckets, n: int, rank: int) -> None:
+    """Take one step with a replica's rows."""
+    with step(buckets, n):
+        loss_of(net, *share(n, rank)).backward()
+
+
 def three_steps(rank: int, bucket: int, first: int) -> list[dict]:
     """Gradients of three steps; they are zeroed after one, and dropped after the others."""
     net = model()
     buckets = buckets_of(net, bucket_bytes=bucket, first_bucket_bytes=first)
     seen = []
     for n in range(3):
-        with step(buckets, n):
-            loss_of(net, *share(n, rank)).backward()
+        backward(net, buckets, n, rank)
         storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
         assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
         seen.append(gradients(net))
@@ -62,8 +67,7 @@ def three_steps(rank: int, bucket: int, first: int) -> list[dict]:
 
 
 def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(processes: LocalProcesses):
-    cases = list(itertools.product((1, 400, 1 << 20), (1, 100, 1 << 20)))
-    for told in run_cases(processes, 2, three_steps, cases):
+    for told in run_cases(processes, 2, three_steps, [(1, 1), (400, 100), (1 << 20, 1), (1 << 20, 1 << 20)]):
         for seen in told:
             for n in range(3):
                 assert_equal(seen[n], plain(n))
@@ -72,28 +76,22 @@ def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bi
 def train(rank: int, size: int) -> dict[str, torch.Tensor]:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    buckets = buckets_of(net)
-    for n in range(20):
-        with step(buckets, n):
-            (loss_of(net, *share(n, rank, size)) / size).backward()
+    buckets = buckets_of(net) if size > 1 else None
+    for n in range(5):
+        loss = loss_of(net, *share(n, rank, size)) / size
+        with step(buckets, n) if buckets else nullcontext():
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_processes_train_as_one_process_does_and_stay_bit_identical(processes: LocalProcesses, size):
-    results = processes.run(size, train, size)
-    for other in results[1:]:
-        assert_equal(results[0], other)
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    for n in range(20):
-        loss_of(net, *batch(n)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in net.named_parameters():
-        assert torch.allclose(results[0][name], parameter, rtol=0, atol=2e-4), name
+def test_four_processes_train_as_one_process_does_and_stay_bit_identical(processes: LocalProcesses):
+    first, *others = processes.run(4, train, 4)
+    for other in others:
+        assert_equal(first, other)
+    for name, parameter in train(0, 1).items():
+        assert torch.allclose(first[name], parameter, rtol=0, atol=2e-4), name
 
 
 class Counting(GroupReducer):
@@ -283,10 +281,8 @@ def in_float32(rank: int) -> dict:
         p.grad_dtype = torch.float32
     buckets = buckets_of(net)
     x, y = share(0, rank)
-    for n in range(2):
-        net.zero_grad()
-        with step(buckets, n):
-            loss_of(net, x.bfloat16(), y.bfloat16()).backward()
+    with step(buckets):
+        loss_of(net, x.bfloat16(), y.bfloat16()).backward()
     return gradients(net)
 
 
@@ -368,8 +364,7 @@ def fails_once(rank: int) -> tuple[tuple[str, str], dict]:
     except (ArithmeticError, PeerError) as error:
         said = told(error)
     net.zero_grad()
-    with step(buckets, 2):
-        loss_of(net, *share(1, rank)).backward()
+    backward(net, buckets, 1, rank)
     return said, gradients(net)
 
 
@@ -424,8 +419,7 @@ def moved(rank: int) -> dict:
             net.zero_grad(set_to_none=False)
             for p in net.parameters():
                 p.grad.data = p.grad.data.clone()  # what nn.Module.to does
-        with step(buckets, n):
-            loss_of(net, *share(n, rank)).backward()
+        backward(net, buckets, n, rank)
     return gradients(net)
 
 
@@ -478,16 +472,15 @@ def leaves_out_a_step(rank: int) -> str:
     buckets = buckets_of(net, reducer)
     try:
         for n in range(2 - rank):
-            with step(buckets, n):
-                loss_of(net, *share(n, rank)).backward()
-            reducer.set_timeout(1.0)
+            backward(net, buckets, n, rank)
+            reducer.set_timeout(0.2)
     except (WaitTimeoutError, PeerError) as error:
         return str(error)
     return ""
 
 
 def test_a_process_that_leaves_out_a_step_leaves_nobody_waiting(processes: LocalProcesses):
-    said, nothing = processes.run(2, leaves_out_a_step, timeout=300)
+    said, nothing = processes.run(2, leaves_out_a_step)
     assert "left out a step" in said or "connection to another replica broke" in said
     assert nothing == ""
 
@@ -498,8 +491,7 @@ def backward_of_their_own(rank: int) -> tuple[str, bool, dict]:
     with pytest.raises(PenstockError) as caught:
         loss_of(net, *share(0, rank)).backward()
     net.zero_grad()
-    with step(buckets):
-        loss_of(net, *share(0, rank)).backward()
+    backward(net, buckets, 0, rank)
     actual = gradients(net)
     buckets.attach()  # a second time changes nothing
     buckets.detach()
@@ -516,19 +508,21 @@ def test_a_gradient_outside_of_a_step_is_refused_while_the_buckets_are_attached(
         assert_equal(actual, plain(0))
 
 
-def channels_last(rank: int) -> torch.Tensor:
+def convolution() -> nn.Conv2d:
     torch.manual_seed(0)
-    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    buckets = buckets_of(net)
-    with step(buckets):
+    return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
+def channels_last(rank: int) -> torch.Tensor:
+    net = convolution()
+    with step(buckets_of(net)):
         net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
     assert net.weight.grad.stride() == net.weight.stride()
     return net.weight.grad
 
 
 def test_channels_last_gradients_keep_their_strides(processes: LocalProcesses):
-    torch.manual_seed(0)
-    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    net = convolution()
     for rank in range(2):
         net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
     for grad in processes.run(2, channels_last):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.parallel.data.layout import Slot, plan_buckets
@@ -60,6 +60,7 @@ def test_dtypes_and_groups_do_not_mix():
     parts=st.integers(1, 5),
     seed=st.randoms(),
 )
+@settings(max_examples=30, derandomize=True)
 def test_every_gradient_has_a_place_of_its_own(sizes, bucket, first, parts, seed):
     all_slots = [Slot(n, [torch.float32, torch.bfloat16][n % 2], CPU, parts=parts) for n in sizes]
     order = list(range(len(sizes)))

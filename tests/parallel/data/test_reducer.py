@@ -56,13 +56,8 @@ def broken(rank: int) -> list[str]:
         dist.destroy_process_group()
         return []
     messages = []
-    begin = (
-        reducer.all_reduce,
-        reducer.all_reduce,
-        reducer.reduce_scatter,
-        reducer.all_gather,
-    )  # the first finds out, the others know
-    for act in begin:
+    # The first finds out, the others know.
+    for act in (reducer.all_reduce, reducer.all_reduce, reducer.reduce_scatter, reducer.all_gather):
         with pytest.raises(PeerError) as info:
             act(torch.ones(4)).wait()
         messages.append(str(info.value))
