@@ -9,14 +9,21 @@ from bench.closed_forms import Form, outcomes
 from bench.formulas import conditional, exact
 
 from penstock.schedule.families import FAMILIES
+from tests.support.lanes import slow
 
 FORMS = list(exact())
+FIRST = {form.family: form for form in reversed(FORMS)}
+"""One form of each family, which proves its order; the other forms price the same orders otherwise."""
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[f"{form.family}: {form.says}" for form in FORMS])
+@pytest.mark.parametrize(
+    "form",
+    [*FIRST.values(), *slow(*(form for form in FORMS if form not in FIRST.values()))],
+    ids=lambda form: f"{form.family}: {form.says}",
+)
 def test_a_closed_form_holds_exactly(form: Form):
     cases = list(form.cases)
-    (outcome,) = outcomes([replace(form, cases=cases[:: 1 + len(cases) // 12])])
+    (outcome,) = outcomes([replace(form, cases=cases[:: 1 + len(cases) // 4])])
     assert outcome.cases > 0
     assert not outcome.failed
 

@@ -6,6 +6,7 @@ import pytest
 from bench.memory import measured, predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_measured_peaks_are_those_predicted(name: str):
     for found, expected in zip(measured(name, 4), predicted(name, 4), strict=True):

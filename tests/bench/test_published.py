@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from bench.comparison import Comparison, Row
 from bench.fit import RATED, errors, fit, fitted_runs, preset_rates, with_rates
@@ -13,33 +15,31 @@ from penstock.plan.cluster import ERROR_BEYOND, read_cluster
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 
+pytestmark = pytest.mark.slow
 
-@pytest.fixture(scope="module")
-def of() -> dict[str, Comparison]:
-    return {
-        name: published.SECTIONS[name](False)
-        for name in ("a100", "memory", "h100", "b200", "sharded", "experts", "stages")
-    }
+
+@cache
+def section(name: str) -> Comparison:
+    return published.SECTIONS[name](False)
 
 
 def summary(comparison: Comparison, group: str):
     return next(s for s in comparison.summaries if s.group == group)
 
 
-@pytest.mark.slow
-def test_steps_on_a100s_reach_their_targets(of):
-    assert summary(of["a100"], "SC21").mean <= 0.03
-    assert summary(of["a100"], "Korthikanti").mean <= 0.03
-    assert summary(of["a100"], "vTrain").mean <= 0.09
-    assert summary(of["a100"], "vTrain").median <= 0.04
+def test_steps_on_a100s_reach_their_targets():
+    assert summary(section("a100"), "SC21").mean <= 0.03
+    assert summary(section("a100"), "Korthikanti").mean <= 0.03
+    assert summary(section("a100"), "vTrain").mean <= 0.09
+    assert summary(section("a100"), "vTrain").median <= 0.04
 
 
-def test_steps_on_newer_devices_reach_their_targets(of):
+def test_steps_on_newer_devices_reach_their_targets():
     for group in ("NeMo, pp > 1", "Llama 3, pp > 1"):
-        assert summary(of["h100"], group).largest <= 0.07
-    for found in of["b200"].summaries:
+        assert summary(section("h100"), group).largest <= 0.07
+    for found in section("b200").summaries:
         assert found.largest <= (0.08 if "context parallelism" in found.group else 0.05)
-    assert summary(of["h100"], "NeMo (context parallelism)").largest <= 0.06
+    assert summary(section("h100"), "NeMo (context parallelism)").largest <= 0.06
 
 
 def test_published_steps_are_near_the_reach_of_a_preset_and_inside_the_interval_beyond():
@@ -61,28 +61,28 @@ def test_published_steps_are_near_the_reach_of_a_preset_and_inside_the_interval_
             assert any("no published step is near" in sentence for sentence in plan.assumptions)
 
 
-def test_bytes_reach_their_targets(of):
-    assert summary(of["memory"], "Korthikanti, weights").largest <= 0.01
-    assert summary(of["memory"], "Korthikanti, activations").largest <= 0.01
-    assert summary(of["memory"], "Zero Bubble, peak").mean <= 0.05
-    assert summary(of["memory"], "Vocabulary, peak").largest <= 0.05
+def test_bytes_reach_their_targets():
+    assert summary(section("memory"), "Korthikanti, weights").largest <= 0.01
+    assert summary(section("memory"), "Korthikanti, activations").largest <= 0.01
+    assert summary(section("memory"), "Zero Bubble, peak").mean <= 0.05
+    assert summary(section("memory"), "Vocabulary, peak").largest <= 0.05
 
 
-def test_steps_of_mixtures_reach_their_targets(of):
+def test_steps_of_mixtures_reach_their_targets():
     """No rate is fitted to any of them."""
-    errors = [abs(row.error) for row in of["experts"].rows if not row.remark]
+    errors = [abs(row.error) for row in section("experts").rows if not row.remark]
     assert len(errors) == 10
     assert sum(errors) / len(errors) <= 0.15
     assert max(errors) <= 0.25
 
 
-def test_steps_from_stage_times_reach_their_target(of):
-    assert summary(of["stages"], "plain 1F1B").largest <= 0.015
+def test_steps_from_stage_times_reach_their_target():
+    assert summary(section("stages"), "plain 1F1B").largest <= 0.015
 
 
 @pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "sharded", "experts", "stages"])
-def test_the_page_has_what_the_command_prints(of, name: str):
-    assert section_text(of[name]) in PAGE.read_text()
+def test_the_page_has_what_the_command_prints(name: str):
+    assert section_text(section(name)) in PAGE.read_text()
 
 
 def test_the_page_has_every_section():

@@ -25,9 +25,12 @@ from penstock.schedule.text import write_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubble_fraction, makespan
+from tests.support.lanes import exhaustive
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, slow_links, timed_profile
 
 H100 = read_cluster("h100*8x4")
+FIRST = ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"]
+FEW = [*FIRST, *exhaustive(*sorted(FAMILIES.keys() - FIRST))]
 
 
 def predicted(layout: Any, cluster: Cluster | None = None, batch: int = 8, blocks: int = 4) -> Prediction:
@@ -100,8 +103,9 @@ def test_a_reduction_hides_behind_the_backward_only_as_far_as_it_can():
     assert predicted("pp=2,dp=2", replace(slow_links(), overlap=False)).parts == apart.parts
 
 
-@pytest.mark.parametrize("schedule", sorted(FAMILIES))
-def test_every_family_is_predicted_and_equals_its_simulation(schedule: str):
+# whole backwards, several stages, split backwards on a V, copies; the other families differ in their order alone
+@pytest.mark.parametrize("schedule", FEW)
+def test_a_family_is_predicted_and_equals_its_simulation(schedule: str):
     prediction = predicted(f"pp=4,schedule={schedule}", blocks=16)
     program = check(build_schedule(schedule, 4, 8)).program
     per_stage = prediction.costs.forward
@@ -116,7 +120,10 @@ def test_every_family_is_predicted_and_equals_its_simulation(schedule: str):
     sized = of_small(f"pp=4,schedule={schedule}", batch=8)
     assert 0 < sized.mfu <= sized.hfu < 1
     assert sized.low < sized.step_seconds < sized.high
-    assert json.loads(json.dumps(sized.as_dict()))["memory"][3]["total"] > 0
+    table = json.loads(json.dumps(sized.as_dict()))
+    assert all(rank["total"] > 0 for rank in table["memory"])
+    assert table["fits"] is True
+    assert table["hardware_tflops_per_device"] == sized.hardware_tflops_per_device
 
 
 def test_the_prediction_is_the_simulation_of_its_own_costs():
@@ -125,34 +132,6 @@ def test_the_prediction_is_the_simulation_of_its_own_costs():
     trace = simulate(program, op_costs(prediction.costs, H100, prediction.layout))
     assert np.array_equal(trace.end, prediction.trace.end)
     assert prediction.parts["pipeline"] == makespan(trace)
-
-
-def test_the_object_has_what_others_rely_on():
-    table = of_small("pp=4,dp=2,shard=optimizer").as_dict()
-    assert {
-        "layout", "step_seconds", "low", "high", "tokens_per_second", "tflops_per_device", "mfu", "memory", "fits", "bubble",
-        "hardware_tflops_per_device",
-    } <= set(table)  # fmt: skip
-    assert len(table["memory"]) == 4
-    assert all(rank["total"] > 0 for rank in table["memory"])
-    assert table["fits"] is True
-    assert table["split"] == [4, 4, 4, 4]
-
-
-def test_zero_without_replicas_changes_nothing():
-    plain, zero = of_small("pp=4"), of_small("pp=4,shard=optimizer")
-    assert zero.step_seconds == plain.step_seconds
-    assert zero.memory == plain.memory
-
-
-def test_unfused_attention_takes_longer_and_keeps_its_scores():
-    fused, unfused = (of_small(f"pp=4,attention={kind}", sequence=256) for kind in ("fused", "unfused"))
-    assert unfused.step_seconds > fused.step_seconds
-    assert unfused.peak_bytes > fused.peak_bytes
-    selective = of_small("pp=4,attention=unfused,recompute=selective", sequence=256)
-    assert selective.peak_bytes < unfused.peak_bytes
-    assert selective.step_seconds > unfused.step_seconds
-    assert selective.hfu > unfused.hfu
 
 
 def test_assumptions_are_said():
@@ -177,31 +156,26 @@ def test_the_interval_of_a_noisy_profile_is_above_zero():
     assert 0 < prediction.low < prediction.step_seconds < prediction.high
 
 
-def test_a_layout_of_a_profile_has_its_dtype():
-    with pytest.raises(
-        ConfigError, match="the profile of timed is in fp32, so a layout's dtype must be that, got bf16"
-    ):
-        predict(timed_profile(), round_cluster(), "pp=2,dtype=bf16", batch=8)
+def test_a_layout_of_a_profile_may_name_its_dtype():
     assert predict(timed_profile(), round_cluster(), "pp=2,dtype=fp32", batch=8).dtype == "fp32"
 
 
-def test_names_instead_of_what_they_name_are_refused():
-    with pytest.raises(
-        ConfigError,
-        match=r"cluster must be a Cluster, got 'h100\*4'; read it with penstock.plan.read_cluster",
-    ):
-        predict(of_shape(SMALL), "h100*4", "pp=2")
-    for call in (predict, search):
-        values = {"layout": "pp=2"} if call is predict else {}
-        with pytest.raises(ConfigError, match=r"profile must be a Profile, got 'my-model'; read it with"):
-            call("my-model", H100, sequence=32, batch=8, **values)
-
-
-def test_a_profile_in_a_dtype_that_the_cluster_lacks_says_how_to_profile():
-    with pytest.raises(
-        ConfigError, match=r"the profile of timed is in fp32, and h100 has .* autocast=torch\.bfloat16"
-    ):
-        predict(timed_profile(), H100, "pp=2", batch=8)
+@pytest.mark.parametrize(
+    ("profile", "cluster", "layout", "message"),
+    [
+        (timed_profile(), round_cluster(), "pp=2,dtype=bf16", "is in fp32, so a layout's dtype must be that, got bf16"),
+        (timed_profile(), H100, "pp=2", r"the profile of timed is in fp32, and h100 has .* autocast=torch\.bfloat16"),
+        (of_shape(SMALL), "h100*4", "pp=2", r"cluster must be a Cluster, got 'h100\*4'; read it with penstock.plan.read_c"),
+        ("my-model", H100, "pp=2", r"profile must be a Profile, got 'my-model'; read it with"),
+        (of_shape(SMALL), read_cluster("a100-80gb*8"), "dtype=fp8", r"for fp8; it has bf16, fp16\. Choose one of these"),
+    ],
+)  # fmt: skip
+def test_profiles_and_clusters_that_do_not_fit_are_refused(profile, cluster, layout: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        predict(profile, cluster, layout, sequence=SEQUENCE, batch=8)
+    if isinstance(profile, str):
+        with pytest.raises(ConfigError, match=message):
+            search(profile, cluster, sequence=SEQUENCE, batch=8)
 
 
 def test_a_measured_spread_widens_the_interval():
@@ -241,7 +215,7 @@ def faster(cluster: Cluster, what: str, ratio: float) -> Cluster:
     return replace(cluster, device=replace(device, **{what: getattr(device, what) * ratio}))
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(LAYOUTS, FASTER, st.sampled_from([1.5, 10.0]))
 def test_a_faster_machine_is_never_slower(layout: dict[str, Any], what: str, ratio: float):
     layout["split"] = "even"  # a split by cost is a choice that depends on the machine
@@ -250,7 +224,7 @@ def test_a_faster_machine_is_never_slower(layout: dict[str, Any], what: str, rat
     assert after.memory == before.memory
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(LAYOUTS, st.floats(0.1, 10))
 def test_more_memory_keeps_what_fits(layout: dict[str, Any], ratio: float):
     need = of_small(layout).peak_bytes
@@ -263,7 +237,7 @@ def test_more_memory_keeps_what_fits(layout: dict[str, Any], ratio: float):
     assert with_memory(need * ratio).fits == (ratio >= 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(LAYOUTS)
 def test_shares_are_shares(layout: dict[str, Any]):
     prediction = of_small(layout)
@@ -319,11 +293,6 @@ def test_what_cannot_be_is_refused_in_one_line(layout: str, message: str):
     with pytest.raises(ConfigError, match=message) as error:
         of_small(layout)
     assert "\n" not in str(error.value)
-
-
-def test_fp8_on_a_cluster_without_it():
-    with pytest.raises(ConfigError, match=r"no matmul rate for fp8; it has bf16, fp16\. Choose one of these"):
-        of_small("dtype=fp8", read_cluster("a100-80gb*8"))
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 8.0, float("nan"), "8", 10**30])

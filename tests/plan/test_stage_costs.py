@@ -1,21 +1,30 @@
-"""Layers' costs summed over the stages of a layout."""
+"""Seconds of operations from the rates of a device, and layers' costs summed over the stages of a layout."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import read_cluster
+from penstock.plan.cluster import Device, LinkSpeed, read_cluster
 from penstock.plan.profile.closed_form import Workload, block_cost, embedding_cost, head_cost
+from penstock.plan.profile.layer_cost import DeviceWork
 from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import StageCosts, layer_times, stage_costs
+from penstock.plan.stage_costs import (
+    Links,
+    StageCosts,
+    collective_seconds,
+    layer_times,
+    seconds_of,
+    stage_costs,
+)
 from penstock.schedule.placement import Placement
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
 
@@ -90,6 +99,7 @@ def test_the_first_and_last_stages_have_fewer_blocks_if_the_split_is_by_cost():
     assert work.max() < (even.forward + even.input_grad + even.weight_grad).max()
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6))
 def test_counts_are_taken_as_given(counts: list[int]):
     layout = Layout(pp=len(counts), split=tuple(counts))
@@ -109,18 +119,66 @@ def test_counts_are_taken_as_given(counts: list[int]):
         (Layout(tp=3), "tp=3 does not divide the model's 8 heads"),
         (Layout(tp=8), "tp=8 does not divide the model's 4 key and value heads"),
         (Layout(dtype="fp32"), "no matmul rate for fp32; it has bf16, fp16, fp8"),
+        (Layout(pp=20), r"16 blocks cannot be split into 20 stages .* at most 16 stages"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_model_is_refused(layout: Layout, message: str):
     with pytest.raises(ConfigError, match=message):
         staged(layout, Placement.loop(layout.pp, 1))
-
-
-def test_more_stages_than_blocks_are_refused():
-    with pytest.raises(ConfigError, match=r"16 blocks cannot be split into 20 stages .* at most 16 stages"):
-        staged(Layout(pp=10), Placement.loop(10, 2))
-
-
-def test_sequences_that_the_degree_does_not_divide_are_refused():
     with pytest.raises(ConfigError, match=r"samples of 33 tokens over tp=2; take a multiple of 2"):
         layer_times(of_shape(SMALL), H100, Layout(tp=2, sequence_parallel=True), 33)
+
+
+DEVICE = Device(
+    memory=1e9, matmul={"bf16": 100.0, "fp8": 200.0}, memory_bandwidth=10.0, matmul_width=3.0, attention={"bf16": 50.0},
+    score_bandwidth=5.0, launch=0.5,
+)  # fmt: skip
+LINK = LinkSpeed(2.0, 10.0)
+
+
+def taken(*works: DeviceWork, dtype: str = "bf16", group: int = 1, device: Device = DEVICE) -> float:
+    return seconds_of(works, device, dtype, Links(group, LINK))
+
+
+def test_each_kind_of_work_has_its_rate():
+    assert taken(DeviceWork("seconds", 7.0)) == 7.0
+    assert taken(DeviceWork("matmul", 100.0, width=1.0)) == 0.5 + 4.0
+    assert taken(DeviceWork("matmul", 100.0, width=3.0, calls=2)) == 2 * 0.5 + 2.0
+    assert taken(DeviceWork("matmul", 100.0, width=3.0), dtype="fp8") == 0.5 + 1.0
+    assert taken(DeviceWork("attention", 100.0, width=1.0)) == 0.5 + 2.0
+    assert taken(DeviceWork("memory", 20.0)) == 0.5 + 2.0
+    assert taken(DeviceWork("scores", 20.0)) == 0.5 + 4.0
+    assert taken(DeviceWork("memory", 20.0), DeviceWork("seconds", 1.0)) == 3.5
+    assert taken() == 0
+
+
+def test_rates_that_are_not_given_are_those_of_the_same_unit():
+    plain = Device(memory=1e9, matmul={"bf16": 100.0, "fp8": 200.0}, memory_bandwidth=10.0)
+    assert taken(DeviceWork("scores", 20.0), device=plain) == 2.0
+    assert taken(DeviceWork("attention", 100.0), device=plain) == 1.0
+    assert taken(DeviceWork("matmul", 100.0, width=1e-9), device=plain) == 1.0
+    assert plain.peak_rate("fp8") == 200.0
+    # Attention has no kernel in fp8.
+    assert taken(DeviceWork("attention", 100.0), dtype="fp8") == 0.5 + 2.0
+
+
+def test_a_dtype_without_a_rate_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"no matmul rate for fp32; it has bf16, fp8. Choose one of these"):
+        taken(DeviceWork("matmul", 1.0), dtype="fp32")
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_a_ring_sends_a_share_to_its_neighbour_in_every_round(group: int):
+    once = (group - 1) * (1.0 + 80.0 / group / 10.0)
+    assert collective_seconds("all_gather", 80.0, group, LINK) == pytest.approx(once)
+    assert collective_seconds("reduce_scatter", 80.0, group, LINK) == pytest.approx(once)
+    assert collective_seconds("all_reduce", 80.0, group, LINK) == pytest.approx(2 * once)
+    # Two collectives of half the bytes have the latency twice.
+    both = taken(DeviceWork("all_gather", 80.0, calls=2), group=group)
+    assert both == pytest.approx(once + (group - 1) * 1.0)
+
+
+def test_one_rank_and_infinite_links_take_no_time():
+    assert collective_seconds("all_reduce", 80.0, 1, LINK) == 0
+    assert collective_seconds("all_reduce", 80.0, 8, LinkSpeed()) == 0
+    assert LinkSpeed().bandwidth == math.inf

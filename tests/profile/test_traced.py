@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import penstock
 from penstock.base.errors import ProfileError, SplitError
 from penstock.plan.profile.closed_form import Workload, block_cost
-from penstock.plan.profile.model_profile import read_profile
+from penstock.plan.profile.model_profile import Profile, read_profile
 from penstock.plan.profile.model_shape import ModelShape
 from penstock.profile.traced import trace_layers
 from penstock.stage.compute.runner import LossInputs
@@ -22,7 +21,7 @@ from penstock.stage.values import Message
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
-CONFIG = ModelConfig(vocabulary=96, width=32, layers=3, heads=4, kv_heads=2, hidden=64)
+CONFIG = ModelConfig(vocabulary=96, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
 
@@ -39,22 +38,25 @@ def held_by_a_stage(n: int, x: Tensor) -> int:
     return stage.held_bytes
 
 
-def test_saved_bytes_are_those_that_a_stage_holds():
-    profile = trace_layers(layers(CONFIG), TOKENS, target=TOKENS, loss_fn=next_token_loss)
-    costs = [profile.kinds[kind].at(2) for *_, kind in profile.layers]
+@pytest.fixture(scope="module")
+def traced() -> Profile:
+    return trace_layers(layers(CONFIG), TOKENS, target=TOKENS, loss_fn=next_token_loss)
+
+
+def test_saved_bytes_are_those_that_a_stage_holds(traced: Profile):
+    costs = [traced.kinds[kind].at(2) for *_, kind in traced.layers]
     hidden = torch.randn(2, 16, 32)
     assert [cost.saved_bytes for cost in costs[:2]] == [
         held_by_a_stage(0, TOKENS), held_by_a_stage(1, hidden),
     ]  # fmt: skip
     # The target is not the stage's to keep: it belongs to the batch.
-    assert costs[-1].saved_bytes == held_by_a_stage(4, hidden)
+    assert costs[-1].saved_bytes == held_by_a_stage(3, hidden)
 
 
-def test_flops_are_those_of_the_closed_form():
-    profile = trace_layers(layers(CONFIG), TOKENS)
-    shape = ModelShape(name="m", layers=3, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocabulary=96)
+def test_flops_are_those_of_the_closed_form(traced: Profile):
+    shape = ModelShape(name="m", layers=2, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocabulary=96)
     expected = block_cost(shape, Workload(microbatch=2, sequence=16))
-    cost = profile.kinds[profile.layers[1][2]].at(2)
+    cost = traced.kinds[traced.layers[1][2]].at(2)
     assert cost.model_flops == expected.model_flops
     assert cost.parameters == expected.parameters
     products = [
@@ -63,20 +65,17 @@ def test_flops_are_those_of_the_closed_form():
     assert products == [sum(w.amount for w in expected.weight_grad)] * 2
 
 
-def test_equal_layers_are_one_kind_and_sizes_interpolate():
-    profile = trace_layers(layers(CONFIG), TOKENS, microbatches=(1, 4))
-    assert [kind for *_, kind in profile.layers] == [0, 1, 1, 1, 2]
-    assert [role for _, role, _ in profile.layers] == ["embedding", "block", "block", "block", "head"]
-    assert profile.blocks == 3
+def test_equal_layers_are_one_kind_and_sizes_interpolate(traced: Profile, tmp_path: Path):
+    """And a profile is read as it was saved."""
+    profile = trace_layers(layers(CONFIG), TOKENS, microbatches=(1, 4), name="small")
+    assert [kind for *_, kind in profile.layers] == [0, 1, 1, 2]
+    assert [role for _, role, _ in profile.layers] == ["embedding", "block", "block", "head"]
+    assert profile.blocks == 2
     assert profile.sequence == 16
     block = profile.kinds[1]
     assert block.at(2).output_bytes == 2 * 16 * 32 * 4
-    (direct,) = (trace_layers(layers(CONFIG), TOKENS).kinds[1].at(2).saved_bytes,)
+    direct = traced.kinds[1].at(2).saved_bytes
     assert block.at(2).saved_bytes == pytest.approx(direct, rel=0.02)
-
-
-def test_a_profile_is_read_as_it_was_saved(tmp_path: Path):
-    profile = trace_layers(layers(CONFIG), TOKENS, name="small")
     profile.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
 
@@ -199,31 +198,23 @@ def test_products_of_experts_are_counted():
         assert sum(work.amount for work in works if work.unit == "matmul") == product
 
 
-class Records(logging.Handler):
-    """A list of what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def test_a_wrong_shape_is_one_error_and_nothing_is_logged():
-    log, records = logging.getLogger("torch._subclasses.fake_tensor"), Records()
-    log.addHandler(records)
+def test_a_wrong_shape_is_one_error_and_nothing_is_logged(caplog: pytest.LogCaptureFixture):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
     try:
         with pytest.raises(ProfileError, match="layer '0' cannot be profiled"):
             trace_layers(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.randn(4, 5))
     finally:
-        log.removeHandler(records)
-    assert records.messages == []
+        log.removeHandler(caplog.handler)
+    assert caplog.records == []
     assert not log.filters
 
 
+@pytest.mark.slow
 def test_experts_of_fp32_count_the_products_of_the_chosen_ones():
     """Each token passes two of the eight experts, with three matrices each."""
+    import transformers
+
     config = transformers.MixtralConfig(
         hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2,
         num_local_experts=8, num_experts_per_tok=2, vocab_size=64,

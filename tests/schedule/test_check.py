@@ -15,10 +15,12 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from tests.support.lanes import exhaustive
 from tests.support.schedule_oracle import Lists, ends, is_valid, lists
 from tests.support.schedules import allows, schedules, written
 
 TWO = Placement.loop(2)
+FIRST = ("1f1b", "zb-v", "dualpipe-v", "chimera")
 
 
 def passes(schedule: Schedule) -> bool:
@@ -33,7 +35,7 @@ def changed(schedule: Schedule, ops: Lists) -> Schedule:
     return Schedule.from_ops("changed", schedule.placement, schedule.microbatches, ops)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.searches])
 def test_every_family_is_valid_for_all_small_counts(name: str):
     family = FAMILIES[name]
@@ -60,7 +62,7 @@ def test_a_proof_prints_as_a_summary():
 
 
 @given(schedules())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=40)
 def test_check_agrees_with_brute_force_on_every_family(schedule: Schedule):
     proof = check(schedule)
     assert is_valid(schedule.placement, schedule.microbatches, lists(schedule))
@@ -74,7 +76,8 @@ def test_check_agrees_with_brute_force_on_every_family(schedule: Schedule):
         assert proof.critical_path == max(rank[-1][2] for rank in unit)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# whole backwards, split ones on a V, pairs, copies
+@pytest.mark.parametrize("name", [*FIRST, *exhaustive(*(name for name in FAMILIES if name not in FIRST))])
 def test_every_deletion_duplication_and_swap_is_refused_or_valid(name: str):
     family = FAMILIES[name]
     v = family.virtual_stages
@@ -113,7 +116,7 @@ def test_every_deletion_duplication_and_swap_is_refused_or_valid(name: str):
 
 
 @given(schedules(ranks=5, microbatches=7, virtual_stages=3), st.data())
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=80)
 def test_any_change_is_judged_as_by_brute_force(schedule: Schedule, data: st.DataObject):
     ops = lists(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -209,12 +212,8 @@ def test_of_several_cycles_the_shortest_is_told():
         placement, 2, "0F0 3F0 3F1 0F1 3B0 3B1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1", "4F0 4B0 4F1 4B1",
         "5F1 5B1 5F0 5B0",
     )  # fmt: skip
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError, match="at 4B0, which needs 5B0 of rank 4 <- rank 4 is blocked at 5F1"):
         check(schedule)
-    assert str(caught.value) == (
-        "written deadlocks: rank 3 is blocked at 4B0, which needs 5B0 of rank 4 <- "
-        "rank 4 is blocked at 5F1, which needs 4F1 of rank 3"
-    )
 
 
 def test_an_evaluation_has_forwards_only():
@@ -229,11 +228,11 @@ def test_an_evaluation_has_forwards_only():
 
 
 def test_what_a_check_takes_does_not_grow_with_ranks_times_stages():
-    schedule = build_schedule("gpipe", 2000, 1)
+    schedule = build_schedule("gpipe", 1000, 1)
     tracemalloc.start()
     try:
         check(schedule)
-        assert tracemalloc.get_traced_memory()[1] < 2000 * 2000
+        assert tracemalloc.get_traced_memory()[1] < 1000 * 2000
     finally:
         tracemalloc.stop()
 

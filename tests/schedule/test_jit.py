@@ -8,18 +8,15 @@ import pytest
 from penstock.schedule import jit
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
+from tests.support.lanes import slow
+
+AUTO = {"costs": (1.5, 1.25, 1.1), "rounds": 0}
 
 
+# Plain Python lists orders; annealing them would take minutes.
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("zb-v", {}),
-        ("v-half", {}),
-        ("v-min", {}),
-        ("dualpipe", {}),
-        # Plain Python lists orders; annealing them would take minutes.
-        ("zb-auto", {"costs": (1.5, 1.25, 1.1), "rounds": 0}),
-    ],
+    [("v-half", {}), *slow(*((name, {}) for name in ("zb-v", "v-min", "dualpipe")), ("zb-auto", AUTO))],
 )
 def test_compiled_and_plain_kernels_agree(name: str, options: dict, monkeypatch: pytest.MonkeyPatch):
     found = []

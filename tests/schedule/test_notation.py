@@ -39,10 +39,6 @@ def test_b_beside_w_is_the_input_gradient(tmp_path: Path):
         "read 16 B as I, the input gradient: a W of the same stage and microbatch is there",
     )
     assert schedule.notes[0] in str(check(schedule))
-
-
-def test_the_same_file_with_i_reads_the_same(tmp_path: Path):
-    schedule = read(tmp_path, TORCH_BEFORE_I)
     again = read(tmp_path, TORCH_BEFORE_I.replace("B", "I"))
     assert again == schedule
     assert again.notes == ()

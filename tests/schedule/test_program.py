@@ -15,10 +15,14 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import JITTER_SLOTS, Action, Edge, Program, lower
 from penstock.schedule.schedule import Schedule
+from tests.support.lanes import exhaustive
 from tests.support.schedule_oracle import lists, runs_when_sends_block
 from tests.support.schedules import schedules, written
 
 TWO = Placement.loop(2)
+FIRST = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe", "hanayo")
+FEW = [*FIRST, *exhaustive(*(name for name in FAMILIES if name not in (*FIRST, "gpipe")))]
+"""Whole backwards, stages on a loop, split backwards on a V, copies with pairs, waves."""
 
 
 def with_slots(program: Program, slots: Callable[[Edge], int]) -> Program:
@@ -36,20 +40,11 @@ def needed(edge: Edge) -> int:
 def test_one_ranks_part_is_spelled_out():
     program = lower(build_schedule("1f1b", 2, 2))
     assert [program.describe(i) for i in program.instructions(0)] == [
-        "post #0 for 0B0 from rank 1",
-        "post #1 for 0B1 from rank 1",
-        "run 0F0",
-        "send #0 of 0F0 to rank 1",
-        "run 0F1",
-        "send #1 of 0F1 to rank 1",
-        "recv #0 for 0B0 from rank 1",
-        "run 0B0",
-        "free 0B0",
-        "recv #1 for 0B1 from rank 1",
-        "run 0B1",
-        "free 0B1",
-        "reduce stage 0 after 0B1",
-    ]
+        "post #0 for 0B0 from rank 1", "post #1 for 0B1 from rank 1",
+        "run 0F0", "send #0 of 0F0 to rank 1", "run 0F1", "send #1 of 0F1 to rank 1",
+        "recv #0 for 0B0 from rank 1", "run 0B0", "free 0B0",
+        "recv #1 for 0B1 from rank 1", "run 0B1", "free 0B1", "reduce stage 0 after 0B1",
+    ]  # fmt: skip
 
 
 def test_stages_of_one_rank_hand_over_and_pairs_run_at_once():
@@ -63,7 +58,7 @@ def test_stages_of_one_rank_hand_over_and_pairs_run_at_once():
 
 
 @given(schedules(ranks=6, microbatches=8, virtual_stages=3))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=20)
 def test_every_op_runs_once_and_every_message_is_posted_sent_and_received_once(schedule: Schedule):
     program = check(schedule).program
     ran, messages = Counter(), Counter()
@@ -91,23 +86,21 @@ def test_every_op_runs_once_and_every_message_is_posted_sent_and_received_once(s
 
 
 @given(schedules(ranks=8, microbatches=10, virtual_stages=3))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=20)
 def test_programs_end_even_if_sends_and_reductions_block(schedule: Schedule):
     program = check(schedule).program
     assert runs_when_sends_block(program)
     assert runs_when_sends_block(with_slots(program, needed))
 
 
-@pytest.mark.parametrize(
-    "name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "v-half"]
-)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
 def test_without_posted_receives_blocking_sends_deadlock(name: str):
     program = check(build_schedule(name, 4, 8)).program
     assert not runs_when_sends_block(with_slots(program, lambda edge: 0))
 
 
 @given(schedules(ranks=4, microbatches=5, virtual_stages=2), st.data())
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=40)
 def test_an_order_with_a_cycle_stops_for_real_and_one_without_does_not(schedule: Schedule, data):
     ops = lists(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -124,7 +117,7 @@ def test_an_order_with_a_cycle_stops_for_real_and_one_without_does_not(schedule:
 
 
 @given(schedules(ranks=8, microbatches=9, virtual_stages=3))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=20)
 def test_every_holder_reduces_every_stage_once_after_its_own_gradients(schedule: Schedule):
     program = check(schedule).program
     orders = {}
@@ -170,7 +163,7 @@ def test_an_op_that_can_never_run_has_level_0():
     assert program.level.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_levels_are_an_order_that_respects_every_wait(name: str):
     schedule = build_schedule(name, 4, 9)
     program = lower(schedule)
@@ -185,30 +178,19 @@ def test_levels_are_an_order_that_respects_every_wait(name: str):
 def test_a_skip_has_a_port_of_its_own_there_and_back():
     program = replace(lower(build_schedule("1f1b", 3, 1)), skips=((0, 2),))
     assert [program.describe(i) for i in program.instructions(0)] == [
-        "post #0 for 0B0 from rank 1",
-        "post #0 for 0B0 (skip 1) from rank 2",
-        "run 0F0",
-        "send #0 of 0F0 to rank 1",
-        "send #0 of 0F0 (skip 1) to rank 2",
-        "recv #0 for 0B0 from rank 1",
-        "recv #0 for 0B0 (skip 1) from rank 2",
-        "run 0B0",
-        "free 0B0",
-        "reduce stage 0 after 0B0",
-    ]
+        "post #0 for 0B0 from rank 1", "post #0 for 0B0 (skip 1) from rank 2",
+        "run 0F0", "send #0 of 0F0 to rank 1", "send #0 of 0F0 (skip 1) to rank 2",
+        "recv #0 for 0B0 from rank 1", "recv #0 for 0B0 (skip 1) from rank 2",
+        "run 0B0", "free 0B0", "reduce stage 0 after 0B0",
+    ]  # fmt: skip
     assert [program.describe(i) for i in program.instructions(2)][2:] == [
-        "recv #0 for 2F0 from rank 1",
-        "recv #0 for 2F0 (skip 1) from rank 0",
-        "run 2F0",
-        "run 2B0",
-        "send #0 of 2B0 to rank 1",
-        "send #0 of 2B0 (skip 1) to rank 0",
-        "free 2B0",
-        "reduce stage 2 after 2B0",
-    ]
+        "recv #0 for 2F0 from rank 1", "recv #0 for 2F0 (skip 1) from rank 0",
+        "run 2F0", "run 2B0", "send #0 of 2B0 to rank 1", "send #0 of 2B0 (skip 1) to rank 0",
+        "free 2B0", "reduce stage 2 after 2B0",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpipe"])
+@pytest.mark.parametrize("name", FEW)
 def test_every_skip_is_given_once_and_taken_once_and_fits_its_edge(name):
     schedule = build_schedule(name, 4, 8)
     last = schedule.stages - 1

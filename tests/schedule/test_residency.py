@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError, ScheduleError
@@ -47,20 +47,16 @@ def test_weights_leave_after_the_last_input_half_and_before_its_weight_halves():
 def test_breadth_first_gathers_every_stage_twice_with_a_window_of_one():
     schedule = build_schedule("breadth-first", 2, 4, 4)
     residency = sharded(schedule, shard="weights", window=1)
-    assert [len(runs) for runs in residency.runs] == [
-        7,
-        7,
-    ]  # the last stage stays between its forwards and backwards
+    # The last stage stays between its forwards and backwards.
+    assert [len(runs) for runs in residency.runs] == [7, 7]
     assert [len(runs) for runs in sharded(schedule, shard="weights").runs] == [4, 4]
 
 
+@settings(max_examples=30)
 @given(
-    name=st.sampled_from(SEVERAL),
-    ranks=st.integers(1, 3),
-    groups=st.integers(1, 3),
-    window=st.integers(1, 3),
+    name=st.sampled_from(SEVERAL), ranks=st.integers(1, 3), groups=st.integers(1, 3), window=st.integers(1, 3),
     every=st.integers(1, 4),
-)
+)  # fmt: skip
 def test_every_op_finds_its_weights_and_no_window_is_exceeded(
     name: str, ranks: int, groups: int, window: int, every: int
 ):
@@ -91,6 +87,7 @@ def test_every_op_finds_its_weights_and_no_window_is_exceeded(
         assert 250 * len(stages) < most <= 250 * len(stages) + 1000 * window
 
 
+@settings(max_examples=20)
 @given(name=st.sampled_from(SEVERAL), ranks=st.integers(1, 3), groups=st.integers(1, 2))
 def test_a_larger_window_gathers_no_more(name: str, ranks: int, groups: int):
     schedule = built(name, ranks, groups * max(ranks, 2))

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, read_cluster, with_memory
-from penstock.plan.explore import branch_and_bound
+from penstock.plan.explore import branch_and_bound, search_space
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
@@ -17,6 +18,7 @@ from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape
 from penstock.plan.profile.model_shape import ModelShape
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
+from tests.support.lanes import exhaustive
 from tests.support.small_spaces import SmallSpace, every_plan, small_space
 
 
@@ -26,13 +28,22 @@ def found(small: SmallSpace, top: int = 3) -> SearchResult:
     )
 
 
+# of samples that are long enough to divide, parts of 32 tokens are allowed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))]
-)
-def test_no_layout_of_a_small_space_is_quicker(seed: int):
+    ("seed", "least_part"),
+    [*((seed, None) for seed in range(6)), *((seed, 32) for seed in (0, 2)),
+     *exhaustive(*((seed, None) for seed in range(6, 20)), *((seed, 32) for seed in (6, 7, 10)))],
+)  # fmt: skip
+def test_no_layout_of_a_small_space_is_quicker(
+    seed: int, least_part: int | None, monkeypatch: pytest.MonkeyPatch
+):
     small = small_space(seed)
-    quickest = branch_and_bound.distinct(plan for plan in every_plan(small) if plan.fits)
+    if least_part is not None:
+        monkeypatch.setattr(search_space, "LEAST_PART", least_part)
+    plans = every_plan(small)
+    assert least_part is None or any(plan.layout.cp > 1 for plan in plans)
+    quickest = branch_and_bound.distinct(plan for plan in plans if plan.fits)
     result = found(small)
     assert result.complete
     assert [plan.step_seconds for plan in result.plans] == pytest.approx(
@@ -46,13 +57,16 @@ def medium(blocks: int = 16, **more: object) -> Profile:
     return of_shape(ModelShape(name="medium", layers=blocks, **{**sizes, **more}))
 
 
+def searched(cluster: str = "h100*8", batch: int = 32, **options: Any) -> SearchResult:
+    return search(medium(), read_cluster(cluster), sequence=2048, batch=batch, **options)
+
+
 def plans_of(result: SearchResult) -> list[tuple[str, float]]:
     return [(str(plan.layout), plan.step_seconds) for plan in result.plans]
 
 
 def test_the_same_search_has_the_same_result():
-    cluster = read_cluster("h100*4")
-    first, second = (search(medium(), cluster, sequence=2048, batch=32) for _ in range(2))
+    first, second = (searched("h100*4", 16, schedules=["1f1b", "zb-h1"]) for _ in range(2))
     assert plans_of(first) == plans_of(second)
     assert (first.evaluated, first.simulated) == (second.evaluated, second.simulated)
 
@@ -66,13 +80,13 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, progress=interrupt)
+    result = searched(batch=64, progress=interrupt)
     assert not result.complete
     assert result.best.step_seconds == seen[-1].step_seconds
     assert result.simulated <= 6  # two a step: with ZeRO and without it
 
 
-@pytest.mark.parametrize("devices", [8, 64, 512])
+@pytest.mark.parametrize("devices", [64, *exhaustive(8, 512)])
 def test_a_limit_ends_the_search_early_and_with_a_plan(devices: int):
     cluster = read_cluster(f"a100-40gb*8x{devices // 8}")
     result = search(medium(48), cluster, sequence=2048, batch=2 * devices, limit=1e-9)
@@ -105,28 +119,11 @@ def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, objec
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fixed",
-    [
-        {"pp": 2}, {"tp": 4, "dp": 2}, {"recompute": "full"}, {"shard": "none"}, {"microbatch": 2}, {"schedule": "gpipe"},
-        {"schedule": "interleaved-1f1b", "v": 4, "pp": 4}, {"v": 1}, {"v": 3, "pp": 2}, {"sequence_parallel": False},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_fixed_values_are_kept(fixed: dict[str, object]):
-    result = search(medium(24), read_cluster("h100*8"), sequence=2048, batch=64, fixed=fixed)
-    assert result.plans
-    for plan in result.plans:
-        assert {key: getattr(plan.layout, key) for key in fixed} == fixed
-
-
 def test_schedules_with_one_order_are_one_plan():
     """On one stage a rank, zb-h1 and interleaved-zb are the same order."""
-    profile, cluster = medium(), read_cluster("h100*2")
     given = {"pp": 2, "v": 1, "microbatch": 1, "recompute": "none"}
     both = [
-        search(profile, cluster, sequence=2048, batch=8, fixed=given, schedules=names)
+        searched("h100*2", 8, fixed=given, schedules=names)
         for names in (["interleaved-zb", "zb-h1"], ["zb-h1"], ["1f1b", "zb-h1"])
     ]
     shown = [[plan.layout.schedule for plan in result.plans] for result in both]
@@ -134,7 +131,7 @@ def test_schedules_with_one_order_are_one_plan():
 
 
 def test_the_nearest_reasons_are_simulated_ones_of_different_dimensions():
-    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=32)
+    result = searched(schedules=["1f1b", "zb-h1", "interleaved-1f1b"])
     every, three = grouped_reasons(result), grouped_reasons(result, 3)
     slower = [[result.rejections[name.split("=")[0]][values.split(", ")[0]] for name, values, _ in three]]
     assert {(values, text) for _, values, text in three} < {(values, text) for _, values, text in every}
@@ -164,7 +161,7 @@ def test_shares_of_a_step_name_what_limits_it():
 def test_sequence_parallelism_and_the_split_are_dimensions():
     """A large vocabulary makes the last stage slow, so that a split by cost is quicker than an even one."""
     profile = medium(24, vocabulary=256_000)
-    given = {"pp": 4, "tp": 2, "schedule": "1f1b"}
+    given = {"pp": 4, "tp": 2, "schedule": "1f1b", "recompute": "full", "shard": "optimizer"}
     result = search(profile, read_cluster("h100*8"), sequence=2048, batch=64, fixed=given)
     layout = result.best.layout
     assert (layout.sequence_parallel, layout.split) == (True, "cost")
@@ -178,69 +175,48 @@ def test_sequence_parallelism_and_the_split_are_dimensions():
 
 
 def test_only_the_given_schedules_are_searched(tmp_path: Path):
-    order = tmp_path / "mine.csv"
+    """Families, files and own functions."""
+    order, own = tmp_path / "mine.csv", "tests.support.own_schedules:waiting"
     write_csv(build_schedule("zb-h1", 4, 16), order)
-    result = search(
-        medium(), read_cluster("h100*8"), sequence=2048, batch=32, schedules=["gpipe", str(order)], top=50
-    )
+    names = ["gpipe", str(order), own]
+    result = searched(schedules=names, top=50, fixed={"tp": 1, "cp": 1, "recompute": "full", "microbatch": 1})
     by_name = {plan.layout.schedule: plan for plan in result.plans}
-    assert set(by_name) == {"gpipe", str(order)}
+    assert set(by_name) == set(names)
     assert all(p.layout.pp == 4 for p in result.plans if p.layout.schedule == str(order))
-    built_in = predict(
-        medium(), read_cluster("h100*8"), by_name[str(order)].layout.with_values(schedule="zb-h1", v=None), sequence=2048,
-        batch=32,
-    )  # fmt: skip
-    assert by_name[str(order)].step_seconds == pytest.approx(built_in.step_seconds)
+    family = by_name[str(order)].layout.with_values(schedule="zb-h1", v=None)
+    for name, layout in ((str(order), family), (own, by_name[own].layout)):
+        again = predict(medium(), read_cluster("h100*8"), layout, sequence=2048, batch=32)
+        assert by_name[name].step_seconds == pytest.approx(again.step_seconds)
 
 
-def test_own_functions_are_searched_beside_families_and_files():
-    own = "tests.support.own_schedules:waiting"
-    result = search(
-        medium(), read_cluster("h100*8"), sequence=2048, batch=32, schedules=["1f1b", own], top=50
-    )
-    by_name = {plan.layout.schedule: plan for plan in result.plans}
-    assert set(by_name) == {"1f1b", own}
-    plan = by_name[own]
-    again = predict(medium(), read_cluster("h100*8"), plan.layout, sequence=2048, batch=32)
-    assert again.step_seconds == pytest.approx(plan.step_seconds)
+def test_counts_that_an_own_function_refuses_are_left_out_and_its_mistakes_are_not():
+    def of(function: str) -> SearchResult:
+        fixed = {"tp": 1, "cp": 1, "recompute": "full"}
+        return searched("h100*4", fixed=fixed, schedules=[f"tests.support.own_schedules:{function}"], top=50)
 
-
-def test_counts_that_an_own_function_refuses_are_left_out_and_its_mistakes_are_not(tmp_path: Path):
-    cluster = read_cluster("h100*4")
-    folded = "tests.support.own_schedules:folded"
-    result = search(medium(), cluster, sequence=2048, batch=32, schedules=[folded], top=50)
-    assert {plan.layout.v for plan in result.plans} == {2}
+    assert {plan.layout.v for plan in of("folded").plans} == {2}
     for function, says in (
         ("divides_by_zero", "failed with ZeroDivisionError"),
         ("without_last_weight", "is not a valid schedule: .* is missing"),
+        ("refuses", r"too few"),
     ):
         with pytest.raises(ConfigError, match=says):
-            search(
-                medium(),
-                cluster,
-                sequence=2048,
-                batch=32,
-                schedules=[f"tests.support.own_schedules:{function}"],
-            )
-    with pytest.raises(ConfigError, match=r"too few"):
-        _ = search(
-            medium(), cluster, sequence=2048, batch=32, schedules=["tests.support.own_schedules:refuses"]
-        ).best
+            _ = of(function).best
 
 
 def test_devices_and_memory_are_kept():
-    profile, cluster = medium(), read_cluster("h100*8")
-    few = search(profile, cluster, sequence=2048, batch=32, devices=4)
+    given = {"pp": 2, "tp": 1, "cp": 1, "schedule": "1f1b"}
+    few = searched(devices=4, fixed=given)
     assert {plan.layout.devices for plan in few.plans} == {4}
-    free = search(profile, cluster, sequence=2048, batch=32, fixed={"pp": 2})
+    free = searched(fixed=given)
     cap = 0.8 * free.best.peak_bytes
-    capped = search(profile, cluster, sequence=2048, batch=32, fixed={"pp": 2}, memory=cap)
+    capped = searched(fixed=given, memory=cap)
     assert max(plan.peak_bytes for plan in capped.plans) <= cap
     assert capped.best.step_seconds >= free.best.step_seconds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, *exhaustive(2, 3, 4)])
 def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
     small = small_space(seed)
     nothing = replace(small, cluster=with_memory(small.cluster, 1.0))
@@ -269,15 +245,19 @@ def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
 
 def test_steps_of_many_microbatches_are_predicted_in_full(monkeypatch: pytest.MonkeyPatch):
     """With every step extrapolated first, the result is that of the search that extrapolates none."""
+    given = {"tp": 1, "cp": 1, "shard": "optimizer"}
     monkeypatch.setattr(branch_and_bound, "LARGE", 10**9)
-    exact = search(medium(), read_cluster("h100*8"), sequence=2048, batch=256, top=3)
+    exact = searched(batch=256, top=3, fixed=given)
     monkeypatch.setattr(branch_and_bound, "LARGE", 0)
-    quick = search(medium(), read_cluster("h100*8"), sequence=2048, batch=256, top=3)
+    quick = searched(batch=256, top=3, fixed=given)
     assert plans_of(quick)[0] == plans_of(exact)[0]
     assert all(plan.program is not None for plan in quick.plans)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "dualpipe", "gpipe"])
+# one that repeats from its start, one of a pattern that is searched, one of two pipes
+@pytest.mark.parametrize(
+    "name", ["1f1b", "v-half", "dualpipe", *exhaustive("gpipe", "interleaved-1f1b", "zb-h1", "zb-v")]
+)
 def test_an_extrapolated_step_is_near_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
     fixed = {"schedule": name, "pp": 4, "tp": 1, "microbatch": 1, "recompute": "full", "shard": "optimizer"}
     profile, cluster, batch = medium(), read_cluster("h100*8"), 2 * (40 + 2 * len(name))
@@ -312,14 +292,9 @@ def test_a_measured_backward_may_take_less_than_its_halves():
     profile = Profile(
         name="measured", source="measured", shape=None, sequence=1, dtype="fp32", kinds=kinds, layers=layers
     )
-    cluster = Cluster(
-        name="two",
-        device=Device(memory=1e9, matmul={"fp32": 1e9}, memory_bandwidth=1e9),
-        ranks_per_node=2,
-        nodes=1,
-        dtype="fp32",
-    )
-    small = SmallSpace(profile, cluster, 1, 8, {"pp": 2})
+    device = Device(memory=1e9, matmul={"fp32": 1e9}, memory_bandwidth=1e9)
+    cluster = Cluster(name="two", device=device, ranks_per_node=2, nodes=1, dtype="fp32")
+    small = SmallSpace(profile, cluster, 1, 8, {"pp": 2, "recompute": "none", "split": "even"})
     quickest = min(every_plan(small), key=lambda plan: plan.step_seconds)
     assert quickest.layout.microbatch > 1
     result = found(small, top=1)

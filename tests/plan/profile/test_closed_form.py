@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
@@ -28,26 +28,11 @@ from penstock.plan.profile.model_shape import ModelShape, read_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
-from tests.support import hf_models
 
 GPT = ModelShape(
-    name="gpt",
-    layers=4,
-    hidden=512,
-    heads=8,
-    kv_heads=8,
-    head_size=64,
-    ffn=2048,
-    vocabulary=1000,
-    gated=False,
-    positions=128,
-    norm_weights=4,
-    final_norm_weights=2,
-    qkv_bias=True,
-    output_bias=True,
-    ffn_bias=True,
-    dropout=True,
-)
+    name="gpt", layers=4, hidden=512, heads=8, kv_heads=8, head_size=64, ffn=2048, vocabulary=1000, gated=False,
+    positions=128, norm_weights=4, final_norm_weights=2, qkv_bias=True, output_bias=True, ffn_bias=True, dropout=True,
+)  # fmt: skip
 LLAMA = ModelShape(
     name="llama", layers=4, hidden=512, heads=8, kv_heads=4, head_size=64, ffn=1536, vocabulary=1000
 )
@@ -62,8 +47,7 @@ def flops(works: tuple[DeviceWork, ...]) -> float:
     return amount(works, "matmul", "attention")
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("microbatch", [1, 3])
+@pytest.mark.parametrize(("microbatch", "tp"), [(1, 1), (3, 2), (1, 8)])
 def test_saved_bytes_of_a_gpt_block_are_those_of_the_paper(microbatch: int, tp: int):
     s, b, h, a = 128, microbatch, GPT.hidden, GPT.heads
     unit = s * b * h
@@ -128,15 +112,12 @@ def test_without_tensor_parallelism_nothing_is_exchanged():
 def test_a_block_has_two_collectives_each_way():
     value = 2 * 64 * LLAMA.hidden * 2
     reduced = block_cost(LLAMA, Workload(microbatch=2, sequence=64, tp=2))
-    assert [work for work in reduced.forward if work.unit == "all_reduce"] == [
-        DeviceWork("all_reduce", value)
-    ] * 2
+    each = DeviceWork("all_reduce", value)
+    assert [work for work in reduced.forward if work.unit == "all_reduce"] == [each] * 2
     cost = block_cost(LLAMA, Workload(microbatch=2, sequence=64, tp=2, sequence_parallel=True))
     for works in (cost.forward, cost.input_grad):
-        assert [work.unit for work in works if work.unit in ("all_gather", "reduce_scatter")] == [
-            *["all_gather"] * 2,
-            *["reduce_scatter"] * 2,
-        ]
+        units = [work.unit for work in works if work.unit in ("all_gather", "reduce_scatter")]
+        assert units == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
         assert amount(works, "all_reduce") == 0
     assert cost.output_bytes == value / 2
 
@@ -162,6 +143,7 @@ def numbers(cost: LayerCost) -> list[float]:
     return amounts + [getattr(cost, name) for name in (*BYTES, "model_flops", "attention_flops")]
 
 
+@settings(max_examples=40)
 @given(SHAPES, KINDS, LOADS)
 def test_costs_are_proportional_to_the_microbatch(shape: ModelShape, kind: object, load: Workload):
     one, two = (kind(shape, replace(load, microbatch=n * load.microbatch)) for n in (1, 2))
@@ -221,7 +203,7 @@ OF_BUILT_IN = ModelShape(
 )
 
 
-@pytest.mark.parametrize(("samples", "sequence"), [(1, 64), (2, 64), (3, 128)])
+@pytest.mark.parametrize(("samples", "sequence"), [(1, 64), (3, 128)])
 def test_torch_saves_the_closed_form_and_what_unfused_kernels_add(samples: int, sequence: int):
     """In 32 bits: norms save their normalised input and its scale besides, and the gate its activation."""
     shape = OF_BUILT_IN
@@ -249,7 +231,7 @@ class OneOf:
         return total, lambda: total
 
 
-@pytest.mark.parametrize(("samples", "sequence", "cp"), [(1, 64, 2), (2, 64, 2), (2, 128, 4)])
+@pytest.mark.parametrize(("samples", "sequence", "cp"), [(1, 64, 2), (2, 128, 4)])
 def test_with_divided_samples_torch_saves_the_closed_form(samples: int, sequence: int, cp: int):
     """Besides what kernels add without cp, as above, the CPU's attention saves the mask of each of two chunks in 32 bits."""
     shape, own = OF_BUILT_IN, sequence // cp
@@ -271,6 +253,8 @@ CUT: dict[str, dict[str, object]] = {
 
 
 def held_by_a_rank(rank: int, folder: str) -> list[int]:
+    from tests.support import hf_models
+
     found = []
     for family, changes in CUT.items():
         net = hf_models.model(family, vocab_size=64, **changes)

@@ -43,12 +43,12 @@ def test_the_catalogue_is_complete():
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(f.name, p) for f in FAMILIES.values() for p in (1, 2, 3, 4, 7) if allows(f, p, f.virtual_stages)],
+    [(f.name, p) for f in FAMILIES.values() for p in (2, 3) if allows(f, p, f.virtual_stages)],
 )
 def test_in_order_says_whether_each_stages_gradients_are_summed_in_order_on_one_rank(name: str, ranks: int):
     family = FAMILIES[name]
     in_order, said = True, True
-    for m in (1, 5, 4 * ranks):
+    for m in (1, 5):
         schedule = family.build(ranks, m)
         said &= schedule.in_order
         for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
@@ -71,23 +71,19 @@ def test_one_rank_is_allowed_or_refused_with_a_way_out(name: str):
         assert check(build_schedule(name, 1, 4)).program.edges == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "placement"),
-    [
-        ("interleaved-zb", Placement.loop(4, 3)),
-        ("breadth-first", Placement.loop(4, 3)),
-        ("zb-v", Placement.waves(4)),
-        ("v-half", Placement.waves(4)),
-        ("v-min", Placement.waves(4)),
-        ("dualpipe-v", Placement.waves(4)),
-        ("dualpipe", Placement.two_way(4)),
-        ("chimera", Placement.two_way(4)),
-        ("zb-auto", Placement.loop(4)),
-    ],
-)
-def test_placements(name: str, placement: Placement):
-    v = 3 if FAMILIES[name].chooses_virtual_stages else None
-    assert build_schedule(name, 4, 6, v).placement == placement
+PLACED = {
+    Placement.loop(4): ["zb-auto"],
+    Placement.loop(4, 3): ["interleaved-zb", "breadth-first"],
+    Placement.waves(4): ["zb-v", "v-half", "v-min", "dualpipe-v"],
+    Placement.two_way(4): ["dualpipe", "chimera"],
+}
+
+
+def test_placements():
+    for placement, names in PLACED.items():
+        for name in names:
+            v = 3 if FAMILIES[name].chooses_virtual_stages else None
+            assert build_schedule(name, 4, 6, v).placement == placement, name
 
 
 def test_hanayo_goes_down_and_up_in_every_wave():
@@ -131,6 +127,7 @@ def test_an_unknown_option_is_refused_with_those_there_are():
         build_schedule("interleaved-zb", 2, 2, groupsize=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 def test_more_microbatches_never_take_fewer_activations(name: str):
     peaks = [peak(build_schedule(name, 4, m)).max() for m in (1, 4, 8, 16)]

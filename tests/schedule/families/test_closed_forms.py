@@ -10,6 +10,7 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.families.controllable import half_limit, third_limit
 from penstock.schedule.memory import peak
+from tests.support.lanes import slow
 from tests.support.schedule_oracle import timed
 from tests.support.schedules import allows
 
@@ -17,13 +18,17 @@ COSTS = ((1, 1, 1), (3, 3, 2), (3, 4, 2), (2, 1, 1), (1, 1, 2))
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 6, 8, 12, 13)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.searches])
-def test_bubble_and_peak_are_as_the_formulas_say(name: str):
+BUILT = [name for name, family in FAMILIES.items() if not family.searches]
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"), [*((name, GRID[3::9]) for name in BUILT), *slow(*((name, GRID) for name in BUILT))]
+)
+def test_bubble_and_peak_are_as_the_formulas_say(name: str, grid: list[tuple[int, int]]):
     family = FAMILIES[name]
     bubbles = peaks = 0
     for v in (1, 2, 3, 4) if family.chooses_virtual_stages else (family.virtual_stages,):
-        for p, m in GRID:
+        for p, m in grid:
             if not allows(family, p, v):
                 continue
             schedule = family.build(p, m, v)
@@ -32,20 +37,20 @@ def test_bubble_and_peak_are_as_the_formulas_say(name: str):
                 formula = family.peak.value(Setting(p, m, v), r)
                 assert formula in (None, held[r]), (p, m, v, r)
                 peaks += formula is not None
-            for costs in COSTS:
+            for costs in COSTS if grid is GRID else COSTS[1:3]:
                 formula = family.bubble.value(Setting(p, m, v, *map(Fraction, costs)))
                 if formula is not None:
                     # A chunk takes 1/v of a rank's time.
                     assert timed(schedule, *costs)[2] / v == formula, (p, m, v, costs)
                     bubbles += 1
-    assert bubbles > 10
-    assert peaks > 10 or name == "v-min"
+    assert grid is not GRID or bubbles > 10
+    assert grid is not GRID or peaks > 10 or name == "v-min"
 
 
 @pytest.mark.parametrize(("p", "half", "third"), [
     (2, (4, 1), (4, 3)), (3, (4, 5), (4, 5)), (4, (6, 5), (4, 11)), (5, (6, 11), (6, 15)), (6, (8, 11), (6, 17)),
-    (7, (8, 17), (6, 23)), (8, (10, 17), (8, 27)), (9, (10, 23), (8, 29)), (12, (14, 29), (10, 41)),
-    (16, (18, 41), (12, 59)),
+    (7, (8, 17), (6, 23)),
+    *slow((8, (10, 17), (8, 27)), (9, (10, 23), (8, 29)), (12, (14, 29), (10, 41)), (16, (18, 41), (12, 59))),
 ])  # fmt: skip
 def test_v_half_and_v_min_have_the_published_peaks_and_bubbles(p: int, half: tuple, third: tuple):
     for name, limit, wanted in (("v-half", half_limit, half), ("v-min", third_limit, third)):
@@ -69,31 +74,22 @@ def test_zb_h2_idles_by_what_b_exceeds_w_on_the_longest_rank():
             assert longest == m * (f + b + w) + (p - 1) * (f + b - 2 * w)
 
 
-@pytest.mark.parametrize(("d", "n", "slots"), [
-    (4, 4, 10), (4, 8, 18), (4, 16, 34), (6, 6, 16), (6, 12, 28), (8, 8, 22), (8, 16, 38),
+@pytest.mark.parametrize(("d", "n", "slots", "makespan"), [
+    (4, 4, 10, 16), (4, 8, 18, 30), (6, 6, 16, 26), (6, 12, 28, 48), (8, 8, 22, 36), (8, 16, 38, 66),
 ])  # fmt: skip
-def test_chimera_takes_two_slots_a_microbatch_and_d_minus_two(d: int, n: int, slots: int):
+def test_chimera_takes_two_slots_a_microbatch_and_d_minus_two(d: int, n: int, slots: int, makespan: int):
+    """And with backwards of two forwards, the makespan."""
     assert timed(build_schedule("chimera", d, n), 2, 1, 1)[0] == 2 * slots
-
-
-@pytest.mark.parametrize(
-    ("d", "n", "makespan"), [(4, 4, 16), (6, 6, 26), (8, 8, 36), (4, 8, 30), (6, 12, 48), (8, 16, 66)]
-)
-def test_chimera_with_backwards_of_two_forwards(d: int, n: int, makespan: int):
     assert timed(build_schedule("chimera", d, n), 1, 1, 1)[0] == makespan
 
 
-@pytest.mark.parametrize(("p", "m", "makespan", "held"), [(8, 20, 66, 9)])
-def test_dualpipe_has_the_length_of_its_official_figure(p: int, m: int, makespan: int, held: int):
-    schedule = build_schedule("dualpipe", p, m)
-    assert timed(schedule, 1, 1, 1) == (makespan, makespan, 6)
-    assert peak(schedule).tolist() == [held] * p
-
-
-def test_dualpipe_v_of_four_ranks_and_ten_microbatches():
-    schedule = build_schedule("dualpipe-v", 4, 10)
-    assert timed(schedule, 1, 1, 1)[0] == 66
-    assert peak(schedule).tolist() == [9] * 4
+def test_dualpipe_and_dualpipe_v_have_the_length_of_their_official_figures():
+    schedule = build_schedule("dualpipe", 8, 20)
+    assert timed(schedule, 1, 1, 1) == (66, 66, 6)
+    assert peak(schedule).tolist() == [9] * 8
+    folded = build_schedule("dualpipe-v", 4, 10)
+    assert timed(folded, 1, 1, 1)[0] == 66
+    assert peak(folded).tolist() == [9] * 4
 
 
 @pytest.mark.parametrize(("p", "waves", "rate"), [(4, 1, (1, 3)), (4, 2, (1, 5)), (8, 1, (7, 19))])
@@ -104,8 +100,8 @@ def test_hanayo_reaches_the_optimum_that_was_proved_for_it(p: int, waves: int, r
 
 
 def test_latency_costs_1f1b_twice_a_microbatch_and_eager_1f1b_only_at_the_ends():
-    for p in (2, 3, 4, 6):
-        for m in (p, 2 * p, 3 * p):
+    for p in (2, 3, 4):
+        for m in (p, 2 * p):
             f, w = 10, 10
             for c in (1, 2):
                 plain = (m + p - 1) * 3 * f

@@ -10,6 +10,7 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.families.full_backward import legal_group, smallest_group
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
+from tests.support.lanes import slow
 from tests.support.schedule_oracle import timed
 
 
@@ -23,13 +24,14 @@ def test_megatrons_own_example():
 
 
 @pytest.mark.parametrize(
-    ("p", "v", "family"), [(4, 2, "interleaved-1f1b"), (3, 3, "interleaved-1f1b"), (4, 2, "interleaved-zb")]
+    ("p", "v", "family"),
+    [(3, 3, "interleaved-1f1b"), (4, 2, "interleaved-zb"), *slow((4, 2, "interleaved-1f1b"))],
 )
 def test_every_legal_group_size_has_the_same_bubble_and_the_memory_of_the_formula(
     p: int, v: int, family: str
 ):
     tried = 0
-    for m in range(p, 17):
+    for m in range(p, 11):
         for n in range(1, m + 1):
             if not legal_group(p, m, n):
                 continue
@@ -41,7 +43,7 @@ def test_every_legal_group_size_has_the_same_bubble_and_the_memory_of_the_formul
                 min(m * v, (v - 1) * n + (p if zb else 2 * (p - 1 - r) + 1)) for r in range(p)
             ]
             tried += 1
-    assert tried > 40
+    assert tried > 15
 
 
 @pytest.mark.parametrize("family", ["interleaved-1f1b", "interleaved-zb"])

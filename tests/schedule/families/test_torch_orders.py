@@ -12,7 +12,11 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.text import read_csv, write_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
+from tests.support.lanes import slow
 from tests.support.torch_schedules import CLASSES, Stage, orders, torch_schedules, torchs
+
+FIRST = ("1f1b", "zb-v", "dualpipe-v")
+FEW = ["ScheduleInterleaved1F1B", "ScheduleDualPipeV", *slow(*list(CLASSES)[1:4])]
 
 
 @pytest.mark.parametrize(
@@ -21,14 +25,14 @@ from tests.support.torch_schedules import CLASSES, Stage, orders, torch_schedule
 )
 def test_interleaved_orders_are_torchs_wherever_torch_has_one(name: str, theirs: str):
     compared = 0
-    for p in (1, 2, 3, 4, 5):
-        for m in range(1, 13):
+    for p in (1, 2, 3, 4):
+        for m in (1, 2, 3, 4, 7, 8):
             for v in (1, 2, 3):
                 if (other := torchs(theirs, p, m, v)) is not None:
                     schedule = build_schedule(name, p, m, v)
                     assert [schedule.text(r) for r in range(p)] == orders(other), (p, m, v)
                     compared += 1
-    assert compared > 80
+    assert compared > 25
 
 
 @pytest.mark.parametrize(
@@ -36,13 +40,13 @@ def test_interleaved_orders_are_torchs_wherever_torch_has_one(name: str, theirs:
 )
 def test_v_orders_are_torchs(name: str, theirs: str):
     compared = 0
-    for p in (1, 2, 3, 4, 6):
-        for m in (1, 2, 5, 10, 13):
+    for p in (1, 2, 3, 4):
+        for m in (2, 5, 8, 10):
             if (other := torchs(theirs, p, m, 2, folded=True)) is not None:
                 schedule = build_schedule(name, p, m)
                 assert [schedule.text(r) for r in range(p)] == orders(other), (p, m)
                 compared += 1
-    assert compared > 9
+    assert compared > 5
 
 
 def test_breadth_first_is_torchs_but_for_the_order_of_microbatches_in_the_backward():
@@ -55,7 +59,10 @@ def test_breadth_first_is_torchs_but_for_the_order_of_microbatches_in_the_backwa
         assert [schedule.text(r) for r in range(p)] == turned
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.in_order])
+# one stage a rank with whole backwards, stages on a V with split ones, pairs
+@pytest.mark.parametrize(
+    "name", [*FIRST, *slow(*(n for n, f in FAMILIES.items() if f.in_order and n not in FIRST))]
+)
 def test_torch_loads_and_lowers_what_we_write(name: str, tmp_path: Path):
     p, m = 3, 7
     ours = build_schedule(name, p, m)
@@ -69,7 +76,7 @@ def test_torch_loads_and_lowers_what_we_write(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("lowered", [False, True])
-@pytest.mark.parametrize("theirs", CLASSES)
+@pytest.mark.parametrize("theirs", FEW)
 def test_we_read_what_torch_writes_with_its_idle_slots_and_messages(
     theirs: str, lowered: bool, tmp_path: Path
 ):
@@ -89,7 +96,7 @@ def test_we_read_what_torch_writes_with_its_idle_slots_and_messages(
     assert simulate(program, Costs.of(schedule.placement, 3, 3, 3)).end.max() > 0
 
 
-@pytest.mark.parametrize("theirs", CLASSES)
+@pytest.mark.parametrize("theirs", FEW)
 def test_what_torch_wrote_and_we_wrote_again_is_read_by_torch(theirs: str, tmp_path: Path):
     v, folded = CLASSES[theirs]
     other = torchs(theirs, 4, 8, v, folded)

@@ -12,11 +12,13 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
+from tests.support.lanes import exhaustive
 from tests.support.schedule_oracle import ends
 
-MIXES = (
-    (10, 10, 10, 0), (10, 10, 8, 1), (10, 12, 6, 2), (20, 20, 13, 3), (8, 14, 10, 2),
-    (10, 20, 10, 0), (20, 10, 10, 1), (10, 10, 20, 0), (12, 12, 4, 5), (7, 13, 11, 1),
+# equal ops, a long input half with a latency, a long weight half, a long forward
+MIXES = ((10, 10, 10, 0), (7, 13, 11, 1), (10, 10, 20, 0), (20, 10, 10, 1))
+OTHERS = exhaustive(
+    ((10, 10, 8, 1),), ((10, 12, 6, 2),), ((20, 20, 13, 3),), ((8, 14, 10, 2),), ((10, 20, 10, 0),), ((12, 12, 4, 5),)
 )  # fmt: skip
 Costs = Sequence[object]
 
@@ -55,7 +57,9 @@ PUBLISHED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p", "m", "costs", "latency", "one"), PUBLISHED)
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "latency", "one"), [PUBLISHED[0], PUBLISHED[3], *exhaustive(*PUBLISHED[1:3])]
+)
 def test_the_papers_rate_in_p_activations_or_better_and_the_optimum_in_2p(
     p: int, m: int, costs: tuple[float, float, float], latency: float, one: float
 ):
@@ -70,7 +74,7 @@ def test_the_papers_rate_in_p_activations_or_better_and_the_optimum_in_2p(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [*MIXES[:2], *OTHERS])
 def test_never_worse_than_the_handcrafted_schedules_in_their_memory(mix: tuple[int, int, int, int]):
     *costs, latency = mix
     for p, m in ((1, 4), (2, 5), (3, 2), (5, 12), (8, 20), (16, 24)):
@@ -130,7 +134,7 @@ def best(p: int, m: int, limit: int, mix: tuple[int, int, int, int]) -> float:
     return least
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [*MIXES[:4], *OTHERS])
 def test_the_optimum_is_reached_where_every_order_can_be_tried(mix: tuple[int, int, int, int]):
     *costs, latency = mix
     for limit in (1, 2, 3):
@@ -141,8 +145,8 @@ def test_the_optimum_is_reached_where_every_order_can_be_tried(mix: tuple[int, i
 def test_more_memory_never_makes_it_longer():
     costs = (10, 12, 6)
     found = []
-    for limit in range(1, 10):
-        schedule = build_schedule("zb-auto", 4, 8, costs=costs, latency=1, memory_limit=limit, rounds=4)
+    for limit in (1, 2, 3, 4, 6, 8):
+        schedule = build_schedule("zb-auto", 4, 8, costs=costs, latency=1, memory_limit=limit, rounds=1)
         assert peak(schedule).max() <= limit
         found.append(makespan(schedule, costs, 1))
     assert found == sorted(found, reverse=True)
@@ -150,7 +154,7 @@ def test_more_memory_never_makes_it_longer():
 
 def test_stages_may_cost_differently():
     costs = ([7, 15, 9, 6], [9, 12, 10, 8], [12, 8, 7, 8])
-    schedule = build_schedule("zb-auto", 4, 8, costs=costs, memory_limit=4)
+    schedule = build_schedule("zb-auto", 4, 8, costs=costs, memory_limit=4, rounds=4)
     check(schedule)
     # The slowest stage works all the time but for what comes before it and after.
     assert makespan(schedule, costs, 0) <= 1.05 * (7 + 8 * (15 + 12 + 8) + 9)

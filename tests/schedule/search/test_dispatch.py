@@ -12,14 +12,15 @@ from penstock.schedule.search.annealing import time_order
 from penstock.schedule.search.dispatch import Dispatcher
 from penstock.schedule.search.patterns import PatternMaker
 from penstock.simulate.certified_search import order_problem
+from tests.support.lanes import exhaustive
 from tests.support.orders import PLACEMENTS, small_problem, stage_costs
 
 LEAST = {"loop": 1, "loop of 2": 2, "v": 2, "two pipes": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backward", ["full", "split"])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("backward", ["split", *exhaustive("full")])
+@pytest.mark.parametrize("name", ["v", "two pipes", *exhaustive("loop", "loop of 2")])
 def test_no_pattern_is_ever_stuck_however_small_the_memory(name: str, backward: str):
     for limit in (LEAST[name], LEAST[name] + 1, LEAST[name] + 3):
         problem = small_problem(PLACEMENTS[name], 6, backward, limit)
@@ -33,8 +34,8 @@ def test_no_pattern_is_ever_stuck_however_small_the_memory(name: str, backward: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freed_at", ["B", "W"])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("freed_at", ["B", *exhaustive("W")])
+@pytest.mark.parametrize("name", ["v", *exhaustive("two pipes", "loop", "loop of 2")])
 def test_gradients_that_wait_for_their_weight_halves_keep_the_limit(name: str, freed_at: FreedAt):
     placement, random = PLACEMENTS[name], np.random.default_rng(3)
     for _ in range(12):
