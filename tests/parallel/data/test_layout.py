@@ -1,4 +1,4 @@
-"""Buckets are made in order, by size and by kind."""
+"""Buckets are made in order, by size and by kind; and owners of whole matrices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.parallel.data.layout import Slot, plan_buckets
+from penstock.parallel.data.shards import choose_owners
 
 CPU = torch.device("cpu")
 
@@ -80,3 +81,24 @@ def test_every_gradient_has_a_place_of_its_own(sizes, bucket, first, parts, seed
         assert end <= plan.elements
         held = sum(all_slots[m].bytes for m in plan.members)
         assert len(plan.members) == 1 or held <= (bucket if n else max(bucket, first))
+
+
+def owners(*shapes: tuple[int, ...], size: int = 2, shared: tuple[int, ...] = ()) -> list[int]:
+    parameters = [torch.empty(shape, device="meta") for shape in shapes]
+    found = choose_owners(parameters, {parameters[n]: "shared" for n in shared}, size)
+    return [found[parameter] for parameter in parameters]
+
+
+def test_the_costliest_come_first_each_to_the_owner_with_the_least():
+    assert owners((4, 4), (4, 4), (8, 8), (4, 4)) == [1, 1, 0, 1]
+    assert owners((4, 4), (4, 4), (4, 4), (4, 4), size=3) == [0, 1, 2, 0]
+
+
+def test_the_cost_is_rows_times_columns_times_the_smaller():
+    assert owners((2, 32), (8, 8), (2, 32), (2, 32)) == [1, 0, 1, 1]  # 128, 512, 128, 128
+    assert owners((64,), (8, 8), (32,)) == [1, 0, 1]
+
+
+def test_owners_of_shared_matrices_depend_on_these_alone_and_count():
+    assert owners((8, 8), (4, 4), (9, 9), (4, 4), shared=(1, 3)) == [1, 0, 0, 1]
+    assert owners((2, 2), (4, 4), (3, 3), shared=(1,)) == [1, 0, 1]

@@ -205,7 +205,7 @@ def test_counts_that_an_own_function_refuses_are_left_out_and_its_mistakes_are_n
 
 
 def test_devices_and_memory_are_kept():
-    given = {"pp": 2, "tp": 1, "cp": 1, "schedule": "1f1b"}
+    given = {"pp": 2, "cp": 1, "schedule": "1f1b"}
     few = searched(devices=4, fixed=given)
     assert {plan.layout.devices for plan in few.plans} == {4}
     free = searched(fixed=given)
