@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -31,18 +33,27 @@ from tests.support.replicas import (
     step,
 )
 
+Gradients = dict[str, Any]
 
-def assert_equal(one: dict, other: dict) -> None:
+
+def assert_equal(one: Gradients, other: Gradients) -> None:
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
 
 
-def assert_close(one: dict, other: dict, scale: float = 64.0) -> None:
+def assert_close(one: Gradients, other: Gradients, scale: float = 64.0) -> None:
     assert one.keys() == other.keys()
     for name in one:
         bound = scale * 2.0**-24 * float(other[name].abs().max())
         assert float((one[name] - other[name]).abs().max()) <= bound, name
+
+
+def of_all(value: Any) -> list[Any]:
+    """The values of all replicas, on each of them."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def backward(net: nn.Module, buckets: GradientBuckets, n: int, rank: int) -> None:
@@ -51,48 +62,31 @@ def backward(net: nn.Module, buckets: GradientBuckets, n: int, rank: int) -> Non
         loss_of(net, *share(n, rank)).backward()
 
 
-def three_steps(rank: int, bucket: int, first: int) -> list[dict]:
-    """Gradients of three steps; they are zeroed after one, and dropped after the others."""
-    net = model()
-    buckets = buckets_of(net, bucket_bytes=bucket, first_bucket_bytes=first)
-    seen = []
-    for n in range(3):
-        backward(net, buckets, n, rank)
-        storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
-        assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
-        seen.append(gradients(net))
-        net.zero_grad(set_to_none=n != 1)
-        if n == 1:
-            assert not any(b.flat.any() for b in buckets.buckets)
-    return seen
+def told(act: Callable[[], Any]) -> tuple[str, str]:
+    """The kind and the text of the error that a call raises."""
+    try:
+        act()
+    except (ArithmeticError, PenstockError, WaitTimeoutError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(processes: LocalProcesses):
-    for told in run_cases(processes, 2, three_steps, [(1, 1), (400, 100), (1 << 20, 1), (1 << 20, 1 << 20)]):
-        for seen in told:
-            for n in range(3):
-                assert_equal(seen[n], plain(n))
+# What each of two replicas runs and finds, by its name as that of a test
 
 
-def train(rank: int, size: int) -> dict[str, torch.Tensor]:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    buckets = buckets_of(net) if size > 1 else None
-    for n in range(5):
-        loss = loss_of(net, *share(n, rank, size)) / size
-        with step(buckets, n) if buckets else nullcontext():
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in net.named_parameters()}
-
-
-def test_four_processes_train_as_one_process_does_and_stay_bit_identical(processes: LocalProcesses):
-    first, *others = processes.run(4, train, 4)
-    for other in others:
-        assert_equal(first, other)
-    for name, parameter in train(0, 1).items():
-        assert torch.allclose(first[name], parameter, rtol=0, atol=2e-4), name
+def every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(rank: int) -> None:
+    """Gradients are zeroed after one step, and dropped after the others."""
+    for bucket, first in ((1, 1), (400, 100), (1 << 20, 1), (1 << 20, 1 << 20)):
+        net = model()
+        buckets = buckets_of(net, bucket_bytes=bucket, first_bucket_bytes=first)
+        for n in range(3):
+            backward(net, buckets, n, rank)
+            storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
+            assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
+            assert_equal(gradients(net), plain(n))
+            net.zero_grad(set_to_none=n != 1)
+            if n == 1:
+                assert not any(b.flat.any() for b in buckets.buckets)
 
 
 class Counting(GroupReducer):
@@ -105,35 +99,27 @@ class Counting(GroupReducer):
         return super().all_reduce(flat)
 
 
-def accumulates(rank: int, microbatches: int) -> dict:
-    """Two steps that are not zeroed, each with microbatches that are reduced with the last one."""
-    net = model()
-    reducer = Counting(reducer_of_all().group, 300.0)
-    buckets = buckets_of(net, reducer)
-    for n in range(2):
-        x, y = share(n, rank)
-        parts = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
-        begun = reducer.begun
-        with buckets.accumulating():
-            for a, b in parts[:-1]:
-                (loss_of(net, a, b) / microbatches).backward()
-        assert reducer.begun == begun
-        with step(buckets, n):
-            (loss_of(net, *parts[-1]) / microbatches).backward()
-        assert reducer.begun > begun
-    return gradients(net)
-
-
-def test_gradients_accumulate_over_steps_and_nothing_starts_before_the_last_microbatch(
-    processes: LocalProcesses,
-):
+def gradients_accumulate_over_steps_and_nothing_starts_before_the_last_microbatch(rank: int) -> None:
     expected = {name: grad + plain(1)[name] for name, grad in plain(0).items()}
-    for told in run_cases(processes, 2, accumulates, [(1,), (3,)]):
-        for actual in told:
-            assert_close(actual, expected)
+    for microbatches in (1, 3):
+        net = model()
+        reducer = Counting(reducer_of_all().group, 300.0)
+        buckets = buckets_of(net, reducer)
+        for n in range(2):
+            x, y = share(n, rank)
+            parts = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
+            begun = reducer.begun
+            with buckets.accumulating():
+                for a, b in parts[:-1]:
+                    (loss_of(net, a, b) / microbatches).backward()
+            assert reducer.begun == begun
+            with step(buckets, n):
+                (loss_of(net, *parts[-1]) / microbatches).backward()
+            assert reducer.begun > begun
+        assert_close(gradients(net), expected)
 
 
-def counts_contributions(rank: int) -> tuple[int, int]:
+def a_parameter_is_ready_after_the_contributions_announced_for_it(rank: int) -> None:
     net = model()
     first = list(net[0].parameters())
     buckets = buckets_of(net, bucket_bytes=1, first_bucket_bytes=1)
@@ -143,22 +129,27 @@ def counts_contributions(rank: int) -> tuple[int, int]:
         hidden = net[0](x[:3])
         rest = hidden.detach().requires_grad_()
         nn.functional.mse_loss(net[1:](rest), y[:3]).backward()
-        started = buckets._started
+        assert buckets._started == len(list(net.parameters())) - len(first)
         hidden.backward(rest.grad)
-        assert buckets._started == started  # one contribution of two
+        assert buckets._started == len(list(net.parameters())) - len(first)  # one contribution of two
         net[0](x[3:]).sum().backward()
         assert buckets._started == len(buckets.buckets)
-    return started, len(list(net.parameters())) - len(first)
 
 
-def test_a_parameter_is_ready_after_the_contributions_announced_for_it(processes: LocalProcesses):
-    for started, expected in processes.run(2, counts_contributions):
-        assert started == expected
+def a_split_backward_reduces_after_the_last_w_wherever_it_is(rank: int) -> None:
+    """Two stages on a replica, with three microbatches; the weight halves come last, in another order."""
+    expected: Gradients = {}
+    for replica in range(2):
+        net = model()
+        for a, b in zip(*(part.chunk(3) for part in share(1, replica)), strict=True):
+            (loss_of(net, a, b) / 3).backward()
+        for name, grad in gradients(net).items():
+            expected[name] = expected[name] + grad if name in expected else grad
+    for spread in (False, True):
+        assert_equal(split_backwards(rank, model(), spread), expected)
 
 
-def split_backwards(rank: int, spread: bool) -> dict:
-    """Run two stages on a replica, with three microbatches; the weight halves come last, in another order."""
-    net = model()
+def split_backwards(rank: int, net: nn.Sequential, spread: bool) -> Gradients:
     stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
     x, y = share(0, rank)  # a first microbatch, which checks that the backwards can be split
@@ -185,21 +176,7 @@ def split_backwards(rank: int, spread: bool) -> dict:
     return gradients(net)
 
 
-def test_a_split_backward_reduces_after_the_last_w_wherever_it_is(processes: LocalProcesses):
-    expected: dict[str, torch.Tensor] = {}
-    for rank in range(2):
-        net = model()
-        x, y = share(1, rank)
-        for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
-            (loss_of(net, a, b) / 3).backward()
-        for name, grad in gradients(net).items():
-            expected[name] = expected[name] + grad if name in expected else grad
-    for told in run_cases(processes, 2, split_backwards, [(False,), (True,)]):
-        for actual in told:
-            assert_equal(actual, expected)
-
-
-def in_two_orders(rank: int) -> list[int]:
+def buckets_start_in_their_order_whatever_the_order_of_readiness(rank: int) -> None:
     net = model()
     parameters = list(net.parameters())
     buckets = buckets_of(net, bucket_bytes=1)  # of one parameter each, in reverse
@@ -210,14 +187,8 @@ def in_two_orders(rank: int) -> list[int]:
             buckets.ready(p)
             started.append(buckets._started)
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in parameters)
-    return started
-
-
-def test_buckets_start_in_their_order_whatever_the_order_of_readiness(processes: LocalProcesses):
-    backwards, forwards = processes.run(2, in_two_orders)
-    count = len(forwards)
-    assert forwards == list(range(1, count + 1))
-    assert backwards == [0] * (count - 1) + [count]
+    count = len(parameters)
+    assert started == (list(range(1, count + 1)) if rank else [0] * (count - 1) + [count])
 
 
 class Branches(nn.Module):
@@ -229,8 +200,7 @@ class Branches(nn.Module):
         return sum(self.parts[n](x) for n in turn)
 
 
-def rebuilt(rank: int) -> tuple[list[str], list[list[str]], dict]:
-    """The layers in the order in which replica 0 has seen them complete, and the buckets' orders."""
+def buckets_are_rebuilt_in_the_order_that_replica_0_has_seen(rank: int) -> None:
     net = Branches()
     buckets = buckets_of(net, bucket_bytes=1)
     orders = []
@@ -240,20 +210,15 @@ def rebuilt(rank: int) -> tuple[list[str], list[list[str]], dict]:
             orders.append([buckets.entries[b.plan.members[0]].name for b in buckets.buckets])
             net(share(0, rank)[0], turn).square().sum().backward()
         if n == 0:
-            seen = [buckets.entries[number].name for number in buckets._seen_order]
+            seen, other = of_all([buckets.entries[number].name for number in buckets._seen_order])
+            assert seen != other
             buckets.rebuild()
-    return seen, orders, gradients(net)
+    assert of_all(orders) == [orders, orders]
+    assert orders[1] == orders[2] == seen != orders[0]
+    assert_equal(*of_all(gradients(net)))
 
 
-def test_buckets_are_rebuilt_in_the_order_that_replica_0_has_seen(processes: LocalProcesses):
-    (first, orders, one), (other_first, other_orders, two) = processes.run(2, rebuilt)
-    assert first != other_first
-    assert orders == other_orders
-    assert orders[1] == orders[2] == first != orders[0]
-    assert_equal(one, two)
-
-
-def of_several_dtypes(rank: int) -> tuple[dict, dict]:
+def dtypes_never_share_a_bucket(rank: int) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH))
     with torch.no_grad():
         for p in net.parameters():
@@ -267,16 +232,11 @@ def of_several_dtypes(rank: int) -> tuple[dict, dict]:
         for name, p in net.named_parameters():
             p.grad = before[name].clone()
             buckets.ready(p)
-    return before, gradients(net)
+    first, second = of_all(before)
+    assert_equal(gradients(net), {name: grad + second[name] for name, grad in first.items()})
 
 
-def test_dtypes_never_share_a_bucket(processes: LocalProcesses):
-    (first, actual), (second, other) = processes.run(2, of_several_dtypes)
-    assert_equal(actual, other)
-    assert_equal(actual, {name: grad + second[name] for name, grad in first.items()})
-
-
-def in_float32(rank: int) -> dict:
+def gradients_may_have_another_dtype_than_their_parameter(rank: int) -> None:
     net = model().bfloat16()
     for p in net.parameters():
         p.grad_dtype = torch.float32
@@ -284,13 +244,8 @@ def in_float32(rank: int) -> dict:
     x, y = share(0, rank)
     with step(buckets):
         loss_of(net, x.bfloat16(), y.bfloat16()).backward()
-    return gradients(net)
-
-
-def test_gradients_of_another_dtype_than_their_parameter(processes: LocalProcesses):
-    one, other = processes.run(2, in_float32)
-    assert {grad.dtype for grad in one.values()} == {torch.float32}
-    assert_equal(one, other)
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
+    assert_equal(*of_all(gradients(net)))
 
 
 def extended() -> nn.ModuleList:
@@ -302,7 +257,7 @@ def extended() -> nn.ModuleList:
     return whole
 
 
-def half_used(rank: int) -> dict:
+def zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has(rank: int) -> None:
     whole = extended()
     buckets = buckets_of(whole)
     for n in range(3):
@@ -313,24 +268,17 @@ def half_used(rank: int) -> dict:
             out = whole[1](out)
         with step(buckets, n):
             nn.functional.mse_loss(out, y).backward()
-    return gradients(whole)
-
-
-def test_zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has(
-    processes: LocalProcesses,
-):
-    first, second = processes.run(2, half_used)
-    for actual in (first, second):
-        assert actual.pop("2.weight") is None
-    assert_equal(first, second)
-    whole = extended()
+    actual = gradients(whole)
+    assert actual.pop("2.weight") is None
+    assert_equal(*of_all(actual))
+    expected = extended()
     x, y = share(2, 0)
-    nn.functional.mse_loss(whole[1](whole[0](x)), y).backward()
-    assert_close({n: first[f"1.{n}"] for n in ("weight", "bias")}, gradients(whole[1]))
+    nn.functional.mse_loss(expected[1](expected[0](x)), y).backward()
+    assert_close(gradients(whole[1]), gradients(expected[1]))
 
 
-def gets_one_more(rank: int) -> dict:
-    net = model()
+def a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(rank: int) -> None:
+    net, expected = model(), model()
     buckets = buckets_of(net)
     x, y = share(0, rank)
     with step(buckets):
@@ -338,81 +286,30 @@ def gets_one_more(rank: int) -> dict:
         assert buckets._started == len(buckets.buckets)
         if rank == 1:
             net[0](x).sum().backward()
-    return gradients(net)
+    for replica in range(2):
+        loss_of(expected, *share(0, replica)).backward()
+    expected[0](share(0, 1)[0]).sum().backward()
+    assert_close(gradients(net), gradients(expected))
 
 
-def test_a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(processes: LocalProcesses):
-    net = model()
-    for rank in range(2):
-        loss_of(net, *share(0, rank)).backward()
-    net[0](share(0, 1)[0]).sum().backward()
-    for actual in processes.run(2, gets_one_more):
-        assert_close(actual, gradients(net))
-
-
-def told(error: Exception) -> tuple[str, str]:
-    return type(error).__name__, str(error)
-
-
-def fails_once(rank: int) -> tuple[tuple[str, str], dict]:
+def a_replica_that_fails_tells_the_others_and_the_next_step_is_sound(rank: int) -> None:
     net = model()
     buckets = buckets_of(net)
-    try:
+
+    def fails() -> None:
         with step(buckets):
             if rank == 1:
                 raise ArithmeticError("a bad batch")
             loss_of(net, *share(0, rank)).backward()
-    except (ArithmeticError, PeerError) as error:
-        said = told(error)
+
+    peer = (PeerError.__name__, "replica 1 failed: ArithmeticError: a bad batch")
+    assert told(fails) == (peer if rank == 0 else (ArithmeticError.__name__, "a bad batch"))
     net.zero_grad()
     backward(net, buckets, 1, rank)
-    return said, gradients(net)
+    assert_equal(gradients(net), plain(1))
 
 
-def test_a_replica_that_fails_tells_the_others_and_the_next_step_is_sound(processes: LocalProcesses):
-    (good, first), (bad, second) = processes.run(2, fails_once)
-    assert bad == (ArithmeticError.__name__, "a bad batch")
-    assert good == (PeerError.__name__, "replica 1 failed: ArithmeticError: a bad batch")
-    assert_equal(first, second)
-    assert_equal(first, plain(1))
-
-
-def changed(rank: int, how: str) -> tuple[str, str]:
-    net = model()
-    buckets = buckets_of(net)
-    if rank == 1 and how == "dtype":
-        net.double()
-    elif rank == 1 and how == "shape":
-        net[1][0].weight.data = torch.ones(2 * WIDTH, WIDTH)
-        net[1][0].bias.data = torch.ones(2 * WIDTH)
-        net[1][1] = nn.Identity()
-    x, _ = share(0, rank)
-    try:
-        with step(buckets):
-            if rank == 1 and how == "sparse":
-                weight = net[1][0].weight
-                weight.grad = torch.zeros(weight.shape).to_sparse()
-                buckets.ready(weight)
-            net[:2](x.to(net[0][0].weight.dtype)).sum().backward()
-    except PenstockError as error:
-        return told(error)
-    return "", ""
-
-
-def test_a_gradient_of_another_kind_than_laid_out_is_an_error_that_names_parameter_and_bucket(
-    processes: LocalProcesses,
-):
-    words = {"dtype": "float64", "shape": "(12", "sparse": "sparse"}
-    answers = run_cases(processes, 2, changed, [(how,) for how in words])
-    for (good, (kind, bad)), word in zip(answers, words.values(), strict=True):
-        assert kind == PenstockError.__name__
-        assert "parameter '1." in bad
-        assert "(bucket " in bad
-        assert word in bad
-        assert good[0] == PeerError.__name__
-
-
-def moved(rank: int) -> dict:
+def a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer(rank: int) -> None:
     net = model()
     buckets = buckets_of(net)
     for n in range(3):
@@ -421,12 +318,180 @@ def moved(rank: int) -> dict:
             for p in net.parameters():
                 p.grad.data = p.grad.data.clone()  # what nn.Module.to does
         backward(net, buckets, n, rank)
-    return gradients(net)
+    assert_equal(gradients(net), plain(2))
 
 
-def test_a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer(processes: LocalProcesses):
-    for actual in processes.run(2, moved):
-        assert_equal(actual, plain(2))
+def steps_with_different_numbers_are_an_error_on_every_replica(rank: int) -> None:
+    net = model()
+    buckets = buckets_of(net)
+    with pytest.raises(PenstockError, match="replica 0 is at step 7, replica 1 is at step 6"):
+        backward(net, buckets, 7 - rank, rank)
+
+
+def a_process_that_leaves_out_a_step_leaves_nobody_waiting(rank: int) -> None:
+    net = model()
+    reducer = reducer_of_all()
+    buckets = buckets_of(net, reducer)
+
+    def steps() -> None:
+        for n in range(2 - rank):
+            backward(net, buckets, n, rank)
+            reducer.set_timeout(0.2)
+
+    _, said = told(steps)
+    assert not said if rank else "left out a step" in said or "connection to another replica broke" in said
+
+
+def a_gradient_outside_of_a_step_is_refused_while_the_buckets_are_attached(rank: int) -> None:
+    net = model()
+    buckets = buckets_of(net)
+    with pytest.raises(PenstockError, match=r"parameter '3\..*outside of Pipeline.step"):
+        loss_of(net, *share(0, rank)).backward()
+    net.zero_grad()
+    backward(net, buckets, 0, rank)
+    assert_equal(gradients(net), plain(0))
+    buckets.attach()  # a second time changes nothing
+    buckets.detach()
+    net.zero_grad()
+    loss_of(net, *share(0, rank)).backward()
+    assert not buckets._active
+
+
+def convolution() -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
+def channels_last_gradients_keep_their_strides(rank: int) -> None:
+    net, expected = convolution(), convolution()
+    with step(buckets_of(net)):
+        net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
+    assert net.weight.grad.stride() == net.weight.stride()
+    for replica in range(2):
+        expected(torch.ones(1, 3, 5, 5) * (replica + 1)).sum().backward()
+    assert torch.equal(net.weight.grad, expected.weight.grad)
+
+
+def values(number: int) -> torch.Tensor:
+    return torch.randn(12, generator=torch.Generator().manual_seed(number))
+
+
+def sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged(rank: int) -> None:
+    reducer, total = reducer_of_all(), values(0) + values(1)
+    sums = [values(rank + 10 * n) for n in range(5)]
+    for handle in [reducer.all_reduce(flat) for flat in sums]:  # several under way at once
+        handle.wait()
+    for n, flat in enumerate(sums):
+        assert torch.equal(flat, values(10 * n) + values(10 * n + 1))
+    flat = values(rank)
+    reducer.reduce_scatter(flat).wait()
+    part = part_of(flat, rank, 2).clone()
+    assert torch.equal(part, part_of(total, rank, 2))
+    full = torch.zeros(12)
+    part_of(full, rank, 2).copy_(part)
+    reducer.all_gather(full).wait()
+    assert torch.equal(full, total)
+    owned = [values(rank), values(rank + 5)]
+    for owner in range(2):
+        reducer.reduce(owned[owner], owner).wait()
+        reducer.broadcast(owned[owner], owner).wait()
+    assert torch.equal(owned[0], total)
+    assert torch.equal(owned[1], values(5) + values(6))
+    assert reducer.exchange([rank, -7])() == [[0, -7], [1, -7]]
+    assert reducer.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+
+
+def a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(rank: int) -> None:
+    reducer = reducer_of_all()
+    reducer.all_reduce(torch.ones(4)).wait()
+    if rank == 1:
+        dist.destroy_process_group()
+        return
+    # The first finds out, the others know.
+    for act in (reducer.all_reduce, reducer.all_reduce, reducer.reduce_scatter, reducer.all_gather):
+        with pytest.raises(PeerError, match=r"^the connection to another replica broke: "):
+            act(torch.ones(4)).wait()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit,
+        gradients_accumulate_over_steps_and_nothing_starts_before_the_last_microbatch,
+        a_parameter_is_ready_after_the_contributions_announced_for_it,
+        a_split_backward_reduces_after_the_last_w_wherever_it_is,
+        buckets_start_in_their_order_whatever_the_order_of_readiness,
+        buckets_are_rebuilt_in_the_order_that_replica_0_has_seen,
+        dtypes_never_share_a_bucket,
+        gradients_may_have_another_dtype_than_their_parameter,
+        zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has,
+        a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum,
+        a_replica_that_fails_tells_the_others_and_the_next_step_is_sound,
+        a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer,
+        steps_with_different_numbers_are_an_error_on_every_replica,
+        a_process_that_leaves_out_a_step_leaves_nobody_waiting,
+        a_gradient_outside_of_a_step_is_refused_while_the_buckets_are_attached,
+        channels_last_gradients_keep_their_strides,
+        sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged,
+        a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_in_two_processes(processes: LocalProcesses, case: Callable[[int], None]):
+    processes.run(2, case)
+
+
+def train(rank: int, size: int) -> dict[str, torch.Tensor]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    buckets = buckets_of(net) if size > 1 else None
+    for n in range(5):
+        loss = loss_of(net, *share(n, rank, size)) / size
+        with step(buckets, n) if buckets else nullcontext():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def test_four_processes_train_as_one_process_does_and_stay_bit_identical(processes: LocalProcesses):
+    first, *others = processes.run(4, train, 4)
+    for other in others:
+        assert_equal(first, other)
+    for name, parameter in train(0, 1).items():
+        assert torch.allclose(first[name], parameter, rtol=0, atol=2e-4), name
+
+
+def changed(rank: int, how: str) -> tuple[str, str]:
+    net = model()
+    buckets = buckets_of(net)
+    if rank == 1 and how == "float64":
+        net.double()
+    elif rank == 1 and how == "(12":
+        net[1][0].weight.data = torch.ones(2 * WIDTH, WIDTH)
+        net[1][0].bias.data = torch.ones(2 * WIDTH)
+        net[1][1] = nn.Identity()
+
+    def run() -> None:
+        with step(buckets):
+            if rank == 1 and how == "sparse":
+                weight = net[1][0].weight
+                weight.grad = torch.zeros(weight.shape).to_sparse()
+                buckets.ready(weight)
+            net[:2](share(0, rank)[0].to(net[0][0].weight.dtype)).sum().backward()
+
+    return told(run)
+
+
+def test_a_gradient_of_another_kind_than_laid_out_is_an_error_that_names_parameter_and_bucket(
+    processes: LocalProcesses,
+):
+    kinds = ["float64", "(12", "sparse"]
+    answers = run_cases(processes, 2, changed, [(how,) for how in kinds])
+    for (good, (kind, bad)), word in zip(answers, kinds, strict=True):
+        assert kind == PenstockError.__name__
+        assert all(part in bad for part in ("parameter '1.", "(bucket ", word)), bad
+        assert good[0] == PeerError.__name__
 
 
 DIFFERENT = {
@@ -438,11 +503,7 @@ DIFFERENT = {
 
 
 def differs(rank: int, how: str) -> tuple[str, str]:
-    try:
-        buckets_of(DIFFERENT[how][0]() if rank else model())
-    except PenstockError as error:
-        return told(error)
-    return "", ""
+    return told(lambda: buckets_of(DIFFERENT[how][0]() if rank else model()))
 
 
 def test_replicas_whose_models_differ_are_told_so_everywhere(processes: LocalProcesses):
@@ -452,136 +513,3 @@ def test_replicas_whose_models_differ_are_told_so_everywhere(processes: LocalPro
             assert kind == ConfigError.__name__
             for word in words:
                 assert word in text or word.startswith("'"), text  # the name is each replica's own
-
-
-def at_another_step(rank: int) -> str:
-    net = model()
-    buckets = buckets_of(net)
-    with pytest.raises(PenstockError) as caught, step(buckets, 7 - rank):
-        loss_of(net, *share(0, rank)).backward()
-    return str(caught.value)
-
-
-def test_steps_with_different_numbers_are_an_error_on_every_replica(processes: LocalProcesses):
-    for error in processes.run(2, at_another_step):
-        assert "replica 0 is at step 7, replica 1 is at step 6" in error
-
-
-def leaves_out_a_step(rank: int) -> str:
-    net = model()
-    reducer = reducer_of_all()
-    buckets = buckets_of(net, reducer)
-    try:
-        for n in range(2 - rank):
-            backward(net, buckets, n, rank)
-            reducer.set_timeout(0.2)
-    except (WaitTimeoutError, PeerError) as error:
-        return str(error)
-    return ""
-
-
-def test_a_process_that_leaves_out_a_step_leaves_nobody_waiting(processes: LocalProcesses):
-    said, nothing = processes.run(2, leaves_out_a_step)
-    assert "left out a step" in said or "connection to another replica broke" in said
-    assert nothing == ""
-
-
-def backward_of_their_own(rank: int) -> tuple[str, bool, dict]:
-    net = model()
-    buckets = buckets_of(net)
-    with pytest.raises(PenstockError) as caught:
-        loss_of(net, *share(0, rank)).backward()
-    net.zero_grad()
-    backward(net, buckets, 0, rank)
-    actual = gradients(net)
-    buckets.attach()  # a second time changes nothing
-    buckets.detach()
-    net.zero_grad()
-    loss_of(net, *share(0, rank)).backward()
-    return str(caught.value), buckets._active, actual
-
-
-def test_a_gradient_outside_of_a_step_is_refused_while_the_buckets_are_attached(processes: LocalProcesses):
-    for text, active, actual in processes.run(2, backward_of_their_own):
-        assert "parameter '3." in text
-        assert "outside of Pipeline.step" in text
-        assert not active
-        assert_equal(actual, plain(0))
-
-
-def convolution() -> nn.Conv2d:
-    torch.manual_seed(0)
-    return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-
-
-def channels_last(rank: int) -> torch.Tensor:
-    net = convolution()
-    with step(buckets_of(net)):
-        net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
-    assert net.weight.grad.stride() == net.weight.stride()
-    return net.weight.grad
-
-
-def test_channels_last_gradients_keep_their_strides(processes: LocalProcesses):
-    net = convolution()
-    for rank in range(2):
-        net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
-    for grad in processes.run(2, channels_last):
-        assert torch.equal(grad, net.weight.grad)
-
-
-def values(number: int) -> torch.Tensor:
-    return torch.randn(12, generator=torch.Generator().manual_seed(number))
-
-
-def collectives(rank: int) -> tuple:
-    reducer = reducer_of_all()
-    sums = [values(rank + 10 * n) for n in range(5)]
-    for handle in [reducer.all_reduce(flat) for flat in sums]:  # several under way at once
-        handle.wait()
-    flat = values(rank)
-    reducer.reduce_scatter(flat).wait()
-    part = part_of(flat, rank, 2).clone()
-    full = torch.zeros(12)
-    part_of(full, rank, 2).copy_(part)
-    reducer.all_gather(full).wait()
-    owned = [values(rank), values(rank + 5)]
-    for owner in range(2):
-        reducer.reduce(owned[owner], owner).wait()
-        reducer.broadcast(owned[owner], owner).wait()
-    return sums, part, full, owned, reducer.exchange([rank, -7])(), reducer.gather({"rank": rank})
-
-
-def test_sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged(
-    processes: LocalProcesses,
-):
-    total = values(0) + values(1)
-    for rank, (sums, part, full, owned, numbers, objects) in enumerate(processes.run(2, collectives)):
-        for n, flat in enumerate(sums):
-            assert torch.equal(flat, values(10 * n) + values(10 * n + 1))
-        assert torch.equal(part, part_of(total, rank, 2))
-        assert torch.equal(full, total)
-        assert torch.equal(owned[0], total)
-        assert torch.equal(owned[1], values(5) + values(6))
-        assert numbers == [[0, -7], [1, -7]]
-        assert objects == [{"rank": 0}, {"rank": 1}]
-
-
-def broken(rank: int) -> list[str]:
-    reducer = reducer_of_all()
-    reducer.all_reduce(torch.ones(4)).wait()
-    if rank == 1:
-        dist.destroy_process_group()
-        return []
-    messages = []
-    # The first finds out, the others know.
-    for act in (reducer.all_reduce, reducer.all_reduce, reducer.reduce_scatter, reducer.all_gather):
-        with pytest.raises(PeerError) as info:
-            act(torch.ones(4)).wait()
-        messages.append(str(info.value))
-    return messages
-
-
-def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(processes: LocalProcesses):
-    messages, _ = processes.run(2, broken)
-    assert all(text.startswith("the connection to another replica broke: ") for text in messages), messages
