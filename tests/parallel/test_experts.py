@@ -127,14 +127,6 @@ class Scaled(LoopedExperts):
         return super().forward(hidden_states, top_k_index, top_k_weights * self.scale[top_k_index])
 
 
-class Normalised(LoopedExperts):
-    """Divides the weights of a token's experts by their sum, which needs them all."""
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)
-        return super().forward(hidden_states, top_k_index, weights)
-
-
 class Paired(LoopedExperts):
     """Returns more than the output."""
 
@@ -151,11 +143,10 @@ class Tempered(LoopedExperts):
 
 
 OWN: dict[str, type[LoopedExperts]] = {
-    "a buffer": Scaled, "scores over k": Normalised, "a pair": Paired, "a temperature": Tempered,
+    "a buffer": Scaled, "a pair": Paired, "a temperature": Tempered,
 }  # fmt: skip
 WRONG = {
     "a buffer": "1.experts gives other values if its experts are divided",
-    "scores over k": "1.experts gives other values if its experts are divided",
     "a pair": "1.experts returns a tuple",
     "a temperature": "1.experts has num_experts, but other parameters or another forward",
     "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 import tracemalloc
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +14,10 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from tests.support.lanes import exhaustive
 from tests.support.schedule_oracle import Lists, ends, is_valid, lists
 from tests.support.schedules import allows, schedules, written
 
 TWO = Placement.loop(2)
-FIRST = ("1f1b", "zb-v", "dualpipe-v", "chimera")
 
 
 def passes(schedule: Schedule) -> bool:
@@ -76,52 +73,15 @@ def test_check_agrees_with_brute_force_on_every_family(schedule: Schedule):
         assert proof.critical_path == max(rank[-1][2] for rank in unit)
 
 
-# whole backwards, split ones on a V, pairs, copies
-@pytest.mark.parametrize("name", [*FIRST, *exhaustive(*(name for name in FAMILIES if name not in FIRST))])
-def test_every_deletion_duplication_and_swap_is_refused_or_valid(name: str):
-    family = FAMILIES[name]
-    v = family.virtual_stages
-    assert allows(family, 2, v)
-    schedule = family.build(2, 2, v)
-    ops = lists(schedule)
-    verdicts = {True: 0, False: 0}
-
-    def judge(new: Lists) -> None:
-        verdict = passes(changed(schedule, new))
-        assert verdict == is_valid(schedule.placement, schedule.microbatches, new), new
-        verdicts[verdict] += 1
-
-    for r in range(2):
-        others = [[], []]
-        others[1 - r] = ops[1 - r]
-
-        def put(row: list[Op | Pair], r: int = r, others: Lists = others) -> Lists:
-            return [row, others[1]] if r == 0 else [others[0], row]
-
-        for n, op in enumerate(ops[r]):
-            judge(put(ops[r][:n] + ops[r][n + 1 :]))
-            if isinstance(op, Pair):
-                for half in (op.forward, op.backward):
-                    judge(put([*ops[r][:n], half, *ops[r][n + 1 :]]))
-                judge(put([*ops[r][:n], op.forward, op.backward, *ops[r][n + 1 :]]))
-                judge(put([*ops[r][:n], op.backward, op.forward, *ops[r][n + 1 :]]))
-            for k in range(0, len(ops[r]) + 1, 3):
-                judge(put([*ops[r][:k], op, *ops[r][k:]]))
-        for a, b in combinations(range(len(ops[r])), 2):
-            row = list(ops[r])
-            row[a], row[b] = row[b], row[a]
-            judge(put(row))
-    assert verdicts[True] > 0
-    assert verdicts[False] > len(schedule)
-
-
 @given(schedules(ranks=5, microbatches=7, virtual_stages=3), st.data())
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=150)
 def test_any_change_is_judged_as_by_brute_force(schedule: Schedule, data: st.DataObject):
     ops = lists(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     place = st.integers(0, len(ops[rank]) - 1)
-    match data.draw(st.sampled_from(["delete", "duplicate", "swap", "swap near", "move away", "rename"])):
+    match data.draw(
+        st.sampled_from(["delete", "duplicate", "swap", "swap near", "move away", "rename", "part"])
+    ):
         case "delete":
             del ops[rank][data.draw(place)]
         case "duplicate":
@@ -137,6 +97,10 @@ def test_any_change_is_judged_as_by_brute_force(schedule: Schedule, data: st.Dat
             other = data.draw(st.integers(0, schedule.ranks - 1))
             op = ops[rank].pop(data.draw(place))
             ops[other].insert(data.draw(st.integers(0, len(ops[other]))), op)
+        case "part":  # a pair's halves on their own, in either order
+            for n, op in enumerate(ops[rank]):
+                if isinstance(op, Pair):
+                    ops[rank][n : n + 1] = data.draw(st.permutations([op.forward, op.backward]))
         case "rename":
             ops[rank][data.draw(place)] = Op(
                 data.draw(st.integers(0, schedule.stages)),

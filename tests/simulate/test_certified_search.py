@@ -19,7 +19,16 @@ from tests.support.orders import stage_costs
 QUICK = [case for case in PROVED if case.p * case.m <= 48 and case.latency in (1, 2)]
 
 
-def searched(case: Proved, seconds: float, within: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "within"),
+    [
+        *((case, 1.05) for case in QUICK[:3]),
+        *slow(*((case, 1.05) for case in QUICK[3:])),
+        *exhaustive(*((case, 1.03) for case in PROVED)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Proved) else str(value),
+)
+def test_proved_optima_are_reached(case: Proved, within: float):
     """Search until the makespan is within a factor of the optimum, or the time is over."""
 
     def end(_: int, best: float) -> None:
@@ -27,25 +36,12 @@ def searched(case: Proved, seconds: float, within: float) -> None:
             raise KeyboardInterrupt
 
     found = search_schedule(
-        case.placed, case.m, case.table, case.backward, case.budget, seconds=seconds, progress=end
+        case.placed, case.m, case.table, case.backward, case.budget, seconds=60.0, progress=end
     )
     program = check(found.schedule, budget=case.budget).program
     assert makespan(simulate(program, case.table)) == found.makespan >= case.makespan >= found.lower_bound
     assert (found.peak == case.budget.peak(found.schedule)).all()
     assert found.makespan <= within * case.makespan
-
-
-@pytest.mark.parametrize(
-    "case", [*QUICK[:3], *slow(*((case,) for case in QUICK[3:]))], ids=lambda case: case.name
-)
-def test_proved_optima_are_reached(case: Proved):
-    searched(case, 60.0, 1.05)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", PROVED, ids=lambda case: case.name)
-def test_every_proved_optimum_is_reached_within_a_minute(case: Proved):
-    searched(case, 60.0, 1.03)
 
 
 # split backwards on a V, and two pipes

@@ -17,15 +17,8 @@ PLACEMENTS = {
 
 
 def stage_costs(
-    placement: Placement,
-    f: int,
-    b: int,
-    w: int,
-    *,
-    latency: int = 0,
-    blocks: Blocks = "none",
-    full: int | None = None,
-) -> Costs:
+    placement: Placement, f: int, b: int, w: int, *, latency: int = 0, blocks: Blocks = "none", full: int | None = None
+) -> Costs:  # fmt: skip
     """Costs of a stage's ops; later stages take one second longer, so that no two are alike."""
     each = range(placement.stages)
     link = Link(latency)

@@ -28,15 +28,9 @@ def timed_profile(blocks: int = 4, **values: Any) -> Profile:
     )  # fmt: skip
     layers = tuple((f"blocks.{n}", "block", 0) for n in range(blocks))
     return Profile(
-        name="timed",
-        source="measured",
-        shape=None,
-        sequence=SEQUENCE,
-        dtype="fp32",
-        kinds=(ProfiledLayer(((1, cost),)),),
-        layers=layers,
-        **values,
-    )
+        name="timed", source="measured", shape=None, sequence=SEQUENCE, dtype="fp32",
+        kinds=(ProfiledLayer(((1, cost),)),), layers=layers, **values,
+    )  # fmt: skip
 
 
 def round_cluster(**values: Any) -> Cluster:

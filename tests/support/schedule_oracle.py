@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
@@ -76,10 +77,12 @@ def is_valid(placement: Placement, microbatches: int, ops: Lists) -> bool:
     return all(unit not in before for unit, before in graph.items())
 
 
-def ends(
-    schedule: Schedule, costs: dict[str, Fraction | int], latency: Fraction | int = 0
-) -> list[list[tuple]]:
-    """(op, start, end) of every op of every rank, each as soon as it can; a pair takes the sum of its halves."""
+def ends(schedule: Schedule, costs: dict[str, Any], latency: Fraction | float = 0) -> list[list[tuple]]:
+    """(op, start, end) of every op of every rank, each as soon as it can; a pair takes the sum of its halves.
+
+    A cost is a number, or a list of one for each stage.
+    """
+    table = {kind: c if isinstance(c, list) else [c] * schedule.stages for kind, c in costs.items()}
     todo = lists(schedule)
     rank_of: dict[tuple[str, int, int], int] = {}
     done: dict[tuple[str, int, int], Fraction | int] = {}
@@ -97,7 +100,7 @@ def ends(
                     [found[rank][-1][2] if found[rank] else 0]
                     + [done[need] + (latency if rank_of[need] != rank else 0) for need in wanted]
                 )
-                end = start + sum(costs[half.kind.name] for half in halves(op))
+                end = start + sum(table[half.kind.name][half.stage] for half in halves(op))
                 for half in halves(op):
                     done[yields(half)], rank_of[yields(half)] = end, rank
                 found[rank].append((op, start, end))

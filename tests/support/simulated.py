@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
-from penstock.schedule.ops import parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
 from penstock.trace.events import Trace
+from tests.support import schedules
 
 
 def written(placement: Placement, microbatches: int, *ranks: str) -> Program:
     """A checked program from one line of ops per rank."""
-    ops = [[parse_op(op) for op in line.split()] for line in ranks]
-    return check(Schedule.from_ops("written", placement, microbatches, ops)).program
+    return check(schedules.written(placement, microbatches, *ranks)).program
 
 
 def built(family: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Program:

@@ -25,26 +25,7 @@ Costs = Sequence[object]
 
 def makespan(schedule: Schedule, costs: Costs, latency: float) -> float:
     """The makespan, each stage with its own costs."""
-    f, b, w = ([cost] * schedule.ranks if isinstance(cost, int | float) else cost for cost in costs)
-    clock = [0.0] * schedule.ranks
-    done: dict[tuple[str, int, int], float] = {}
-    todo = [list(schedule.ops(rank)) for rank in range(schedule.ranks)]
-    while any(todo):
-        for r, ops in enumerate(todo):
-            while ops:
-                op = ops[0]
-                needed = []
-                if op.kind == Kind.F and r > 0:
-                    needed = [("F", r - 1, latency)]
-                elif op.kind == Kind.I:
-                    needed = [("I", r + 1, latency)] if r + 1 < schedule.ranks else [("F", r, 0.0)]
-                if any((kind, s, op.microbatch) not in done for kind, s, _ in needed):
-                    break
-                start = max([clock[r]] + [done[kind, s, op.microbatch] + wait for kind, s, wait in needed])
-                clock[r] = start + {Kind.F: f, Kind.I: b, Kind.W: w}[op.kind][r]
-                done[op.kind.name, r, op.microbatch] = clock[r]
-                ops.pop(0)
-    return max(clock)
+    return max(rank[-1][2] for rank in ends(schedule, dict(zip("FIW", costs, strict=True)), latency))
 
 
 # Table 9 and table 5 of 2401.10241: p, m, (F, B, W), latency, rate of ZB-1p.
