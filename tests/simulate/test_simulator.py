@@ -22,64 +22,72 @@ TWO = Placement.loop(2)
 FIRST = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe", "hanayo")
 
 
-def test_1f1b_runs_as_in_the_drawing():
-    trace = timed(built("1f1b", 2, 3), 1, 1, 1)
-    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12"
-    assert timeline(trace, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
+ONE, THREE = Placement.loop(1), Placement.loop(3)
+F1B3 = ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+F1B2 = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+PAIRS = ["0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", F1B3[1]]
+EARLY = ["0F0 (0F1;0B0)OVERLAP_F_B 0F2 0B1 0B2", F1B3[1]]
+SLOW = {"f": 2, "b": 2, "w": 2, "latency": 3}
+TIMELINES: dict[str, tuple[Placement, int, list[str], dict[str, object], list[str]]] = {
+    "1F1B as in the drawing": (TWO, 3, F1B3, {}, [
+        "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12", "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10",
+    ]),
+    "split backwards hand the gradient over before the weights": (
+        TWO, 2, ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"], {"f": 2, "b": 3, "w": 4}, [
+            "0F0@0-2 0F1@2-4 0I0@7-10 0W0@10-14 0I1@14-17 0W1@17-21", "1F0@2-4 1I0@4-7 1F1@7-9 1I1@9-12 1W0@12-16 1W1@16-20",
+        ],
+    ),
+    "latency delays messages between ranks and nothing else": (
+        Placement.waves(2), 1, ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], {"f": 2, "b": 2, "w": 2, "latency": 5}, [
+            "0F0@0-1 3F0@13-14 3B0@14-16 0B0@30-32", "1F0@6-7 2F0@7-8 2B0@21-23 1B0@23-25",
+        ],
+    ),
+    "a recompute takes as long as a forward": (
+        ONE, 1, ["0F0 0R0 0B0"], {"f": 2, "b": 3, "w": 4}, ["0F0@0-2 0R0@2-4 0B0@4-11"],
+    ),
+    "a recompute takes its own time": (
+        ONE, 1, ["0F0 0R0 0B0"], {"f": 2, "b": 3, "w": 4, "recompute": 1, "full": 5}, ["0F0@0-2 0R0@2-3 0B0@3-8"],
+    ),
+    "a message blocks no rank": (TWO, 2, F1B2, {**SLOW, "blocks": "none"}, [
+        "0F0@0-2 0F1@2-4 0B0@14-18 0B1@20-24", "1F0@5-7 1B0@7-11 1F1@11-13 1B1@13-17",
+    ]),
+    "a message blocks its sender": (TWO, 2, F1B2, {**SLOW, "blocks": "sender"}, [
+        "0F0@0-2 0F1@5-7 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20",
+    ]),
+    "a message blocks its receiver": (TWO, 2, F1B2, {**SLOW, "blocks": "receiver"}, [
+        "0F0@0-2 0F1@2-4 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20",
+    ]),
+    "a message blocks both": (TWO, 2, F1B2, {**SLOW, "blocks": "both"}, [
+        "0F0@0-2 0F1@5-7 0B0@14-18 0B1@26-30", "1F0@5-7 1B0@7-11 1F1@17-19 1B1@19-23",
+    ]),
+    "both outputs of a pair leave at its end": (TWO, 3, PAIRS, {}, [
+        "0F0@0-1 0F1@1-2 0F2@4-7 0B0@4-7 0B1@7-9 0B2@10-12", "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10",
+    ]),
+    "a pair may take less than its halves": (TWO, 3, PAIRS, {"pair": 2}, [
+        "0F0@0-1 0F1@1-2 0F2@4-6 0B0@4-6 0B1@7-9 0B2@10-12",
+    ]),
+    "the halves of a pair run and hand over together": (TWO, 3, EARLY, {"pair_output": "end"}, [
+        "0F0@0-1 0F1@4-7 0B0@4-7 0F2@7-8 0B1@10-12 0B2@13-15", "1F0@1-2 1B0@2-4 1F1@7-8 1B1@8-10 1F2@10-11 1B2@11-13",
+    ]),
+    "the halves of a pair run and hand over on their own": (TWO, 3, EARLY, {"pair_output": "early"}, [
+        "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12", "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10",
+    ]),
+    "every pair's message follows the other when the sender is blocked": (
+        THREE, 2, ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1"],
+        {"latency": 1, "blocks": "sender"}, [
+            "0F0@0-1 0F1@2-3 0B0@13-15 0B1@19-21", "1F0@2-3 1F1@8-11 1B0@8-11 1B1@16-18",
+            "2F0@4-5 2B0@5-7 2F1@12-13 2B1@13-15",
+        ],
+    ),
+}  # fmt: skip
 
 
-def test_split_backwards_hand_the_gradient_over_before_the_weights():
-    program = written(TWO, 2, "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
-    trace = timed(program, 2, 3, 4)
-    assert timeline(trace, 0) == "0F0@0-2 0F1@2-4 0I0@7-10 0W0@10-14 0I1@14-17 0W1@17-21"
-    assert timeline(trace, 1) == "1F0@2-4 1I0@4-7 1F1@7-9 1I1@9-12 1W0@12-16 1W1@16-20"
-
-
-def test_latency_delays_messages_between_ranks_and_nothing_else():
-    program = written(Placement.waves(2), 1, "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    trace = timed(program, 2, 2, 2, latency=5)
-    assert timeline(trace, 0) == "0F0@0-1 3F0@13-14 3B0@14-16 0B0@30-32"
-    assert timeline(trace, 1) == "1F0@6-7 2F0@7-8 2B0@21-23 1B0@23-25"
-
-
-def test_a_recompute_takes_its_own_time():
-    program = written(Placement.loop(1), 1, "0F0 0R0 0B0")
-    assert timeline(timed(program, 2, 3, 4), 0) == "0F0@0-2 0R0@2-4 0B0@4-11"
-    assert timeline(timed(program, 2, 3, 4, recompute=1, full=5), 0) == "0F0@0-2 0R0@2-3 0B0@3-8"
-
-
-BLOCKING = {
-    "none": ("0F0@0-2 0F1@2-4 0B0@14-18 0B1@20-24", "1F0@5-7 1B0@7-11 1F1@11-13 1B1@13-17"),
-    "sender": ("0F0@0-2 0F1@5-7 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20"),
-    "receiver": ("0F0@0-2 0F1@2-4 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20"),
-    "both": ("0F0@0-2 0F1@5-7 0B0@14-18 0B1@26-30", "1F0@5-7 1B0@7-11 1F1@17-19 1B1@19-23"),
-}
-
-
-@pytest.mark.parametrize("blocks", BLOCKING)
-def test_a_message_keeps_those_ranks_from_computing_that_it_blocks(blocks: str):
-    trace = timed(built("1f1b", 2, 2), 2, 2, 2, latency=3, blocks=blocks)
-    assert (timeline(trace, 0), timeline(trace, 1)) == BLOCKING[blocks]
-
-
-PAIRS = ["0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-
-
-def test_both_outputs_of_a_pair_leave_at_its_end():
-    trace = timed(written(TWO, 3, *PAIRS), 1, 1, 1)
-    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0F2@4-7 0B0@4-7 0B1@7-9 0B2@10-12"
-    assert timeline(trace, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
-
-
-def test_the_halves_of_a_pair_may_run_and_hand_over_on_their_own():
-    program = written(TWO, 3, "0F0 (0F1;0B0)OVERLAP_F_B 0F2 0B1 0B2", PAIRS[1])
-    late, soon = (timed(program, 1, 1, 1, pair_output=output) for output in ("end", "early"))
-    assert timeline(late, 0) == "0F0@0-1 0F1@4-7 0B0@4-7 0F2@7-8 0B1@10-12 0B2@13-15"
-    assert timeline(late, 1) == "1F0@1-2 1B0@2-4 1F1@7-8 1B1@8-10 1F2@10-11 1B2@11-13"
-    assert timeline(soon, 0) == "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12"
-    assert timeline(soon, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
-    assert late.paired.sum() == 1
-    assert not soon.paired.any()
+@pytest.mark.parametrize("what", TIMELINES)
+def test_ops_run_at_these_times(what: str):
+    placement, microbatches, ranks, costs, expected = TIMELINES[what]
+    trace = timed(written(placement, microbatches, *ranks), **{"f": 1, "b": 1, "w": 1, **costs})
+    assert [timeline(trace, rank) for rank in range(len(expected))] == expected
+    assert trace.paired.sum() == (0 if costs.get("pair_output") == "early" else str(ranks).count(";"))
 
 
 def test_halves_on_their_own_take_the_pairs_time_when_both_can_start_at_once():
@@ -99,24 +107,9 @@ def test_handing_over_early_halves_dualpipes_bubble():
     assert makespan(timed(program, 1, 1, 1, pair_output="early")) == 63
 
 
-def test_a_pair_may_take_less_than_its_halves():
-    trace = timed(written(TWO, 3, *PAIRS), 1, 1, 1, pair=2)
-    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0F2@4-6 0B0@4-6 0B1@7-9 0B2@10-12"
-
-
 def test_a_pair_shorter_than_a_half_is_refused():
     with pytest.raises(ConfigError, match=r"at least as long .* \(0F2;0B0\) has 1, its halves 1 and 2"):
         timed(written(TWO, 3, *PAIRS), 1, 1, 1, pair=1)
-
-
-def test_every_pairs_message_follows_the_other_when_the_sender_is_blocked():
-    program = written(
-        Placement.loop(3), 2, "0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1"
-    )
-    trace = timed(program, 1, 1, 1, latency=1, blocks="sender")
-    assert timeline(trace, 1) == "1F0@2-3 1F1@8-11 1B0@8-11 1B1@16-18"
-    assert timeline(trace, 2) == "2F0@4-5 2B0@5-7 2F1@12-13 2B1@13-15"
-    assert timeline(trace, 0) == "0F0@0-1 0F1@2-3 0B0@13-15 0B1@19-21"
 
 
 def test_links_within_a_node_and_between_nodes_differ():

@@ -87,9 +87,6 @@ def test_placements():
         for name in names:
             v = 3 if FAMILIES[name].chooses_virtual_stages else None
             assert build_schedule(name, 4, 6, v).placement == placement, name
-
-
-def test_hanayo_goes_down_and_up_in_every_wave():
     assert build_schedule("hanayo", 3, 6, 4).placement == Placement.waves(3, 4)
     with pytest.raises(ScheduleError, match="virtual_stages must be even, got 3"):
         build_schedule("hanayo", 2, 2, 3)
