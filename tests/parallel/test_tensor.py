@@ -64,62 +64,55 @@ def assert_close(found: dict, expected: dict) -> None:
         assert float((found[name] - value).abs().max()) <= bound, name
 
 
-def cut_built_in(rank: int, sequence: bool):
-    net = built_in()
-    tensor_parallel(named(net), make_mesh(tp=2).axis("tp"), sequence=sequence)
-    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
-    x, y = tokens()
-    between = net[1](net[0](x))
-    kinds = {type(net[0](x)), type(between)}
-    logits = net[3](net[2](between))
-    kinds.add(type(logits))
-    loss = next_token_loss(logits, y)
-    loss.backward()
-    first = gradients(net)
-    next_token_loss(net(x), y).backward()
-    return held, kinds, tuple(between.shape), logits.detach(), loss.detach(), first, gradients(net)
-
-
-def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcesses):
-    whole, divided = run_cases(processes, 2, cut_built_in, [(False,), (True,)])
-    net = built_in()
+def plain(net: nn.Module) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, loss and gradients of one process."""
     x, y = tokens()
     logits = net(x)
     loss = next_token_loss(logits, y)
     loss.backward()
-    expected = gradients(net)
-    next_token_loss(net(x), y).backward()
-    count = sum(p.numel() for p in net.parameters())
-    norms = sum(p.numel() for p in net.parameters() if p.ndim == 1)
-    assert {shape for _, _, shape, *_ in whole} == {(4, 6, 16)}
-    assert {shape for _, _, shape, *_ in divided} == {(4, 3, 16)}
-    for held, kinds, _, cut_logits, cut_loss, first, second in whole + divided:
-        assert held == (count - norms) // 2 + norms
-        assert kinds == {torch.Tensor}
-        assert torch.allclose(cut_logits, logits, rtol=0, atol=1e-5)
-        assert cut_loss == pytest.approx(loss.item(), rel=1e-6)
-        assert_close(first, expected)
-        assert_close(second, gradients(net))
-    for one, other in (whole, divided):
-        assert torch.equal(one[3], other[3])
+    return logits.detach(), loss.detach(), gradients(net)
 
 
-def with_experts(rank: int):
-    net = built_in(EXPERTS)
+def cut_built_in(rank: int, sequence: bool) -> torch.Tensor:
+    net, uncut = built_in(), built_in()
+    tensor_parallel(named(net), make_mesh(tp=2).axis("tp"), sequence=sequence)
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
+    count = sum(p.numel() for p in uncut.parameters())
+    norms = sum(p.numel() for p in uncut.parameters() if p.ndim == 1)
+    assert held == (count - norms) // 2 + norms
+    x, y = tokens()
+    between = net[1](net[0](x))
+    logits = net[3](net[2](between))
+    assert {type(net[0](x)), type(between), type(logits)} == {torch.Tensor}
+    assert tuple(between.shape) == ((4, 3, 16) if sequence else (4, 6, 16))
+    loss = next_token_loss(logits, y)
+    loss.backward()
+    expected_logits, expected_loss, expected = plain(uncut)
+    assert torch.allclose(logits, expected_logits, rtol=0, atol=1e-5)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+    assert_close(gradients(net), expected)
+    next_token_loss(net(x), y).backward()  # gradients add up
+    assert_close(gradients(net), plain(uncut)[2])
+    return logits.detach()
+
+
+def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcesses):
+    for one, other in run_cases(processes, 2, cut_built_in, [(False,), (True,)]):
+        assert torch.equal(one, other)
+
+
+def with_experts(rank: int) -> None:
+    net, uncut = built_in(EXPERTS), built_in(EXPERTS)
     tensor_parallel(named(net), make_mesh(tp=2).axis("tp"))
     x, y = tokens()
     next_token_loss(net(x), y).backward()
-    return gradients(net), {name for name, p in net.named_parameters() if not isinstance(p, DTensor)}
+    assert_close(gradients(net), plain(uncut)[2])
+    not_sharded = {name for name, p in net.named_parameters() if not isinstance(p, DTensor)}
+    assert not_sharded == {n for n, p in uncut.named_parameters() if p.ndim == 1 or "feed_forward." in n}
 
 
 def test_experts_are_whole_on_every_rank_and_have_the_gradients_of_one_process(processes: LocalProcesses):
-    net = built_in(EXPERTS)
-    x, y = tokens()
-    next_token_loss(net(x), y).backward()
-    whole = {name for name, p in net.named_parameters() if p.ndim == 1 or "feed_forward." in name}
-    for found, not_sharded in processes.run(2, with_experts):
-        assert_close(found, gradients(net))
-        assert not_sharded == whole
+    processes.run(2, with_experts)
 
 
 def test_families_without_a_table_entry_are_among_those_tested():
@@ -129,43 +122,30 @@ def test_families_without_a_table_entry_are_among_those_tested():
 def hugging_face(family: str, **changes: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=32,
-        num_hidden_layers=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        **(HF.get(family, HF["llama"]) | changes),
-    )
+    sizes = {"vocab_size": 32, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **sizes, **(HF.get(family, HF["llama"]) | changes))
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def cut_hugging_face(rank: int, families: list[str]):
-    mesh, found = make_mesh(tp=2).axis("tp"), []
-    for family in families:
-        net = hugging_face(family)
+def cut_hugging_face(rank: int) -> None:
+    mesh, (x, y) = make_mesh(tp=2).axis("tp"), tokens()
+    for family in HF:
+        net, uncut = hugging_face(family), hugging_face(family)
         tensor_parallel(net, mesh, family)
-        x, y = tokens()
-        loss = next_token_loss(net(input_ids=x, use_cache=False).logits, y)
-        loss.backward()
+        losses = [next_token_loss(each(input_ids=x, use_cache=False).logits, y) for each in (net, uncut)]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6), family
         cut = sum(isinstance(p, DTensor) for p in net.parameters())
-        found.append((loss.detach(), cut, gradients(net)))
-    return found
+        assert cut >= 14 - (family == "gpt_neox") * 4 - (family == "gemma"), family
+        assert_close(gradients(net), gradients(uncut))
 
 
 @pytest.mark.slow
 def test_hugging_face_models_cut_in_two_compute_the_same(processes: LocalProcesses):
     pytest.importorskip("transformers")
-    for results in processes.run(2, cut_hugging_face, list(HF), timeout=600):
-        for family, (loss, cut, found) in zip(HF, results, strict=True):
-            net = hugging_face(family)
-            x, y = tokens()
-            expected = next_token_loss(net(input_ids=x, use_cache=False).logits, y)
-            expected.backward()
-            assert loss == pytest.approx(expected.item(), rel=1e-6), family
-            assert cut >= 14 - (family == "gpt_neox") * 4 - (family == "gemma"), family
-            assert_close(found, gradients(net))
+    processes.run(2, cut_hugging_face, timeout=600)
 
 
 def train_dp_and_tp(rank: int, sequence: bool):
@@ -195,9 +175,8 @@ def train_dp_and_tp(rank: int, sequence: bool):
 @pytest.mark.parametrize("sequence", [True, *exhaustive(False)])
 def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: LocalProcesses, sequence):
     results = processes.run(4, train_dp_and_tp, sequence, timeout=600)
-    net = built_in()
-    x, y = tokens()
-    next_token_loss(net(x), y).backward()
+    net, (x, y) = built_in(), tokens()
+    plain(net)
     for first, weights in results:
         assert_close(first, gradients(net))
         for name, value in weights.items():
@@ -211,7 +190,7 @@ def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: L
         assert torch.allclose(results[0][1][name], p, rtol=0, atol=2e-3), name
 
 
-def stage_backward(rank: int, sequence: bool):
+def stage_backward(rank: int, sequence: bool) -> None:
     module = StageModule(layers(CONFIG))
     tensor_parallel(module.named_layers(), make_mesh(tp=2).axis("tp"), sequence=sequence)
     stage = Stage(0, module, next_token_loss)
@@ -219,68 +198,57 @@ def stage_backward(rank: int, sequence: bool):
     for m in range(2):
         rows = slice(2 * m, 2 * m + 2)
         stage.forward_with_loss(m, (Message((x[rows],)),), LossInputs(y[rows], LossWeight(divisor=2)), True)
-    held = stage.held_bytes
+    assert stage.held_bytes > 0
     for m in range(2):
         stage.backward_input(m, None)
     for m in range(2):
         stage.backward_weight(m)
-    return held, {name: whole(p.grad).clone() for name, p in module.whole_model_parameters()}
-
-
-def test_a_stage_whose_matrices_are_cut_can_split_its_backward(processes: LocalProcesses):
     net = built_in()
-    x, y = tokens()
-    next_token_loss(net(x), y).backward()
+    plain(net)
     expected = {
         f"{name}.{inner}": p.grad for name, layer in named(net) for inner, p in layer.named_parameters()
     }
-    for results in run_cases(processes, 2, stage_backward, [(False,), (True,)]):
-        for held, found in results:
-            assert_close(found, expected)
-            assert held > 0
+    assert_close({name: whole(p.grad) for name, p in module.whole_model_parameters()}, expected)
 
 
-def refusals(rank: int) -> list[str]:
+def test_a_stage_whose_matrices_are_cut_can_split_its_backward(processes: LocalProcesses):
+    run_cases(processes, 2, stage_backward, [(False,), (True,)])
+
+
+def refusals(rank: int) -> None:
     mesh = make_mesh(tp=2).axis("tp")
-    found = []
-    for change in ({"kv_heads": 1}, {"hidden": 25}, {"vocabulary": 33}):
-        config = ModelConfig(
-            **{"vocabulary": 32, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24} | change
-        )
-        net = [(layer.name, layer.build()) for layer in layers(config)]
-        with pytest.raises(ConfigError) as caught:
-            tensor_parallel(net, mesh)
-        assert not any(isinstance(p, DTensor) for _, m in net for p in m.parameters())
-        found.append(str(caught.value))
-    for family in ("gpt2", "gpt_neox"):
-        net = hugging_face(family, num_attention_heads=1)
-        with pytest.raises(ConfigError) as caught:
-            tensor_parallel(net, mesh, family)
-        assert not any(isinstance(p, DTensor) for p in net.parameters())
-        found.append(str(caught.value))
-    net = hugging_face("apertus")
-    with pytest.raises(
-        ConfigError, match=r"mlp.act_fn has parameters that the plan of transformers .* does not name"
+    nets: list[tuple[list[tuple[str, nn.Module]] | nn.Module, tuple[str, ...], str]] = []
+    for change, says in (
+        ({"kv_heads": 1}, "blocks.0.attention.key has 1 heads of width 4, which do not divide over tp = 2"),
+        ({"hidden": 25}, "blocks.0.feed_forward.gate has 25 outputs"),
+        ({"vocabulary": 33}, "embedding has 33 words of vocabulary"),
     ):
-        tensor_parallel(net, mesh, "apertus")
-    assert not any(isinstance(p, DTensor) for p in net.parameters())
+        config = replace(CONFIG, layers=1, **change)
+        nets.append(([(layer.name, layer.build()) for layer in layers(config)], (), says))
+    for family, changes, says in (
+        ("gpt2", {"num_attention_heads": 1}, "transformer.h.0.attn.c_attn has 1 heads of width 16"),
+        (
+            "gpt_neox",
+            {"num_attention_heads": 1},
+            "layers.0.attention.query_key_value has 1 heads of width 16",
+        ),
+        ("apertus", {}, r"mlp.act_fn has parameters that the plan of transformers .* does not name"),
+    ):
+        nets.append((hugging_face(family, **changes), (family,), says))
+    for net, named_family, says in nets:
+        with pytest.raises(ConfigError, match=says):
+            tensor_parallel(net, mesh, *named_family)
+        modules = [net] if isinstance(net, nn.Module) else [module for _, module in net]
+        assert not any(isinstance(p, DTensor) for module in modules for p in module.parameters())
     net = built_in()
     tensor_parallel(named(net), mesh, sequence=True)
-    with pytest.raises(BatchError) as short:
+    with pytest.raises(BatchError, match="a sequence of 5 does not divide over tp = 2"):
         net(tokens(sequence=5)[0])
-    return [*found, str(short.value)]
 
 
 @pytest.mark.slow
 def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses):
-    for said in processes.run(2, refusals):
-        heads, width, words, gpt2, gpt_neox, sequence = said
-        assert "blocks.0.attention.key has 1 heads of width 4, which do not divide over tp = 2" in heads
-        assert "blocks.0.feed_forward.gate has 25 outputs" in width
-        assert "embedding has 33 words of vocabulary" in words
-        assert "transformer.h.0.attn.c_attn has 1 heads of width 16" in gpt2
-        assert "gpt_neox.layers.0.attention.query_key_value has 1 heads of width 16" in gpt_neox
-        assert "a sequence of 5 does not divide over tp = 2" in sequence
+    processes.run(2, refusals)
 
 
 def test_families_without_a_plan_are_refused():
