@@ -292,12 +292,9 @@ def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, i
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("content", "message"),
     [
-        (
-            {"hidden_size": float("nan")},
-            "hidden_size must be a whole number from 1 to 1,000,000,000, got nan",
-        ),
+        ({"hidden_size": float("nan")}, "hidden_size must be a whole number from 1 to 1,000,000,000, got nan"),
         ({"hidden_size": True}, "hidden_size must be a whole number .* got True"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number .* got '64'"),
         ({"hidden_size": 66}, "hidden size 66 does not divide into 4 heads"),
@@ -312,16 +309,6 @@ def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, i
         ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
         ({"head_dim": 0}, "head_dim must be a whole number"),
-    ],
-)
-def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=message):
-        read_shape(written(tmp_path, {**SMALL, **change}))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("[model]\nwidht = 3", "no key model.widht .did you mean 'width'"),
         ("[model]\nwidth = 130", "width 130 does not divide into 4 heads"),
         ("[model]\nwidth = true", "width must be a whole number"),
@@ -337,11 +324,23 @@ def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: s
         ("[model", "is not TOML"),
         ("a = " + "[" * 50_000, "is not TOML"),
         ("a = " + "1" * 5_000, "is not TOML"),
+        *((content, r"model\.json") for content in (b"", b"[]", bytes(range(256)) * 8, b'{"model_type": 1' + b"1" * 5_000)),
+        *((content * 100_000, r"model\.json") for content in (b"[", b'{"a":')),
     ],
-)
-def test_wrong_toml_files_are_refused(text: str, message: str, tmp_path: Path):
+)  # fmt: skip
+def test_wrong_files_are_refused(content: dict[str, Any] | str | bytes, message: str, tmp_path: Path):
+    """Changes of a config, TOML files, and bytes that are neither."""
+    if isinstance(content, bytes):
+        path = tmp_path / "model.json"
+        path.write_bytes(content)
+    else:
+        path = (
+            with_toml(tmp_path, content)
+            if isinstance(content, str)
+            else written(tmp_path, {**SMALL, **content})
+        )
     with pytest.raises(ConfigError, match=message):
-        read_shape(with_toml(tmp_path, text))
+        read_shape(path)
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "none.json", "x" * 5_000, "/dev/zero"])
@@ -349,18 +348,6 @@ def test_paths_that_are_no_model_are_refused(name: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read the model|has no config.json"):
         read_shape(name)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", bytes(range(256)) * 8, b"[" * 100_000, b'{"a":' * 100_000, b'{"model_type": 1' + b"1" * 5_000],
-    ids=["empty", "list", "binary", "deep list", "deep object", "cut short"],
-)  # fmt: skip
-def test_files_that_are_no_config_are_refused(content: bytes, tmp_path: Path):
-    path = tmp_path / "model.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.json"):
-        read_shape(path)
 
 
 def test_sizes_given_in_python_are_checked():

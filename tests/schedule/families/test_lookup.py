@@ -20,10 +20,6 @@ def no_family_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "_registered", {})
 
 
-def on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.syspath_prepend(str(folder))
-
-
 # By registration
 
 
@@ -123,7 +119,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_the_line(
     code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    on_path(monkeypatch, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_1.py").write_text(code)
     with pytest.raises(ScheduleCodeError, match=r"^broken_1:f, when broken_1 was imported, " + says):
         find_family("broken_1:f")
