@@ -62,11 +62,7 @@ class Reader:
         return done.stdout
 
     def run(self, words: list[str]) -> str:
-        environment = {
-            **os.environ,
-            "COLUMNS": "160",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+        environment = {**os.environ, "COLUMNS": "160", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         assert words[0] == "penstock"
         done = python(["-m", *words], self.folder, environment)
         assert done.returncode == 0, done.stderr

@@ -116,10 +116,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--lr"], "penstock train optim.lr=VALUE"),
         (["--rank", "2"], "No such option '--rank'. (Did you mean one of: "),
         (["--colour", "2"], "No such option '--colour'."),
-        (
-            ["train.step=2"],
-            "no key train.step (did you mean 'steps'?), as in train.steps=2; [train] has",
-        ),
+        (["train.step=2"], "no key train.step (did you mean 'steps'?), as in train.steps=2; [train] has"),
         (["steps=2"], "got 'steps=2'; did you mean train.steps=2?"),
         (["train.steps", "2"], "train.steps has no value; write  penstock train train.steps=VALUE"),
         (["model.path"], "model.path has no value; write  penstock train model.path=VALUE"),

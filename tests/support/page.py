@@ -34,11 +34,7 @@ SHORTER = ("train.eval_batches=1", "sample.length=4")
 """Values that make a run short, which its lines do not show."""
 
 _FILE = re.compile(r"# ([\w.]+\.(?:py|toml))\n")
-_PROGRAMS = {
-    "penstock": ("-m", "penstock"),
-    "python": (),
-    "torchrun": ("-m", "torch.distributed.run"),
-}
+_PROGRAMS = {"penstock": ("-m", "penstock"), "python": (), "torchrun": ("-m", "torch.distributed.run")}
 
 
 def masked(line: str, exact: bool) -> str:
