@@ -12,6 +12,7 @@ import torch
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["models.md", "planning.md"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the files that it writes

@@ -7,7 +7,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import steps_in
@@ -15,8 +14,9 @@ from penstock.cli import group
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.loop import train
 from penstock.train.run_log import Reporter
-from tests.support import hf_folders, own_models
+from tests.support import own_models
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
+from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder, tiny
 
 
@@ -63,26 +63,26 @@ def test_convert_to_other_files_loads_as_the_same(tmp_path: Path):
     assert equal(*states)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_export_writes_all_names_of_the_model_given(tmp_path: Path, name: str):
+def test_export_writes_all_names_of_the_model_given(tmp_path: Path):
     net = own_models.made(own_models.NanoGPT)
     with Pipeline(net, ranks=2, microbatches=2) as pipe, Checkpoints(tmp_path / "run", pipe) as checkpoints:
         pipe.step(*own_models.batch())
         checkpoints.save()
         path = checkpoints.wait()
         expected = pipe.full_state_dict()
-    result = call("export", path, tmp_path / name)
-    assert result.exit_code == 0, result.output
-    state = load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
-    assert state.keys() == expected.keys()
-    own_models.NanoGPT().load_state_dict(state, strict=True)
-    assert all(torch.equal(state[key], value) for key, value in expected.items())
-    again = call("export", path, tmp_path / name)
-    assert "already exists" in again.output or "already exists" in str(again.exception)
-    other = call("export", path, tmp_path / "model.bin")
-    assert ".safetensors or .pt" in other.output or ".safetensors or .pt" in str(other.exception)
+    for name, load in (("model.safetensors", load_file), ("model.pt", torch.load)):
+        result = call("export", path, tmp_path / name)
+        assert result.exit_code == 0, result.output
+        state = load(tmp_path / name)
+        assert state.keys() == expected.keys()
+        own_models.NanoGPT().load_state_dict(state, strict=True)
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+    for name, said in (("model.pt", "already exists"), ("model.bin", ".safetensors or .pt")):
+        refused = call("export", path, tmp_path / name)
+        assert said in f"{refused.output}{refused.exception}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_convert_to_dcp_is_what_torch_loads_and_comes_back(tmp_path: Path):
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -117,16 +117,13 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
         (("export", newest, tmp_path / "none" / "model.safetensors"), "cannot write"),
         (
             ("export", newest.parents[1], tmp_path / "model.pt"),
-            f"is a run; give one of its checkpoints, such as {newest}",
+            f"give one of its checkpoints, such as {newest}",
         ),
         (
-            ("convert", newest, tmp_path / "x", "--stages", 2, "--to-dcp"),
+            ("convert", newest, newest, "--stages", 2, "--to-dcp"),
             "give exactly one of --stages, --to-dcp and --from-dcp",
         ),
-        (
-            ("convert", newest, tmp_path / "x", "--from-dcp"),
-            "--from-dcp needs --like, and --like needs --from-dcp",
-        ),
+        (("convert", newest, newest, "--from-dcp"), "--from-dcp needs --like, and --like needs --from-dcp"),
         (("convert", newest, tmp_path / "step-00000002", "--from-dcp", "--like", newest), "no .metadata"),
         (("list", tmp_path / "none"), "holds no checkpoints"),
     ]:
@@ -135,8 +132,12 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
         assert said in f"{result.output}{result.exception}"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", [*slow("llama"), *exhaustive("gpt2")])
 def test_what_is_exported_is_what_the_library_loads_with_the_runs_logits(tmp_path: Path, family: str):
+    from transformers import AutoModelForCausalLM
+
+    from tests.support import hf_folders
+
     source = hf_folders.folder(tmp_path, family, tied=family == "gpt2")
     told = {"steps": 2, "checkpoint_every": 2, "name": "run"}
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(source)}, train=told)

@@ -11,6 +11,9 @@ from click.testing import CliRunner
 
 from penstock.cli import COMMANDS, group, main
 
+LONG = "n" * 5000
+"""A path too long for any file system; even to look for it is an error."""
+
 
 @pytest.mark.parametrize(
     ("words", "code"),
@@ -18,11 +21,11 @@ from penstock.cli import COMMANDS, group, main
         (["checkpoint", "verify", "step-00000001"], 1),  # it is empty
         (["checkpoint", "list", "nothing"], 2),
         (["checkpoint", "nothing"], 2),
-        (["checkpoint", "list", "n" * 5000], 2),
-        (["checkpoint", "convert", "step-00000001", "n" * 5000, "--stages", "2"], 2),
-        (["sample", "n" * 5000], 2),
-        (["trace", "n" * 5000], 2),
-        (["simulate", "1f1b", "-p", "2", "-m", "2", "--costs", "n" * 5000], 2),
+        (["checkpoint", "list", LONG], 2),
+        (["checkpoint", "convert", "step-00000001", LONG, "--stages", "2"], 2),
+        (["sample", LONG], 2),
+        (["trace", LONG], 2),
+        (["simulate", "1f1b", "-p", "2", "-m", "2", "--costs", LONG], 2),
         (["simulate", "zb-auto", "-p", "2", "-m", "2", "--option", "costs=" + "[" * 100_000], 2),
         (["schedule", "show", "1f1b", "-p", "4", "-m", "1000000000"], 2),
         (["simulate", "zb-auto", "-p", "1000000000", "-m", "1"], 2),
@@ -31,20 +34,7 @@ from penstock.cli import COMMANDS, group, main
         (["verify", "--microbatches", "1000000000"], 2),
         (["doctor", "--ranks", "1000000"], 2),
     ],
-    ids=[
-        "a command's own",
-        "bad input",
-        "bad usage",
-        *(
-            f"a path of 5,000 characters to {command}"
-            for command in ("list", "convert", "sample", "trace", "simulate")
-        ),
-        "an option nested too deeply",
-        *(
-            f"{command}: too large"
-            for command in ("show", "zb-auto", "simulate", "verify", "verify", "doctor")
-        ),
-    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_what_went_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, code):
     monkeypatch.chdir(tmp_path)
@@ -70,15 +60,18 @@ def test_it_names_commands_that_exist():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("words", "begins"), [(["--help"], "Usage: "), (["--version"], "penstock, version")])
-def test_help_and_version_are_what_they_were(words: list[str], begins: str):
-    done = CliRunner().invoke(group, words)
-    assert (done.exit_code, done.stdout.startswith(begins)) == (0, True)
+@pytest.mark.parametrize(
+    ("word", "code", "begins"),
+    [
+        ("--help", 0, "Usage: "),
+        ("--version", 0, "penstock, version"),
+        ("nothing", 2, ""),
+        ("--nothing", 2, ""),
+    ],
+)
+def test_help_version_and_what_is_no_command_do_not_name_the_first_commands(
+    word: str, code: int, begins: str
+):
+    done = CliRunner().invoke(group, [word])
+    assert (done.exit_code, done.stdout[: len(begins) or None]) == (code, begins)
     assert "penstock train train.name=first" not in done.stdout
-
-
-@pytest.mark.parametrize("words", [["nothing"], ["--nothing"]])
-def test_what_is_no_command_is_refused(words: list[str]):
-    done = CliRunner().invoke(group, words)
-    assert done.exit_code == 2
-    assert done.stdout == ""

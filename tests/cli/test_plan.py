@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,13 +14,13 @@ from click.testing import CliRunner, Result
 
 from penstock.base.errors import PenstockError
 from penstock.cli.plan import command
-from penstock.plan.cluster import read_cluster
 from penstock.plan.profile.model_profile import read_model
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import read_csv, write_csv
 from penstock.train.config.file import load
 from tests.support.commands import python
+from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
@@ -80,10 +79,9 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2))
-    (tmp_path / "mixture").mkdir()
-    (tmp_path / "mixture" / "config.json").write_text(json.dumps(MIXTURE))
+    for name, config in (("gpt2", GPT2), ("mixture", MIXTURE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.toml").write_text(OWN.format(text=tmp_path / "text"))
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     return tmp_path
@@ -132,16 +130,9 @@ def test_a_layout_gives_one_prediction():
     result = plan(*words, "--layout", layout)
     assert_is_prediction(result)
     values = {
-        "pp": 4,
-        "dp": 2,
-        "tp": 1,
-        "v": 2,
-        "schedule": "interleaved-1f1b",
-        "recompute": "full",
-        "shard": "optimizer",
-        "window": None,
-        "reduce_every": None,
-    }
+        "pp": 4, "dp": 2, "tp": 1, "v": 2, "schedule": "interleaved-1f1b", "recompute": "full", "shard": "optimizer",
+        "window": None, "reduce_every": None,
+    }  # fmt: skip
     assert values.items() <= result["layout"].items()
     assert result["tokens_per_second"] == pytest.approx(32 * 64 / result["step_seconds"])
     assert result["hardware_tflops_per_device"] > result["tflops_per_device"]
@@ -167,26 +158,10 @@ def test_a_model_is_a_folder_a_config_a_toml_or_a_profile():
     assert_is_prediction(plan("own.toml", *words))
 
 
-def test_a_toml_gives_its_own_sequence_and_batch():
-    given = plan("own.toml", "-c", "cluster.toml", "--layout", "pp=2")
-    assert given["tokens_per_second"] == pytest.approx(8 * 12 / given["step_seconds"])
-
-
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [("a100-40gb*4", 4), ("b200*2x3", 6), ("mi300x*8X2", 16), ("h200", 8), ("cluster.toml*4", 4)],
-)
+@pytest.mark.parametrize(("name", "devices"), [("b200*2x3", 6), ("h200", 8), ("cluster.toml*4", 4)])
 def test_a_cluster_is_a_preset_or_a_file_with_its_size(name: str, devices: int):
-    assert read_cluster(name).devices == devices
     result = plan("gpt2", "-c", name, "-s", "64", "-b", "96", "--layout", f"dp={devices // 2},pp=2")
     assert result["layout"]["dp"] == devices // 2
-
-
-def test_zero_on_one_replica_changes_nothing():
-    words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "8", "--layout")
-    without, with_zero = (plan(*words, f"pp=2,shard={shard}") for shard in ("none", "optimizer"))
-    for key in ("step_seconds", "mfu", "memory"):
-        assert with_zero[key] == without[key]
 
 
 def test_own_schedules_are_predicted_and_searched():
@@ -206,7 +181,7 @@ def test_samples_default_to_those_that_the_model_allows(folder: Path):
         assert result["tokens_per_second"] == pytest.approx(8 * tokens / result["step_seconds"])
     words = ("llama.json", "-c", "h100*2", "-b", "8", "--layout", "pp=2", "-s")
     assert plan(*words, "512")["assumptions"]
-    refused = str(invoke(*words, "513").exception)
+    refused = message(*words, "513")
     assert refused.startswith(
         "sequence must be at most 512, the positions of the model (max_position_embeddings"
     )
@@ -215,7 +190,6 @@ def test_samples_default_to_those_that_the_model_allows(folder: Path):
 
 REFUSED = {
     "no such model": (["missing", "-c", "h100*2"], "cannot read the model"),
-    "a folder without config": (["empty", "-c", "h100*2"], "has no config.json"),
     "a family that is not split": (
         ["t5.json", "-c", "h100*2"], "This config cannot be traced: transformers has no causal language model of type 't5'",
     ),
@@ -227,23 +201,14 @@ REFUSED = {
     "more tokens than a traced family takes": (
         ["mixture", "-c", "h100*2", "-s", "129"], "sequence must be at most 128, the positions of the model",
     ),
-    "NaN": (["nan.json", "-c", "h100*2"], "n_embd must be a whole number"),
-    "too many layers": (["deep.json", "-c", "h100*2"], "must be a whole number from"),
-    "no text": (["binary.toml", "-c", "h100*2"], "cannot read the model 'binary.toml'"),
     "a directory as cluster": (["gpt2", "-c", "gpt2"], "cannot read the cluster 'gpt2'"),
-    "a preset's name": (["gpt2", "-c", "h10"], "no cluster 'h10' (did you mean 'h100'"),
-    "no devices": (["gpt2", "-c", "h100*0"], "a cluster has 1 to 1,000,000 devices"),
     "a key of the cluster": (["gpt2", "-c", "key.toml"], "no key device.memry (did you mean 'memory'?)"),
     "a negative rate": (["gpt2", "-c", "negative.toml"], "device.memory must be above 0, got -1"),
-    "a rate without end": (["gpt2", "-c", "nan.toml"], "device.memory must be a finite number, got nan"),
     "a rate of nothing": (["gpt2", "-c", "small.toml"], "device.matmul.bf16 must be 1e-30 to 1e+30"),
     "batch 0": (["gpt2", "-c", "h100*2", "-b", "0"], "--batch must be 1 to"),
     "a batch that nothing divides": (
         ["gpt2", "-c", "h100*3", "-b", "4", "--fix", "pp=1"],
         "a batch of 4 does not divide over 3 devices with pp=1; the nearest batch that does is 3 or 6",
-    ),
-    "a batch beside a layout": (
-        ["gpt2", "-c", "h100*4", "-b", "10", "--layout", "dp=4"], "the nearest batch that does is 8 or 12",
     ),
     "nothing fits": (
         ["gpt2", "-c", "h100*2", "-b", "4", "--memory-limit", "1KB"],
@@ -252,73 +217,60 @@ REFUSED = {
     "more tokens than positions": (
         ["gpt2", "-c", "h100*2", "-s", "65", "--layout", "pp=2"], "sequence must be at most 64, the positions of the model",
     ),
-    "more tokens than positions in a search": (
-        ["gpt2", "-c", "h100*2", "-s", "4096"], "n_positions in its config.json), got 4,096; take sequence = 64",
-    ),
     "more stages than blocks": (
         ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be split into 16 stages",
-    ),
-    "a degree that does not divide": (
-        ["gpt2", "-c", "h100*8", "--layout", "tp=3"], "tp=3 does not divide the model's 4 heads",
     ),
     "an unknown key": (
         ["gpt2", "-c", "h100*2", "--layout", "schdule=1f1b"], "no key 'schdule' (did you mean 'schedule'?)",
     ),
-    "weights that are divided": (["gpt2", "-c", "h100*2", "--fix", "fsdp"], "did you mean 'shard=weights'?"),
-    "ZeRO-3": (["gpt2", "-c", "h100*2", "--fix", "zero=3"], "did you mean 'shard=weights'?"),
     "the sequence as a key": (["gpt2", "-c", "h100*2", "--fix", "sequence=2"], "a sample are the option --sequence;"),
     "another tool's word": (["gpt2", "-c", "h100*2", "--fix", "tensor-parallel=2"], "(did you mean 'tp=2'?)"),
     "a value as a key": (["gpt2", "-c", "h100*2", "--layout", "pp=2,fp8"], "no key 'fp8' (did you mean 'dtype=fp8'?)"),
-    "a key without value": (["gpt2", "-c", "h100*2", "--fix", "pp"], "'pp' has no value; write key=value"),
-    "a key twice": (["gpt2", "-c", "h100*2", "--layout", "pp=2,pp=2"], "pp is given twice"),
     "a contradiction": (
         ["gpt2", "-c", "h100*2", "-b", "8", "--layout", "pp=2,v=2,schedule=1f1b"], "virtual",
     ),
     "too many devices": (["gpt2", "-c", "h100*2", "--layout", "pp=2,dp=2"], "the layout needs 4 devices"),
-    "a huge degree": (["gpt2", "-c", "h100*2", "--layout", "pp=99999999999999999999"], "pp must be a whole number"),
-    "a schedule": (["gpt2", "-c", "h100*2", "--schedule", "1f2b"], "no schedule family '1f2b' (did you mean '1f1b'"),
     "no schedule": (["gpt2", "-c", "h100*2", "--schedule", ""], "a search needs at least one schedule"),
     "a file of a schedule": (["gpt2", "-c", "h100*2", "--schedule", "no.csv"], "cannot read the schedule no.csv"),
     "seconds": (["gpt2", "-c", "h100*2", "--seconds", "nan"], "--seconds must be above 0"),
     "a memory limit": (["gpt2", "-c", "h100*2", "--memory-limit", "nan"], "--memory-limit must be bytes above 0"),
     "a search's option": (["gpt2", "-c", "h100*2", "--layout", "pp=2", "--fix", "pp=2"], "--layout predicts one layout"),
     "NUL": (["gp\0t2", "-c", "h100*2"], "null"),
-    "NUL in the cluster": (["gpt2", "-c", "h1\0.toml"], "null"),
     "a foreign run.toml": (["gpt2", "-c", "h100*2", "--out", "own.toml"], "was not written by penstock plan"),
     "no folder": (["gpt2", "-c", "h100*2", "--out", "no/run.toml"], "there is no folder no"),
-    "no folder of a page": (["gpt2", "-c", "h100*2", "--html", "no/p.html"], "there is no folder no"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+TRACED = (
+    "a family that is not split",
+    "a family that nobody knows",
+    "a degree of a traced family",
+    "more tokens than a traced family takes",
+)
+"""What is refused after transformers is imported."""
+
+
+@pytest.mark.parametrize("case", [*(name for name in REFUSED if name not in TRACED), *slow(*TRACED)])
 def test_bad_input_is_refused_in_one_line(folder: Path, case: str):
-    (folder / "empty").mkdir()
     (folder / "t5.json").write_text('{"model_type": "t5"}')
     (folder / "other.json").write_text('{"model_type": "mine"}')
-    (folder / "nan.json").write_text('{"model_type": "gpt2", "n_embd": NaN, "n_layer": 2, "n_head": 2}')
-    (folder / "deep.json").write_text(json.dumps({**GPT2, "n_layer": 10**9}))
-    (folder / "binary.toml").write_bytes(b"\xff\xfe")
     device = "[device]\nmemory = {}\nmatmul = {{bf16 = {}}}\nmemory_bandwidth = 1e9\n"
     (folder / "key.toml").write_text("[device]\nmemry = 1\n")
     (folder / "negative.toml").write_text(device.format(-1, 1e12))
-    (folder / "nan.toml").write_text(device.format("nan", 1e12))
     (folder / "small.toml").write_text(device.format(1e9, 1e-300))
     words, expected = REFUSED[case]
     assert expected in message(*words)
     assert not (folder / "run.toml").exists()
 
 
-def test_a_file_of_others_is_not_overwritten(folder: Path):
+def test_its_own_file_is_written_again_and_one_of_others_stays(folder: Path):
+    words = ("gpt2", "-c", "h100*2", "-s", "32", "-b", "4", "--fix", "pp=2")
     (folder / "run.toml").write_text("[train]\n")
-    assert "run.toml exists and was not written by penstock plan" in message(
-        "gpt2", "-c", "h100*2", "-b", "4"
-    )
+    assert "run.toml exists and was not written by penstock plan" in message(*words)
     assert (folder / "run.toml").read_text() == "[train]\n"
-
-
-def test_its_own_file_is_written_again(folder: Path):
+    (folder / "run.toml").unlink()
     for _ in range(2):
-        outcome = invoke("gpt2", "-c", "h100*2", "-s", "32", "-b", "4")
+        outcome = invoke(*words)
         assert outcome.exit_code == 0, outcome.output
     assert outcome.stdout.splitlines()[-3] == "written: run.toml"
     assert outcome.stdout.splitlines()[-1].startswith("start:   ")
@@ -332,21 +284,26 @@ def test_sharded_weights_are_in_the_run_and_on_the_page(folder: Path):
     words = ("sharded.toml", "-c", "h100*4", "-b", "16")
     outcome = invoke(*words, "--layout", layout, "--out", "run.toml", "--html", "page.html")
     assert outcome.exit_code == 0, outcome.output
-    assert (
-        "assumed       Over 2 replicas, weights and gradients sharded: at most 2 reductions" in outcome.stdout
-    )
+    assert "assumed       Over 2 replicas, weights and gradients sharded: at most 2 red" in outcome.stdout
     parallel = tomllib.loads((folder / "run.toml").read_text())["parallel"]
     assert (parallel["shard"], parallel["window"]) == ("weights", 1)
     assert not {"zero", "reduce_every"} & set(parallel)
     loaded = load(folder / "run.toml").parallel
     assert (loaded.shard, loaded.window, loaded.reduce_every) == ("weights", 1, None)
     assert "weights, window 1" in (folder / "page.html").read_text()
-    table = invoke(*words, "--fix", "shard=weights", "--fix", "window=1", "--fix", "v=2").stdout
-    assert "weights, window 1" in table
+    fixed = [word for value in layout.split(",") for word in ("--fix", value)]
+    assert "weights, window 1" in invoke(*words, *fixed).stdout
+
+
+ASKED = ("gpt2", "-c", "h100*4", "-s", "64", "-b", "16")
 
 
 def test_the_answer_says_what_why_and_what_would_change_it():
-    lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16").stdout.splitlines()
+    def reasons(lines: list[str]) -> list[str]:
+        first = lines.index("Why not another:") + 1
+        return lines[first : lines.index("", first)]
+
+    lines = invoke(*ASKED).stdout.splitlines()
     assert lines[0].startswith("Use pp=")
     assert "Limited by " in lines[1]
     assert lines[3].split()[:3] == ["pp", "dp", "tp"]
@@ -357,24 +314,14 @@ def test_the_answer_says_what_why_and_what_would_change_it():
     assert any(line.startswith("layout        pp=") for line in lines)
     left_out = next(line for line in lines if line.startswith("Not compared, "))
     assert "dtype=fp8;" in left_out
-    asked = invoke(
-        "gpt2", "-c", "h100*4", "-s", "64", "-b", "16", "--fix", "dtype=fp8", "--schedule", "1f1b"
-    ).stdout
-    left_out = next(line for line in asked.splitlines() if line.startswith("Not compared, "))
-    assert "dtype" not in left_out
-    assert "schedules that --schedule leaves out" in left_out
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
-
-
-def test_why_prints_every_reason():
-    def reasons(*words: str) -> list[str]:
-        lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", *words).stdout.splitlines()
-        first = lines.index("Why not another:") + 1
-        return lines[first : lines.index("", first)]
-
-    few, every = reasons(), reasons("--why")
+    few, every = reasons(lines), reasons(invoke(*ASKED, "--why").stdout.splitlines())
     assert len(few) == 4 < len(every)
     assert few[3].strip() == f"(the nearest of {len(every)} reasons; --why prints all)"
+    asked = invoke(*ASKED, "--fix", "dtype=fp8", "--schedule", "1f1b").stdout.splitlines()
+    left_out = next(line for line in asked if line.startswith("Not compared, "))
+    assert "dtype" not in left_out
+    assert "schedules that --schedule leaves out" in left_out
 
 
 @pytest.mark.slow
@@ -407,8 +354,6 @@ def test_a_plan_imports_no_torch():
     "layout", ["pp=2,microbatch=1,schedule=zb-h1,recompute=full,split=1+3", "pp=2,microbatch=2"]
 )
 def test_the_config_is_one_that_train_reads(folder: Path, layout: str):
-    from penstock.train.config.file import load
-
     assert invoke("own.toml", "-c", "cluster.toml", "--layout", layout, "--out", "run.toml").exit_code == 0
     config = load(folder / "run.toml")
     assert (config.parallel.pp, config.train.batch, config.data.sequence) == (2, 8, 12)
@@ -420,7 +365,7 @@ def test_the_config_is_one_that_train_reads(folder: Path, layout: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["own.toml", "gpt2", "mixture"])
+@pytest.mark.parametrize("model", ["own.toml", "gpt2", *exhaustive("mixture")])
 def test_the_planned_run_trains(folder: Path, model: str):
     text_folder(folder)  # of own.toml; the other trains on the default text
     words = [
@@ -444,59 +389,25 @@ def test_the_planned_run_trains(folder: Path, model: str):
         "sample.length=4",
         "train.name=planned",
     ]
-    for command_words in (words, ["train", "run.toml", "--set", *more]):
-        done = python(["-m", "penstock", *command_words], folder, seconds=500)
+    for arguments in (words, ["train", "run.toml", "--set", *more]):
+        done = python(["-m", "penstock", *arguments], folder, seconds=500)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     assert "step 2/2  loss " in done.stdout
     planned = tomllib.loads((folder / "run.toml").read_text())
     ran = tomllib.loads((folder / "runs" / "planned" / "config.toml").read_text())
-    for section, key in (
-        ("schedule", "name"),
-        ("schedule", "microbatches"),
-        ("parallel", "pp"),
-        ("runtime", "recompute"),
+    for section, keys in (
+        ("schedule", {"name", "microbatches", "split"}),
+        ("parallel", {"pp"}),
+        ("runtime", {"recompute"}),
     ):
-        assert ran[section][key] == planned[section][key]
-    if "split" in planned["schedule"]:
-        assert ran["schedule"]["split"] == planned["schedule"]["split"]
-
-
-def commands_of_the_guide() -> list[list[str]]:
-    """Return the words of every `penstock plan` command in the guide that needs no run, without comments."""
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    lines = [line.strip() for line in page.splitlines() if line.startswith("    penstock plan ")]
-    return [shlex.split(line, comments=True)[2:] for line in lines if "--from-run" not in line]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", commands_of_the_guide(), ids=" ".join)
-def test_the_commands_of_the_guide_run_as_they_are_printed(words: list[str], folder: Path):
-    (folder / "my-model").mkdir()
-    (folder / "my-model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 16}))
-    write_csv(build_schedule("zb-h1", 4, 16), folder / "mine.csv")
-    read_model("gpt2").save(folder / "profile.json")
-    outcome = invoke(*words)
-    assert outcome.exit_code == 0, outcome.output
-    written = (folder / "run.toml").exists()
-    assert written == ("--layout" not in words and "profile.json" not in words)
+        for key in keys & planned[section].keys():
+            assert ran[section][key] == planned[section][key]
 
 
 def test_the_best_plans_may_get_an_order_of_their_own(folder: Path):
-    words = (
-        "gpt2",
-        "--cluster",
-        "a100-80gb*8",
-        "--sequence",
-        "64",
-        "--batch",
-        "24",
-        "--fix",
-        "pp=4",
-        "--fix",
-        "dp=2",
-    )
+    words = ("gpt2", "-c", "a100-80gb*8", "-s", "64", "-b", "24", "--fix", "pp=4", "--fix", "dp=2")
     plain = plan(*words)["plans"][0]
-    ours = plan(*words, "--search-orders", "0.3")["plans"][0]
+    ours = plan(*words, "--search-orders", "0.1")["plans"][0]
     assert_is_prediction(ours)
     assert ours["fits"]
     assert ours["step_seconds"] <= plain["step_seconds"]

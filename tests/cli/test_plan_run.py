@@ -58,9 +58,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step, scale in ((1, 40.0), (2, SLOWER), (4, SLOWER), (6, SLOWER)):
         save_step(tmp_path / "run", step, as_measured(plan.trace, scale))
     step_seconds = SLOWER * plan.parts["pipeline"] + AFTER
-    rows = [
-        {"kind": "train", "step": n, "tokens_per_second": v} for n, v in enumerate([1.0, 128 / step_seconds])
-    ]
+    speeds = enumerate([1.0, 128 / step_seconds])
+    rows = [{"kind": "train", "step": n, "tokens_per_second": speed} for n, speed in speeds]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return tmp_path
 

@@ -17,15 +17,15 @@ from penstock.cli import group
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.train.config.config import Config
-from tests.support import hf_folders, tiny_run
+from tests.support import tiny_run
 from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
 
 FOLLOWED = {
     "models.md": "tests/test_docs.py",
     "planning.md": "tests/test_docs.py",
-    "training.md": "tests/test_training_page.py",
+    "training.md": "tests/pages/test_guides.py",
     "data.md": "tests/test_data_page.py",
-    "own_schedule.md": "tests/test_own_schedule_page.py",
+    "own_schedule.md": "tests/pages/test_guides.py",
     "fine_tuning.md": "tests/huggingface/test_fine_tuning_page.py",
     "watching.md": "tests/test_watching_page.py",
     "huggingface.md": "tests/huggingface/test_huggingface_page.py",
@@ -65,29 +65,14 @@ NOT_RUN = {
 OF_OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository's root; their figures are checked by tests/bench/test_commands.py."""
 SMALL = [
-    *(
-        "model.width=16",
-        "model.layers=4",
-        "model.heads=4",
-        "model.hidden=24",
-        "data.path=text",
-        "data.sequence=12",
-    ),
-    *("schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4"),
-]
-
-
+    "model.width=16", "model.layers=4", "model.heads=4", "model.hidden=24", "data.path=text", "data.sequence=12",
+    "schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4",
+]  # fmt: skip
 LLAMA_3_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
     "max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 
 def reason_not_to_run(text: str) -> str | None:
@@ -155,12 +140,8 @@ def unknown_words(command: str) -> set[str]:
 
 
 def test_options_and_keys_of_a_command_that_does_not_run_exist():
-    commands = {
-        command
-        for block in all_blocks()
-        for command in block.commands
-        if reason_not_to_run(command) and "penstock" in command
-    }
+    every = {command for block in all_blocks() for command in block.commands if "penstock" in command}
+    commands = set(filter(reason_not_to_run, every))
     assert len(commands) >= 10
     assert {command: unknown for command in commands if (unknown := unknown_words(command))} == {}
 
@@ -179,27 +160,25 @@ def call(*words: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands of the pages name."""
+    from tests.support import hf_folders
+
     root = tmp_path_factory.mktemp("pages")
     tiny_run.text_folder(root)
     hf_folders.of_bytes(root, max_position_embeddings=8192, num_hidden_layers=8).rename(root / "my-model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         torch.manual_seed(0)
-        call(
-            "train", *SMALL, "train.name=first", "train.steps=100", "train.eval_every=50", "train.keep_last=0"
-        )
+        long = ("train.steps=100", "train.eval_every=50")
+        call("train", *SMALL, "train.name=first", *long, "train.keep_last=0")
         for name, ranks in (("demo", 2), ("zb", 2), ("my-run", 4)):
             call("train", *SMALL, f"train.name={name}", f"parallel.pp={ranks}", "train.checkpoint_every=2")
         hf = [word for word in SMALL if not word.startswith("model.")]
-        call(
-            "train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50"
-        )
+        call("train", "model.path=my-model", *hf, "train.name=llama", *long)
         write_csv(build_schedule("zb-h1", 4, 16), "mine.csv")
         (root / "llama-3-8b").mkdir()
         (root / "llama-3-8b" / "config.json").write_text(json.dumps(LLAMA_3_8B))
-        profile = next(
-            b.text for b in blocks(DOCS / "planning.md") if b.kind == "python" and "profile.json" in b.text
-        )
+        python = (block.text for block in blocks(DOCS / "planning.md") if block.kind == "python")
+        profile = next(text for text in python if "profile.json" in text)
         exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})
     (root / "my.toml").write_text((root / "runs" / "demo" / "config.toml").read_text())
     cluster = next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)

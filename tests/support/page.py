@@ -50,16 +50,11 @@ def require_lines(printed: str, shown: str, exact: bool = False) -> None:
         if line == "...":
             continue
         start = line.removesuffix("...")
-        at = next(
-            (
-                n
-                for n, other in enumerate(rest)
-                if other == line or (start != line and other.startswith(start))
-            ),
-            None,
-        )
-        assert at is not None, f"no line {line!r} in what was printed:\n{printed}"
-        rest = rest[at + 1 :]
+        at = [
+            n for n, other in enumerate(rest) if other == line or (start != line and other.startswith(start))
+        ]
+        assert at, f"no line {line!r} in what was printed:\n{printed}"
+        rest = rest[at[0] + 1 :]
 
 
 class Reader:
@@ -68,10 +63,11 @@ class Reader:
     Args:
         folder: empty folder in which the page is followed; the current one.
         skip: programs whose commands are left out, such as "pip".
+        shorter: values of the config that are added to each run.
     """
 
-    def __init__(self, folder: Path, skip: tuple[str, ...] = ()) -> None:
-        self.folder, self.skip = folder, skip
+    def __init__(self, folder: Path, skip: tuple[str, ...] = (), shorter: tuple[str, ...] = SHORTER) -> None:
+        self.folder, self.skip, self.shorter = folder, skip, shorter
         self.names: dict[str, object] = {"__name__": "a_page"}
         self.outputs: dict[str, str] = {}
         self._printed = ""
@@ -109,20 +105,15 @@ class Reader:
                 require_lines(self.outputs[line], shown, exact=computed)
 
     def _shorter(self, program: str, words: list[str]) -> tuple[str, ...]:
-        return (
-            SHORTER if program == "penstock" and words[0] == "train" and "--print-config" not in words else ()
-        )
+        trains = program == "penstock" and words[0] == "train" and "--print-config" not in words
+        return self.shorter if trains else ()
 
     def _run(self, program: str, words: list[str]) -> str:
         if program == "penstock" and words[0] in COMPUTED:
             done = CliRunner().invoke(group, words, env={"COLUMNS": "160"}, catch_exceptions=False)
             return done.output
-        environment = {
-            **os.environ,
-            "COLUMNS": "160",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        search = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
         return python([*_PROGRAMS[program], *words], self.folder, environment, merged=True).stdout
 
 
@@ -142,9 +133,6 @@ def require_options(words: list[str]) -> None:
         command, context = found, click.Context(found, parent=context, info_name=name)
     known = {text for parameter in command.params for text in (*parameter.opts, *parameter.secondary_opts)}
     for word in words:
-        if (
-            word.startswith("-")
-            and not word[1:2].isdigit()
-            and word.partition("=")[0] not in {*known, "--help"}
-        ):
+        option = word.startswith("-") and not word[1:2].isdigit()
+        if option and word.partition("=")[0] not in {*known, "--help"}:
             raise click.NoSuchOption(word, ctx=context)
