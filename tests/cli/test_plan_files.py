@@ -162,7 +162,8 @@ def started(layout: str, cluster: str) -> tuple[list[str], Prediction]:
     ("layout", "cluster"),
     [
         # One node, full and not; two full nodes; a last node that is not full.
-        ("dp=8", "h100*8"), ("dp=3", "h100*8x4"), ("pp=8,dp=2", "h100*8x4"), ("dp=3", "h100*2x2"), ("dp=3,pp=8", "h100*10x3"),
+        ("dp=8", "h100*8"), ("dp=3", "h100*8x4"), ("pp=8,dp=2", "h100*8x4"), ("dp=3", "h100*2x2"),
+        ("dp=3,pp=8", "h100*10x3"),
     ],
 )  # fmt: skip
 def test_as_many_processes_are_started_as_the_layout_has_devices(layout: str, cluster: str):

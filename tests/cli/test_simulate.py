@@ -33,9 +33,8 @@ def test_json_gives_exact_figures_for_whole_costs():
 
 
 def test_a_stage_takes_its_share_and_messages_their_latency():
-    result = figures(
-        "interleaved-1f1b", "-p", "2", "-m", "4", "-v", "2", "--costs", "20,20,20", "--latency", "1"
-    )
+    words = ("interleaved-1f1b", "-p", "2", "-m", "4", "-v", "2", "--costs", "20,20,20", "--latency", "1")
+    result = figures(*words)
     assert result["makespan"] == 4 * 60 + 60 // 2 + 2 * (2 * 2 - 1)
     assert result["stages"] == 4
 
@@ -63,13 +62,8 @@ def test_families_stand_side_by_side():
     assert rows["interleaved-1f1b"][:4] == ["4", "105", "105", "0.0%"]
     assert rows["zb-v"] == ["2", "102", "96", "0.0%", "5.9%", "0.0%", "8", "4"]
     assert any("idle share of ranks x makespan" in line for line in lines)
-    result = figures(*words)["schedules"]
-    assert [one["schedule"] for one in result] == ["1f1b", "interleaved-1f1b", "zb-v"]
-
-
-def test_the_argument_is_compared_with_the_others():
-    result = figures("gpipe", "--compare", "1f1b", "-p", "2", "-m", "2")["schedules"]
-    assert [one["schedule"] for one in result] == ["gpipe", "1f1b"]
+    result = figures("gpipe", *words)["schedules"]
+    assert [one["schedule"] for one in result] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-v"]
 
 
 def test_a_csv_file_brings_its_own_counts(tmp_path: Path):
@@ -78,13 +72,6 @@ def test_a_csv_file_brings_its_own_counts(tmp_path: Path):
     assert figures(str(path))["makespan"] == figures("1f1b", "-p", "2", "-m", "3")["makespan"] == 12
     with pytest.raises(ConfigError, match=r"a schedule of 3 microbatches, not 4; leave the option out"):
         run(str(path), "-m", "4")
-
-
-def test_a_csv_file_with_an_op_nobody_knows_is_refused_by_line_and_column(tmp_path: Path):
-    path = tmp_path / "mine.csv"
-    path.write_text("0F0,0B0\n1F0,1X0\n")
-    with pytest.raises(ConfigError, match="line 2, column 2: '1X0' is not an op"):
-        run(str(path))
 
 
 def test_costs_may_come_from_a_file(tmp_path: Path):
@@ -97,9 +84,9 @@ def test_costs_may_come_from_a_file(tmp_path: Path):
 
 
 def test_the_costs_and_the_limit_reach_a_family_that_adapts():
-    words = ("zb-auto", "-p", "4", "-m", "8", "--costs", "10,12,7", "--latency", "1", "--memory-limit")
-    tight, loose = figures(*words, "4"), figures(*words, "8")
-    assert max(tight["peak_activations"]) <= 4 < max(loose["peak_activations"]) <= 8
+    words = ("zb-auto", "-p", "2", "-m", "4", "--costs", "10,12,7", "--latency", "1", "--memory-limit")
+    tight, loose = figures(*words, "2"), figures(*words, "4")
+    assert max(tight["peak_activations"]) <= 2 < max(loose["peak_activations"]) <= 4
     assert loose["makespan"] < tight["makespan"]
 
 
@@ -108,35 +95,30 @@ def test_options_reach_the_families_that_have_them():
     assert max(figures("interleaved-1f1b", *words)["peak_activations"]) == 15
     result = figures("--compare", "1f1b,interleaved-1f1b", *words)["schedules"]
     assert [max(one["peak_activations"]) for one in result] == [4, 15]
-    with pytest.raises(
-        ConfigError, match=r"none of these schedules has an option 'group_siz' \(did you mean"
-    ):
-        run("--compare", "1f1b,interleaved-1f1b", "-p", "4", "-m", "8", "-o", "group_siz=8")
 
 
-def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
-    with pytest.raises(ConfigError, match=r"rank 0 holds 4 after 0F3, op 4 of its list, and may hold 3"):
-        run("1f1b", "-p", "4", "-m", "8", "--memory-limit", "3")
-    assert figures("1f1b", "-p", "4", "-m", "8", "--memory-limit", "4")["makespan"] == 33
+SMALL = ("1f1b", "-p", "4", "-m", "4")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("1f1b", "-m", "4"), "1f1b is a family and needs --ranks"),
-        (("1f1b", "-p", "4", "-m", "4", "--gather", "1"), "--gather is .* it needs --shard weights"),
-        (("1f1b", "-p", "4", "-m", "4", "--shard", "gradients"), "give --gather SECONDS or --reduce SECONDS"),
         (("1f1b", "-p", "4"), "1f1b is a family and needs --microbatches"),
         (("1fb1", "-p", "4", "-m", "4"), r"no schedule family '1fb1' \(did you mean '1f1b'"),
-        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,nan,1"), "B must be a finite number of at least 0, got nan"),
-        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,-1,1"), "B must be a finite number of at least 0, got -1"),
-        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,1"), "three numbers, such as 1,1,1, or a file; '1,1' is neither"),
-        (("1f1b", "-p", "4", "-m", "4", "--costs", "no.toml"), "or a file; 'no.toml' is neither"),
-        (("1f1b", "-p", "4", "-m", "4", "--latency", "x"), "--latency must be a number of seconds, got 'x'"),
-        (("1f1b", "-p", "4", "-m", "4", "--latency", "-1"), "latency must be a finite number of at least 0, got -1"),
+        ((*SMALL, "--gather", "1"), "--gather is .* it needs --shard weights"),
+        ((*SMALL, "--shard", "gradients"), "give --gather SECONDS or --reduce SECONDS"),
+        ((*SMALL, "--costs", "1,nan,1"), "B must be a finite number of at least 0, got nan"),
+        ((*SMALL, "--costs", "1,1"), "three numbers, such as 1,1,1, or a file; '1,1' is neither"),
+        ((*SMALL, "--latency", "x"), "--latency must be a number of seconds, got 'x'"),
+        ((*SMALL, "--latency", "-1"), "latency must be a finite number of at least 0, got -1"),
+        ((*SMALL, "--memory-limit", "3"), "rank 0 holds 4 after 0F3, op 4 of its list, and may hold 3"),
         (("zb-auto", "-p", "4", "-m", "4", "--memory-limit", "0"), "1 is the least"),
-        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size"), "--option must be NAME=VALUE, such as group_size=4, got"),
-        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size=4"), "1f1b has no option 'group_size'"),
+        ((*SMALL, "-o", "group_size=4"), "1f1b has no option 'group_size'"),
+        (
+            ("--compare", "1f1b,interleaved-1f1b", "-p", "4", "-m", "8", "-o", "group_siz=8"),
+            r"none of these schedules has an option 'group_siz' \(did you mean",
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], message: str):
@@ -149,6 +131,8 @@ def test_no_schedule_at_all_is_a_usage_error():
     outcome = CliRunner().invoke(command, ["-p", "4", "-m", "4"])
     assert outcome.exit_code == 2
     assert "name a schedule, or several with --compare" in outcome.output
+    outcome = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
+    assert outcome.exit_code == 2
 
 
 def test_many_ranks_keep_the_page_short():
@@ -164,24 +148,21 @@ def test_the_command_ends_with_code_2_for_bad_input():
     assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family and needs --microbatches\n")
 
 
-def test_a_page_is_written_with_every_schedule(tmp_path: Path):
+def test_a_page_is_written_with_every_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "plan.html"
-    words = ("--compare", "1f1b,zb-h1", "-p", "4", "-m", "8", "--memory-limit", "6", "--html", str(path))
+    costs = (
+        tmp_path / "costs.toml"
+    )  # sizes of messages differ by boundary, and still fit schedules with others
+    costs.write_text("F = 4\nB = 4\nW = 4\nlatency = 1\nbandwidth = 8\nmessage_bytes = [1, 2, 4]\n")
+    words = ("--compare", "1f1b,zb-h1", "-p", "4", "-m", "8", "--memory-limit", "6")
+    words = (*words, "--costs", str(costs), "--html", str(path))
+    monkeypatch.setattr(analysis, "plan", None)  # a simulation needs no other plan
     assert run(*words).splitlines()[-1] == f"page: {path}"
     text = path.read_text()
     assert '<option value="0" selected>1f1b</option><option value="1">zb-h1</option>' in text
     assert '"limit":6' in text
     assert "memory-limit = 6" in text
-    assert figures(*words)["schedules"][0]["schedule"] == "1f1b"
-
-
-def test_the_page_of_a_simulation_needs_no_other_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Sizes of messages differ by boundary, and still fit schedules with other boundaries."""
-    monkeypatch.setattr(analysis, "plan", None)
-    costs, path = tmp_path / "costs.toml", tmp_path / "a.html"
-    costs.write_text("F = 4\nB = 4\nW = 4\nlatency = 1\nbandwidth = 8\nmessage_bytes = [1, 2, 4]\n")
-    run("1f1b", "-p", "4", "-m", "8", "--costs", str(costs), "--html", str(path))
-    assert "With zb-v in the same memory, the step would be" in path.read_text()
+    assert "With zb-v in the same memory, the step would be" in text
 
 
 SHARDED = ("breadth-first", "-p", "2", "-m", "4", "-v", "4", "--shard", "weights", "--window", "2")
@@ -210,10 +191,7 @@ def test_what_of_the_gradients_reduction_is_exposed():
     result = figures("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")["reduction"]
     assert result["exposed_in_one_bucket"] == [2.0] * 4
     assert result["buckets"] == 16
-    assert (
-        result["exposed"] == [1.0625] * 4
-    )  # the later stage of each rank is reduced while the earlier one works
+    # The later stage of each rank is reduced while the earlier one works.
+    assert result["exposed"] == [1.0625] * 4
     text = run("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")
     assert "2 exposed after the last op" in text
-    outcome = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
-    assert outcome.exit_code == 2

@@ -54,13 +54,13 @@ def test_json_gives_the_figures(tmp_path: Path):
     assert report["changes"][0]["schedule"] == "1f1b"
 
 
-@pytest.mark.parametrize("name", ["costs.toml", "costs.json"])
-def test_costs_are_written_as_simulate_reads_them(tmp_path: Path, name: str):
-    run(kept_run(tmp_path), "--costs", tmp_path / name)
-    words = ["1f1b", "--ranks", "2", "--microbatches", "3", "--costs", str(tmp_path / name), "--json"]
-    simulated = CliRunner().invoke(simulate, words, catch_exceptions=False)
-    assert simulated.exit_code == 0, simulated.output
-    assert json.loads(simulated.stdout)["makespan"] == pytest.approx(0.12)
+def test_costs_are_written_as_simulate_reads_them(tmp_path: Path):
+    path = kept_run(tmp_path)
+    for costs in (tmp_path / "costs.toml", tmp_path / "costs.json"):
+        run(path, "--costs", costs)
+        words = ["1f1b", "--ranks", "2", "--microbatches", "3", "--costs", str(costs), "--json"]
+        simulated = CliRunner().invoke(simulate, words, catch_exceptions=False)
+        assert json.loads(simulated.stdout)["makespan"] == pytest.approx(0.12)
 
 
 @pytest.mark.slow
@@ -73,13 +73,6 @@ def test_everything_asked_for_is_written_and_named(tmp_path: Path):
         assert all(file.stat().st_size > 1000 for file in files.values())
     with pytest.raises(ConfigError, match=r"--html and --out both write"):
         run(path, "--html", tmp_path / "b.svg", "--out", tmp_path / "b.svg")
-
-
-def test_page_and_table_plan_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    planned: list[Trace] = []
-    monkeypatch.setattr(analysis, "plan", lambda trace: planned.append(trace) or plan(trace))
-    run(kept_run(tmp_path), "--html", tmp_path / "a.html")
-    assert len(planned) == 2
 
 
 def test_two_runs_are_compared_as_text_and_page(tmp_path: Path):
@@ -117,9 +110,12 @@ def test_what_is_of_one_run_is_refused_for_two(tmp_path: Path):
         run(page, path, "--html", page)
 
 
-def test_the_terminal_says_what_the_page_says(tmp_path: Path):
-    """The sentences are the same, and the lines to paste are among them."""
+def test_the_terminal_says_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The sentences are the same, and the lines to paste are among them; each of the two steps is planned once."""
+    planned: list[Trace] = []
+    monkeypatch.setattr(analysis, "plan", lambda trace: planned.append(trace) or plan(trace))
     shown = " ".join(run(kept_run(tmp_path), "--html", tmp_path / "a.html").stdout.split())
+    assert len(planned) == 2
     page = unescape((tmp_path / "a.html").read_text())
     sentences = re.findall(r'<div class="say">(.*?)</div>', page, re.S)
     last = re.findall(r"<p>(.*?)</p>", sentences[-1], re.S)

@@ -13,6 +13,7 @@ import penstock
 from penstock.base.errors import ConfigError
 from penstock.cli import group
 from penstock.verify import VerifyTarget
+from tests.support.lanes import exhaustive
 from tests.support.mixtures import EXPERTS, LoopedExperts, loss_of, mixture
 from tests.support.mixtures import batch as tokens
 
@@ -33,15 +34,8 @@ def test_it_prints_zeros_in_threads_and_processes():
 def test_an_own_schedule_is_verified_with_what_its_order_allows():
     own = "tests.support.own_schedules:"
     words = ("-p", "2", "-m", "4", "--transport", "threads", "--json")
-    result = run(
-        *words,
-        "--schedule",
-        own + "waiting",
-        "--schedule",
-        own + "reversed_backward",
-        "--schedule",
-        own + "folded",
-    )
+    names = ("waiting", "reversed_backward", "folded")
+    result = run(*words, *(word for name in names for word in ("--schedule", own + name)))
     assert result.exit_code == 0, result.output
     exact, rounded, folded = (json.loads(line) for line in result.output.splitlines())
     assert exact["allowed"] == folded["allowed"] == [0, 0, 0]
@@ -51,21 +45,16 @@ def test_an_own_schedule_is_verified_with_what_its_order_allows():
 
 
 @pytest.mark.slow
-def test_replicas_that_divide_experts_have_plain_numbers_to_the_order_of_sums():
-    result = run("-p", "2", "-m", "2", "--schedule", "1f1b", "--schedule", "zb-v", "--ep", "2", "--json")
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in result.output.splitlines()]
-    assert [(row["transport"], row["ranks"], row["ep"]) for row in rows] == [("processes", 2, 2)] * 2
-    assert all(row["good"] and min(row["allowed"]) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_pipelines_that_divide_samples_have_plain_numbers_to_the_order_of_sums():
-    result = run("-p", "2", "-m", "2", "--schedule", "zb-h1", "--cp", "2", "--json")
+@pytest.mark.parametrize(("axis", "schedule"), [("ep", "1f1b"), ("cp", "zb-h1"), *exhaustive(("ep", "zb-v"))])
+def test_ranks_that_divide_experts_or_samples_have_plain_numbers_to_the_order_of_sums(
+    axis: str, schedule: str
+):
+    result = run("-p", "2", "-m", "2", "--schedule", schedule, f"--{axis}", "2", "--json")
     assert result.exit_code == 0, result.output
     (row,) = [json.loads(line) for line in result.output.splitlines()]
-    assert (row["transport"], row["ranks"], row["cp"], row["good"]) == ("processes", 2, 2, True)
-    assert 0 < row["gradients"] < 1e-5
+    assert (row["transport"], row["ranks"], row[axis], row["good"]) == ("processes", 2, 2, True)
+    assert min(row["allowed"]) > 0
+    assert 0 < row["gradients"] < 1e-5 or axis == "ep"
 
 
 def mixtral() -> VerifyTarget:
@@ -115,17 +104,10 @@ def test_models_with_experts_are_judged_at_ep_2(model, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("three", "has 3 experts, which do not divide over ep = 2"),
-        ("penalised", "no layer has a module with"),
-    ],
-)
-def test_models_whose_experts_do_not_divide_are_refused(model, message):
-    result = run("-p", "1", "-m", "1", "--schedule", "gpipe", "--ep", "2", "--model", f"{__name__}:{model}")
+def test_models_whose_experts_do_not_divide_are_refused():
+    result = run("-p", "1", "-m", "1", "--schedule", "gpipe", "--ep", "2", "--model", f"{__name__}:three")
     assert isinstance(result.exception, ConfigError)
-    assert message in str(result.exception)
+    assert "has 3 experts, which do not divide over ep = 2" in str(result.exception)
 
 
 class Counting(torch.nn.Module):
@@ -163,10 +145,8 @@ def penalised() -> VerifyTarget:
 
 
 def test_auxiliary_losses_are_part_of_the_loss():
-    model = f"{__name__}:penalised"
-    result = run(
-        "-p", "2", "-m", "2", "--schedule", "1f1b", "--transport", "threads", "--model", model, "--json"
-    )
+    words = ("--schedule", "1f1b", "--transport", "threads", "--model", f"{__name__}:penalised", "--json")
+    result = run("-p", "2", "-m", "2", *words)
     assert result.exit_code == 0, result.output
     row = json.loads(result.output)
     assert row["loss"] == row["weights"] == row["gradients"] == 0.0

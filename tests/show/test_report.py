@@ -8,14 +8,16 @@ from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.show import report
+from penstock.show import figures, report
 from penstock.show.analysis import StepAnalysis
 from penstock.show.figures import rank_colours
+from penstock.show.page_data import step_data
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
 from penstock.show.report_page import Fact, RunFacts
@@ -60,22 +62,32 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.shown).split())
 
 
-def steps_of(traces: dict[str, Trace]) -> list[StepAnalysis]:
-    return [StepAnalysis(label, trace) for label, trace in traces.items()]
+def page(folder: Path, traces: dict[str, Trace], drawn: bool = False, **told) -> Reader:
+    """Return the page, without figures unless they are to be drawn, which is slow."""
+    steps = [StepAnalysis(label, trace) for label, trace in traces.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        if not drawn:
+            patch.setattr(figures, "figures", lambda *arguments, **named: {})
+        return Reader(write(folder / "r.html", steps, **{"title": "a run", **told}).read_text("utf-8"))
 
 
-def page(path: Path, traces, **told) -> Reader:
-    return Reader(write(path / "r.html", steps_of(traces), **{"title": "a run", **told}).read_text("utf-8"))
+def data_of(trace: Trace) -> dict[str, Any]:
+    """Return what the page's script reads of a step."""
+    return step_data(StepAnalysis("a", trace), unit_of([trace]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """The whole page of one measured step."""
+    return page(tmp_path_factory.mktemp("plain"), {"step 1": measured(split=[["a"], ["a", "b"]])}, drawn=True)
 
 
 def column(packed: dict[str, str]) -> list[float]:
     return np.frombuffer(b64decode(packed["data"]), f"<{packed['type']}").tolist()
 
 
-def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
-    split = [[EVIL], [EVIL, "b"]]
-    trace = measured(schedule=EVIL, split=split)
-    plain = page(tmp_path, {"step": measured(split=[["a"], ["a", "b"]])})
+def test_all_text_from_outside_is_text_in_the_page(plain: Reader, tmp_path: Path):
+    trace = measured(schedule=EVIL, split=[[EVIL], [EVIL, "b"]])
     reader = page(tmp_path, {EVIL: trace, "two": trace}, title=EVIL, settings=EVIL, problems=[EVIL])
     tags = [tag for tag, _ in reader.elements]
     assert "img" not in tags
@@ -84,10 +96,10 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
     assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 9
 
 
-def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
-    path = write(tmp_path / "r.html", steps_of({EVIL: measured()}), title=EVIL)
-    text = path.read_text("utf-8")
-    elements = [(tag, given) for tag, given in Reader(text).elements if tag not in ("html", "head")]
+def test_the_policy_runs_the_pages_own_scripts_alone_and_nothing_is_outside(plain: Reader, tmp_path: Path):
+    reader = page(tmp_path, {EVIL: measured()}, drawn=True, title=EVIL)
+    text = (tmp_path / "r.html").read_text("utf-8")
+    elements = [(tag, given) for tag, given in reader.elements if tag not in ("html", "head")]
     assert elements[0] == ("meta", {"charset": "utf-8"})
     assert elements[1] == ("meta", {"name": "generator", "content": "Penstock"})
     (tag, given) = elements[2]
@@ -106,12 +118,8 @@ def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
         "form-action": "'none'",
     }
     assert not [given for _, given in elements if any(name == "style" or name[:2] == "on" for name in given)]
-    assert nonce not in write(path, steps_of({"a": measured()}), title="again").read_text("utf-8")
-
-
-def test_the_page_refers_to_nothing_outside(tmp_path: Path):
-    reader = page(tmp_path, {"step 1": measured()})
-    for tag, attributes in reader.elements:
+    assert nonce not in [given.get("nonce") for _, given in plain.elements]
+    for tag, attributes in elements:
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
     style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
@@ -122,7 +130,7 @@ def test_the_page_refers_to_nothing_outside(tmp_path: Path):
 
 def test_the_columns_are_those_of_the_trace(tmp_path: Path):
     trace = timed(built("dualpipe-v", 4, 12), 4, 5, 4)
-    data = json.loads(page(tmp_path, {"a": trace}).scripts["penstock-data"])
+    data = json.loads(page(tmp_path, {"a": trace}, drawn=True).scripts["penstock-data"])
     (step,) = data["steps"]
     assert data["unit"] == ""
     for name in ("start", "end", "rank", "stage", "microbatch", "kind", "held"):
@@ -133,11 +141,9 @@ def test_the_columns_are_those_of_the_trace(tmp_path: Path):
     assert step["planned"] is None
 
 
-def test_bars_fill_the_step_of_every_rank(tmp_path: Path):
+def test_bars_fill_the_step_of_every_rank():
     trace = measured("zb-h1", 4, 8)
-    data = json.loads(page(tmp_path, {"a": trace}).scripts["penstock-data"])
-    bars = data["steps"][0]["bars"]
-    assert data["unit"] == "ms"
+    bars = data_of(trace)["bars"]
     for rank in range(4):
         mine = [n for n, r in enumerate(bars["rank"]) if r == rank]
         assert sum(bars["share"][n] for n in mine) == pytest.approx(1)
@@ -167,13 +173,41 @@ def test_ranks_that_left_no_events_are_not_drawn_as_idle(tmp_path: Path):
     step = json.loads(reader.scripts["penstock-data"])["steps"][0]
     assert set(column(step["gaps"]["rank"])) == {1}
     assert set(step["bars"]["rank"]) == {1}
+    assert "There is no plan to compare with: the step is incomplete: rank 0 has no events." in reader.text
+
+
+def test_the_memory_chart_has_a_key_for_every_rank_its_limit_and_the_plan(tmp_path: Path):
+    trace = measured("1f1b", 4, 8, limit=2**30)
+    end = trace.end.copy()
+    end[trace.rank_slices()[0].stop - 1] += 0.165
+    reader = page(tmp_path, {"a": replace(trace, end=end)})
+    keys = [given["data-rank"] for _, given in reader.elements if "data-rank" in given]
+    assert keys == ["0", "1", "2", "3"]
+    assert "rank 3 dashed: planned" in reader.text
+    assert "limit" in reader.text
+    assert "The step took 50.0% longer than planned" in reader.text
+    step = json.loads(reader.scripts["penstock-data"])["steps"][0]
+    assert column(step["planned"]["end"]) == pytest.approx((trace.end * 1000).tolist())
+    assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 4
+    assert step["memory"]["limit"] == 2**30
+    assert data_of(measured(limit="much"))["memory"]["limit"] is None
+
+
+def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_most(tmp_path: Path):
+    trace = timed(built("gpipe", 40, 3), 1, 1, 1)
+    held = trace.held.copy()
+    held[trace.rank_slices()[22]] *= 2
+    reader = page(tmp_path, {"a": replace(trace, held=held)})
+    memory = json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]
+    assert len(memory["ranks"]) == len(memory["measured"]) == 12
+    assert {0, 22, 39} <= set(memory["ranks"])
+    assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
+    assert "Of more than 12 ranks, the memory of the one that holds most" in reader.text
 
 
 def test_every_colour_has_a_key(tmp_path: Path):
-    trace = trace_of(
-        "0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 RECV@9-9.5 REDUCE@7-10 OPTIMIZER@11-12",
-        "0GATHER@0-1 1F0@2-3 1B0@3-5",
-    )
+    first = "0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 RECV@9-9.5 REDUCE@7-10 OPTIMIZER@11-12"
+    trace = trace_of(first, "0GATHER@0-1 1F0@2-3 1B0@3-5")
     reader = page(tmp_path, {"a": replace(trace, info={"source": "measured", "limit": 5})})
     shown = {given["data-colour"] for _, given in reader.elements if "data-colour" in given}
     present = {Activity(int(kind)) for kind in trace.kind}
@@ -182,18 +216,6 @@ def test_every_colour_has_a_key(tmp_path: Path):
     assert {CAUSES[cause].colour for cause in StepAnalysis("a", trace).bubbles.causes} <= shown
     for style in KINDS.values():
         assert f"{style.letter} {style.meaning}" in reader.text
-
-
-def test_the_memory_chart_has_a_key_for_every_rank_and_its_limit(tmp_path: Path):
-    reader = page(tmp_path, {"a": measured("1f1b", 4, 8, limit=2**30)})
-    assert [given["data-rank"] for _, given in reader.elements if "data-rank" in given] == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
-    assert "rank 3 dashed: planned" in reader.text
-    assert "limit" in reader.text
 
 
 def luminance(colour: str) -> float:
@@ -211,19 +233,19 @@ def test_lines_of_memory_are_legible_on_their_background(scheme: str, back: str)
         assert (high + 0.05) / (low + 0.05) >= 3
 
 
-def test_merged_backwards_are_explained_where_they_were_measured(tmp_path: Path):
+def test_merged_backwards_are_explained_where_they_were_measured(plain: Reader, tmp_path: Path):
     note = "an I whose W follows at once is a whole backward"
     assert note in page(tmp_path, {"a": measured("zb-h1", 2, 6)}).text
-    assert note not in page(tmp_path, {"a": measured("1f1b", 2, 6)}).text
+    assert note not in plain.text
     assert note not in page(tmp_path, {"a": timed(built("zb-h1", 2, 6), 1, 1, 1)}).text
 
 
-def test_several_steps_are_shown_together(tmp_path: Path):
+def test_several_steps_are_shown_together(plain: Reader, tmp_path: Path):
     several = page(tmp_path, {"step 1": measured(scale=0.02), "step 9": measured()})
     assert "overview" in json.loads(several.scripts["penstock-figures"])
     assert "All steps" in several.text
     assert "step 1 240 ms 25.0%" in several.text
-    assert "overview" not in json.loads(page(tmp_path, {"step 1": measured()}).scripts["penstock-figures"])
+    assert "overview" not in json.loads(plain.scripts["penstock-figures"])
 
 
 def test_what_if_has_the_lines_to_paste_and_nothing_that_is_slower(tmp_path: Path):
@@ -237,64 +259,18 @@ def test_what_if_has_the_lines_to_paste_and_nothing_that_is_slower(tmp_path: Pat
     assert all(change.startswith("-") for change in changes[1:])
 
 
-def test_facts_about_the_run_are_shown_and_escaped(tmp_path: Path):
-    facts = RunFacts(1234.5, 0.421, (Fact("command", EVIL), Fact("host", "node-7")))
-    reader = page(tmp_path, {"a": measured()}, facts=facts)
-    assert "1,234 tokens a second, all ranks 42.1% MFU" in reader.text
-    assert f"command {EVIL} host node-7" in reader.text
-    assert "img" not in [tag for tag, _ in reader.elements]
-    assert "MFU" not in page(tmp_path, {"a": measured()}).text
-
-
-def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path):
-    trace = measured("1f1b", 2, 4)
-    end = trace.end.copy()
-    end[trace.rank_slices()[0].stop - 1] += 0.075
-    reader = page(tmp_path, {"a": replace(trace, end=end)})
-    assert "The step took 50.0% longer than planned" in reader.text
-    step = json.loads(reader.scripts["penstock-data"])["steps"][0]
-    assert column(step["planned"]["end"]) == pytest.approx((trace.end * 1000).tolist())
-    assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 2
-
-
-def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_most(tmp_path: Path):
-    trace = timed(built("gpipe", 40, 3), 1, 1, 1)
-    most = trace.rank_slices()[22]
-    held = trace.held.copy()
-    held[most] *= 2
-    reader = page(tmp_path, {"a": replace(trace, held=held)})
-    memory = json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]
-    assert len(memory["ranks"]) == len(memory["measured"]) == 12
-    assert {0, 22, 39} <= set(memory["ranks"])
-    assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
-    assert "Of more than 12 ranks, the memory of the one that holds most" in reader.text
-
-
-def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
-    step = json.loads(page(tmp_path, {"a": measured(limit=5 * 2**20)}).scripts["penstock-data"])["steps"][0]
-    assert step["memory"]["limit"] == 5 * 2**20
-    step = json.loads(page(tmp_path, {"a": measured(limit="much")}).scripts["penstock-data"])["steps"][0]
-    assert step["memory"]["limit"] is None
-
-
 def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
     """Values from files may be NaN, of another type, or text that is not Unicode."""
     trace = measured(limit=float("nan"), clock_error="soon", split=[["\udcff"], [1, None]])
-    reader = page(
-        tmp_path, {"a": trace}, title="\udcff", metrics=[{"kind": "train", "step": 1, "loss": 10**400}]
-    )
+    metrics = [{"kind": "train", "step": 1, "loss": 10**400}]
+    reader = page(tmp_path, {"a": trace}, title="\udcff", metrics=metrics)
     assert json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
     assert "curve-0" not in json.loads(reader.scripts["penstock-figures"])
     assert "clocks" not in reader.text
     assert "1, None" in reader.text
 
 
-def test_a_trace_that_is_no_whole_step_is_shown_without_a_plan(tmp_path: Path):
-    reader = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.0-4.0")})
-    assert "There is no plan to compare with: the step is incomplete: rank 0 has no events." in reader.text
-
-
-def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path):
+def test_metrics_become_curves_without_what_is_no_number_and_facts_are_escaped(plain: Reader, tmp_path: Path):
     rows = [
         {"kind": "train", "step": 1, "loss": 4.0, "lr": "fast"},
         {"kind": "train", "step": 2, "loss": float("nan")},
@@ -302,14 +278,19 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
         {"kind": "held_out", "step": 3, "held_out_bits": 2.0},
         {"kind": "final"},
     ]
-    reader = page(tmp_path, {"a": measured()}, metrics=rows)
-    figures = json.loads(reader.scripts["penstock-figures"])
-    assert [name for name in figures if name.startswith("curve-")] == ["curve-0", "curve-1"]
-    curves = json.dumps(figures)
+    facts = RunFacts(1234.5, 0.421, (Fact("command", EVIL), Fact("host", "node-7")))
+    reader = page(tmp_path, {"a": measured()}, metrics=rows, facts=facts)
+    assert "1,234 tokens a second, all ranks 42.1% MFU" in reader.text
+    assert f"command {EVIL} host node-7" in reader.text
+    assert "img" not in [tag for tag, _ in reader.elements]
+    places = json.loads(reader.scripts["penstock-figures"])
+    assert [name for name in places if name.startswith("curve-")] == ["curve-0", "curve-1"]
+    curves = json.dumps(places)
     assert "[4.0, 3.0]" in curves
     assert "held-out bits" in curves
     assert "learning rate" not in curves
-    assert "curve-0" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
+    assert "curve-0" not in json.loads(plain.scripts["penstock-figures"])
+    assert "MFU" not in plain.text
 
 
 def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -330,8 +311,8 @@ def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="at least one trace"):
         write(tmp_path / "r.html", [], title="")
     with pytest.raises(ConfigError, match=r"cannot write .*r\.html"):
-        write(tmp_path / "no" / "r.html", steps_of({"a": measured()}), title="")
+        page(tmp_path / "no", {"a": measured()})
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[report\]'"):
-        write(tmp_path / "r.html", steps_of({"a": measured()}), title="")
+        page(tmp_path, {"a": measured()}, drawn=True)
     assert list(tmp_path.iterdir()) == []

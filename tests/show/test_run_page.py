@@ -67,14 +67,14 @@ def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypat
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
-    """Pages are due at once; the processes that draw them."""
+def at_once(monkeypatch: pytest.MonkeyPatch, request) -> list[subprocess.Popen[str]]:
+    """Pages are due at once; the processes that draw them, or that run another command."""
     started: list[subprocess.Popen[str]] = []
-    start = subprocess.Popen
+    start, other = subprocess.Popen, getattr(request, "param", None)
 
-    def begin(*arguments, **named):
+    def begin(command, **named):
         assert all(process.poll() is not None for process in started), "two at once"
-        started.append(start(*arguments, **named))
+        started.append(start(other or command, **named))
         return started[-1]
 
     monkeypatch.setattr(run_page, "EVERY", 0)
@@ -104,13 +104,15 @@ def test_while_the_run_goes_on_its_page_is_drawn_again_and_again_and_reloads_its
     assert list(folder.glob("*.unfinished")) == []
 
 
+@pytest.mark.parametrize("at_once", [["sleep", "60"]], indirect=True)
 def test_what_still_draws_at_the_end_is_ended(tmp_path: Path, at_once):
-    with RunPage(kept_run(tmp_path), 9, pytest.fail) as page:
+    with RunPage(tmp_path, 9, pytest.fail) as page:
         while not at_once:
             page.after_step(1)
     assert at_once[0].returncode is not None
 
 
+@pytest.mark.parametrize("at_once", [["sh", "-c", "echo from; echo no room >&2; exit 3"]], indirect=True)
 def test_a_page_that_cannot_be_drawn_is_said_once(tmp_path: Path, at_once):
     said = Said()
     with RunPage(tmp_path, 9, said.say) as page:
@@ -120,11 +122,10 @@ def test_a_page_that_cannot_be_drawn_is_said_once(tmp_path: Path, at_once):
             return len(at_once) == 3
 
         until(step_and_look, limit=300)
-        (line,) = said.lines
-        assert line.startswith("no report during the run: ")
-        assert str(tmp_path) in line
+        assert said.lines == ["no report during the run: no room. Training continues"]
         assert page.finish() is None
     assert said.lines[1].startswith("no report: ")
+    assert str(tmp_path) in said.lines[1]
 
 
 @pytest.mark.slow
@@ -140,12 +141,9 @@ def test_a_process_that_draws_for_a_run_that_was_killed_leaves_the_page_alone(tm
 @pytest.mark.slow
 def test_the_page_of_a_run_that_is_stopped_or_fails_says_so_and_is_the_last(tmp_path: Path):
     text, asked = text_folder(tmp_path), iter([False, False, True])
+    config = tiny(tmp_path, text, train={"report": True})
     with pytest.raises(StoppedError):
-        train(
-            tiny(tmp_path, text, train={"report": True}),
-            lambda steps, leads: Reporter(),
-            stopping=lambda: next(asked),
-        )
+        train(config, lambda steps, leads: Reporter(), stopping=lambda: next(asked))
     page = (tmp_path / "runs" / "tiny" / "report.html").read_text("utf-8")
     assert "The run stopped after step 2, saved in" in page
     assert "data-reload=" not in page

@@ -14,13 +14,11 @@ from tests.support.measured import kept_run, measured
 EVIL = "<img src=x onerror=alert(1)>"
 
 
-def written(folder: Path, second: str = "second") -> str:
-    runs = read_run(kept_run(folder, "first")), read_run(kept_run(folder, second))
-    return write_comparison(folder / "c.html", pair_of(*runs, None)).read_text("utf-8")
-
-
-def test_the_page_has_both_steps_curves_and_differences(tmp_path: Path):
-    text = written(tmp_path)
+def test_the_page_has_both_steps_curves_differences_and_names_as_text(tmp_path: Path):
+    runs = read_run(kept_run(tmp_path, "first")), read_run(kept_run(tmp_path, EVIL))
+    text = write_comparison(tmp_path / "c.html", pair_of(*runs, None)).read_text("utf-8")
+    assert EVIL not in text
+    assert "&lt;img src=x onerror=alert(1)&gt;" in text
     (data,) = re.findall(r'<script type="application/json" id="penstock-data">(.*?)</script>', text, re.S)
     (step,) = json.loads(data)["steps"]
     assert step["blocks"]["start"] == step["planned"]["start"]
@@ -32,19 +30,10 @@ def test_the_page_has_both_steps_curves_and_differences(tmp_path: Path):
     assert "<p>None.</p>" in text
 
 
-def test_names_are_text(tmp_path: Path):
-    assert EVIL not in written(tmp_path, EVIL)
-    assert "&lt;img src=x onerror=alert(1)&gt;" in (tmp_path / "c.html").read_text()
-
-
-def test_single_files_are_compared_without_configs(tmp_path: Path):
+def test_single_files_are_compared_without_configs_and_what_cannot_be_written_is_told(tmp_path: Path):
     measured().save(tmp_path / "a.npz")
     run = read_run(tmp_path / "a.npz")
     text = write_comparison(tmp_path / "c.html", pair_of(run, run, None)).read_text()
     assert "Differences of the configs" not in text
-
-
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
-    run = read_run(kept_run(tmp_path))
     with pytest.raises(ConfigError, match="cannot write the page"):
         write_comparison(tmp_path / "no" / "c.html", pair_of(run, run, None))
