@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.show import figures, report
+from penstock.show import report
 from penstock.show.analysis import StepAnalysis
-from penstock.show.figures import rank_colours
 from penstock.show.page_data import step_data
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
@@ -28,6 +27,8 @@ from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
 
 EVIL = '</script><script>document.title="owned"</script>&amp;<img src=x onerror=alert(1)>'
+
+STYLE = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
 
 
 class Reader(HTMLParser):
@@ -67,7 +68,7 @@ def page(folder: Path, traces: dict[str, Trace], drawn: bool = False, **told) ->
     steps = [StepAnalysis(label, trace) for label, trace in traces.items()]
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
-            patch.setattr(figures, "figures", lambda *arguments, **named: {})
+            patch.setattr("penstock.show.figures.figures", lambda *arguments, **named: {})
         return Reader(write(folder / "r.html", steps, **{"title": "a run", **told}).read_text("utf-8"))
 
 
@@ -122,8 +123,7 @@ def test_the_policy_runs_the_pages_own_scripts_alone_and_nothing_is_outside(plai
     for tag, attributes in elements:
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
-    style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
-    style = re.sub(r"/\*.*?\*/", "", style, flags=re.S)
+    style = re.sub(r"/\*.*?\*/", "", STYLE, flags=re.S)
     assert "url(" not in style
     assert "@import" not in style
 
@@ -226,8 +226,9 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize(("scheme", "back"), [("light", "#ffffff"), ("dark", "#14181c")])
 def test_lines_of_memory_are_legible_on_their_background(scheme: str, back: str):
-    style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
-    assert f"--back: {back}" in style
+    from penstock.show.figures import rank_colours
+
+    assert f"--back: {back}" in STYLE
     for colour in rank_colours(12)[scheme]:
         low, high = sorted((luminance(colour), luminance(back)))
         assert (high + 0.05) / (low + 0.05) >= 3

@@ -41,10 +41,10 @@ def test_more_barriers_never_make_the_error_larger():
     assert all((b <= a).all() for a, b in pairwise(errors))
 
 
-@pytest.mark.parametrize("met", [[], [[]], [[[1, 2, 3]]], [[[2, 1]]]])
-def test_what_is_no_barrier_is_refused(met):
-    with pytest.raises(DataError, match="entered and later left every barrier"):
-        align(met)
+def test_what_is_no_barrier_is_refused():
+    for met in ([], [[]], [[[1, 2, 3]]], [[[2, 1]]]):
+        with pytest.raises(DataError, match="entered and later left every barrier"):
+            align(met)
 
 
 @given(seed=st.integers(0, 2**32 - 1), hosts=st.lists(st.integers(0, 2), min_size=1, max_size=6))

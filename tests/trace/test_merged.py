@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from penstock.schedule.ops import Kind
 from penstock.trace.join import merged_halves
 from tests.support.simulated import built, timed
@@ -14,12 +12,8 @@ def test_halves_of_the_first_stage_that_follow_each_other_are_merged():
     assert merged_halves(trace_of("")).tolist() == []
 
 
-@pytest.mark.parametrize("family", ["1f1b", "gpipe"])
-def test_whole_backwards_have_no_halves(family):
-    assert not merged_halves(timed(built(family, 2, 4), 1, 1, 1)).any()
-
-
-def test_every_merged_half_has_the_other_beside_it():
+def test_every_merged_half_has_the_other_beside_it_and_whole_backwards_have_none():
+    assert not merged_halves(timed(built("gpipe", 2, 4), 1, 1, 1)).any()
     trace = timed(built("zb-h1", 3, 9), 1, 1, 1)
     merged = merged_halves(trace)
     assert merged.any()

@@ -64,49 +64,30 @@ def test_mfu_is_the_models_flops_over_the_rating(tmp_path: Path):
     assert [name for _, name in read.tiles] == ["tokens a second, all ranks", "MFU"]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        START | {"device": "cpu"},
-        START | {"device": "NVIDIA GeForce RTX 4090"},
-        START | {"dtype": "fp32"},
-        START | {"processes": "two"},
-        {},
-    ],
-)
-def test_mfu_is_unknown_without_a_rating(tmp_path: Path, start):
-    assert facts(tmp_path, start)[0].mfu is None
+def test_mfu_is_unknown_without_a_rating_and_without_the_models_flops(tmp_path: Path):
+    for change in ({"device": "cpu"}, {"device": "RTX 4090"}, {"dtype": "fp32"}, {"processes": "two"}):
+        assert facts(tmp_path, START | change)[0].mfu is None
+    assert facts(tmp_path, {})[0].mfu is None
+    for config in ("", "[model", "[model]\nwidth = 'wide'\n[data]\nsequence = 8"):
+        assert facts(tmp_path, START, config=config)[0].mfu is None
 
 
-@pytest.mark.parametrize("config", ["", "[model", "[model]\nwidth = 'wide'\n[data]\nsequence = 8"])
-def test_mfu_is_unknown_without_the_models_flops(tmp_path: Path, config: str):
-    assert facts(tmp_path, START, config=config)[0].mfu is None
-
-
-@pytest.mark.parametrize("text", ["[", "[]", '{"starts": 3}', '{"starts": [1, "a"]}', "\udcff"])
-def test_a_damaged_record_is_named(tmp_path: Path, text: str):
-    (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+def test_a_damaged_record_is_named_and_a_missing_one_has_no_lines(tmp_path: Path):
     problems: list[str] = []
     assert read_facts(tmp_path, "", [], problems) == UNKNOWN
-    (problem,) = problems
-    assert str(tmp_path / "run.json") in problem
+    assert problems == []
+    for number, text in enumerate(("[", "[]", '{"starts": 3}', '{"starts": [1, "a"]}', "\udcff"), 1):
+        (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+        assert read_facts(tmp_path, "", [], problems) == UNKNOWN
+        assert len(problems) == number
+        assert str(tmp_path / "run.json") in problems[-1]
 
 
-def test_values_of_any_type_are_text(tmp_path: Path):
+def test_values_of_any_type_are_text_and_long_ones_and_many_starts_are_shortened(tmp_path: Path):
     odd = {"time": [1], "host": {"a": 1}, "versions": 3, "threads": None, "command": 7}
-    read, _ = facts(tmp_path, odd)
-    assert dict(read.lines) == {"started": "[1]", "command": "7", "host": "{'a': 1}"}
-
-
-def test_long_values_and_many_starts_are_shortened(tmp_path: Path):
+    assert dict(facts(tmp_path, odd)[0].lines) == {"started": "[1]", "command": "7", "host": "{'a': 1}"}
     starts = [START | {"step": n, "command": "x" * 10_000} for n in range(100)]
     lines = dict(facts(tmp_path, *starts)[0].lines)
     assert lines["command"] == "x" * 2000 + "..."
     assert lines["resumed"].count("after step") == 8
     assert "after step 99" in lines["resumed"]
-
-
-def test_a_folder_without_a_record_has_no_lines(tmp_path: Path):
-    problems: list[str] = []
-    assert read_facts(tmp_path, "", [], problems) == UNKNOWN
-    assert problems == []

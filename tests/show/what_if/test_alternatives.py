@@ -12,6 +12,7 @@ from penstock.show.planned import plan
 from penstock.show.what_if import Alternatives, ChangeLines
 from penstock.train.config.file import load
 from penstock.train.config.resolve import resolve
+from tests.support.lanes import exhaustive
 from tests.support.simulated import built, timed
 
 
@@ -71,8 +72,13 @@ def test_no_schedule_with_more_stages_than_blocks_is_proposed():
     assert 2 in {change.virtual_stages for change in alternatives(trace).reordered()}
 
 
-@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zb-v", None)])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    ("name", "v", "uneven"),
+    [
+        ("1f1b", 1, True),
+        *exhaustive(("gpipe", 1, False), ("interleaved-1f1b", 2, True), ("zb-v", None, False)),
+    ],
+)
 def test_the_lines_make_the_change_that_was_simulated(name: str, v: int | None, uneven: bool):
     """Every line builds a pipeline, or a config, with the schedule and the stages of its change."""
     ranks, microbatches = 2, 4
