@@ -12,6 +12,8 @@ import pytest
 from tests.support.commands import finish, python, start
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import subprocess, sys
 code = "import time\\ndef sleeps_in_the_child(): open('asleep', 'w'); time.sleep(600)\\nsleeps_in_the_child()"
@@ -73,7 +75,6 @@ def test_a_forked_command_is_as_one_that_was_started(tmp_path: Path):
     assert sorted(merged.stdout.splitlines()[1:]) == ["a complaint", "at exit"]
 
 
-@pytest.mark.slow
 def test_a_forked_command_that_hangs_fails_with_its_stack_and_leaves_no_process(tmp_path: Path):
     (tmp_path / "parent.py").write_text(PARENT)
     with pytest.raises(AssertionError, match=r"did not end within 10 s") as caught:

@@ -19,6 +19,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+PYTHON = (sys.executable, "-m")
 SMALL = {
     "train": ["train.steps=2", "train.eval_batches=1", "sample.length=4"],
     "verify": ["--schedule", "1f1b", "--transport", "threads"],
@@ -29,9 +30,14 @@ SMALL = {
 def run(words: list[str | Path], folder: Path, **environment: str) -> str:
     """Return the output of a command that must succeed, run in a folder without this process's search path."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV"))}
-    done = subprocess.run(
-        list(map(str, words)), cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=300
-    )  # fmt: skip
+    told = {
+        "cwd": folder,
+        "env": inherited | environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 300,
+    }
+    done = subprocess.run(list(map(str, words)), **told)
     assert done.returncode == 0, f"{words}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -53,9 +59,8 @@ def requirements(installed: Distribution) -> set[str]:
     while waiting:
         for text in waiting.pop().requires or ():
             requirement = Requirement(text)
-            if requirement.name in names or (
-                requirement.marker and not requirement.marker.evaluate({"extra": ""})
-            ):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if requirement.name in names or not applies:
                 continue
             names.add(requirement.name)
             try:
@@ -78,7 +83,7 @@ class Built:
         for name in self.files:
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
-        run([sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, clone], folder)
+        run([*PYTHON, "build", "--no-isolation", "--outdir", dist, clone], folder)
         (self.wheel,) = dist.glob("*.whl")
         (self.sdist,) = dist.glob("*.tar.gz")
         self.environment = folder / "environment"
@@ -87,20 +92,7 @@ class Built:
     def _install(self) -> None:
         venv.create(self.environment, symlinks=True)
         self.python = self.environment / "bin" / "python"
-        run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                self.python,
-                "install",
-                "--no-deps",
-                "--quiet",
-                self.wheel,
-            ],
-            ROOT,
-        )
+        run([*PYTHON, "pip", "--python", self.python, "install", "--no-deps", "--quiet", self.wheel], ROOT)
         (site,) = (self.environment / "lib").glob("python*/site-packages")
         (metadata,) = site.glob("penstock_torch-*.dist-info")
         self.requirements = requirements(PathDistribution(metadata))
@@ -118,16 +110,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(tmp_path_factory.mktemp("distribution"))
 
 
-def test_the_index_would_take_both(built: Built, tmp_path: Path):
-    assert (
-        run([sys.executable, "-m", "twine", "check", "--strict", built.wheel, built.sdist], tmp_path).count(
-            "PASSED"
-        )
-        == 2
-    )
-
-
-def test_the_wheel_is_well_formed(built: Built, tmp_path: Path):
+def test_the_index_would_take_both_and_the_wheel_is_well_formed(built: Built, tmp_path: Path):
+    checked = run([*PYTHON, "twine", "check", "--strict", built.wheel, built.sdist], tmp_path)
+    assert checked.count("PASSED") == 2
     assert "OK" in run([Path(sys.executable).parent / "check-wheel-contents", built.wheel], tmp_path)
 
 
@@ -135,11 +120,9 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built):
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == {name.removeprefix("src/") for name in built.files if name.startswith("src/")}
-    assert {
-        "penstock/py.typed",
-        "penstock/show/templates/page.html",
-        "penstock/plan/clusters/h100.toml",
-    } <= names
+    assert {"py.typed", "show/templates/page.html", "plan/clusters/h100.toml"} <= {
+        name.removeprefix("penstock/") for name in names
+    }
 
 
 def test_the_source_distribution_is_the_repository(built: Built, tmp_path: Path):
@@ -148,17 +131,10 @@ def test_the_source_distribution_is_the_repository(built: Built, tmp_path: Path)
     (source,) = tmp_path.iterdir()
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     assert names - {"PKG-INFO"} == set(built.files)
-    # It can run its tests; these two are quick.
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "tests/base/test_atomic.py",
-        "tests/cli/test_main.py::test_it_names_commands_that_exist",
-    ]
-    printed = run([*words, "-rA"], source, PYTHONPATH=f"{source / 'src'}{os.pathsep}{source}")
+    # It can run its tests.
+    quick = ["tests/base/test_atomic.py", "tests/cli/test_main.py::test_it_names_commands_that_exist"]
+    words = [*PYTHON, "pytest", "-p", "no:cacheprovider", "-rA", *quick]
+    printed = run(words, source, PYTHONPATH=f"{source / 'src'}{os.pathsep}{source}")
     assert "PASSED tests/cli/test_main.py" in printed
 
 
@@ -166,9 +142,7 @@ def test_the_wheel_requires_little(built: Built):
     """A new name here is a longer first minute: CONTRIBUTING says why each direct one is needed."""
     assert {"torch", "numpy", "click", "rich", "pydantic", "tomli-w", "jinja2"} <= built.requirements
     assert not {"numba", "bokeh", "matplotlib", "transformers", "pytest"} & built.requirements
-    assert "No broken requirements" in run(
-        [sys.executable, "-m", "pip", "--python", built.python, "check"], ROOT
-    )
+    assert "No broken requirements" in run([*PYTHON, "pip", "--python", built.python, "check"], ROOT)
 
 
 def test_the_installed_commands_do_what_penstock_suggests(built: Built, tmp_path: Path):

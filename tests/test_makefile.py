@@ -41,10 +41,8 @@ def touch_stamps(clone: Path, target: str) -> None:
     ("target", "extras", "last"),
     [
         ("demo", "report", "penstock train"),
-        ("setup", "dev", ""),
         ("test", "dev", "exit $((tests | types))"),
         ("docs", "docs", "docs/_build/html"),
-        ("setup-ci", "dev,docs,ci", ""),
         ("test-slow", "dev,docs,ci", '-m "slow and not exhaustive"'),
         ("test-all", "dev,docs,ci", "-m exhaustive"),
         ("coverage", "dev,docs,ci", "coverage report"),
@@ -61,16 +59,14 @@ def test_a_target_installs_its_extras_alone(clone: Path, target: str, extras: st
     [
         ("demo", ["demo"], ["test", "docs", "test-slow"]),
         ("test", ["demo", "setup", "test", "lint"], ["docs", "test-slow"]),
-        ("docs", ["demo", "docs"], ["test", "test-slow"]),
-        ("test-slow", ["demo", "test", "docs", "setup-ci", "test-slow", "coverage"], []),
+        ("test-slow", ["demo", "test", "docs", "setup-ci", "coverage"], []),
     ],
 )
 def test_what_a_target_has_installed_is_not_installed_again(
     clone: Path, first: str, installed: list[str], missing: list[str]
 ):
     touch_stamps(clone, first)
-    assert [target for target in installed if "pip" in commands(clone, target)] == []
-    assert [target for target in missing if "pip" not in commands(clone, target)] == []
+    assert [target for target in (*installed, *missing) if "pip" in commands(clone, target)] == missing
 
 
 @pytest.mark.parametrize("fails", ["ruff", "mypy", "python", ""])

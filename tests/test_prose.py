@@ -12,7 +12,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-FIRST = re.compile(r"(What|How|Whether|Who|Which)\b")
+FIRST = re.compile(r"(?:What|How|Whether|Who|Which)\b")
 PHRASES = re.compile(
     r"\b(whoever|nobody's|nobody|anew|in vain|in hand|of which|with which|for whom|goes on|to be cut)\b"
     r"|(?<!there )\bis no (?!longer|news|fault|error|baseline|padding|such)\w",
@@ -30,7 +30,10 @@ def texts(path: Path) -> list[tuple[int, str]]:
 def test_docstrings_begin_with_a_verb_or_a_noun():
     offenders = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not re.search(rf'"""\s*{FIRST.pattern}', text):  # few files have to be read as Python
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 docstring = ast.get_docstring(node) or ""
                 if FIRST.match(docstring):
@@ -42,6 +45,7 @@ def test_no_phrase_reads_as_if_it_were_translated():
     offenders = [
         f"{path.relative_to(SOURCE)}:{line}: {match[0]!r}"
         for path in FILES
+        if PHRASES.search(path.read_text())
         for line, text in texts(path)
         for match in PHRASES.finditer(text)
     ]

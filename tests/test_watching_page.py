@@ -37,13 +37,8 @@ def test_the_table_has_every_field_of_real_lines_and_no_other(tmp_path: Path):
     for line in lines_of_a_run_with_a_bad_step(tmp_path):
         for name in line:
             seen.setdefault(name, set()).add(line["kind"])
-    for name in ("cuda_allocated", "cuda_peak"):  # on GPUs alone
-        assert documented.pop(name) == {"train"}
-    for name in (
-        "expert_imbalance",
-        "expert_tokens",
-        "exchange_seconds",
-    ):  # see tests/train/test_divided_experts.py
+    # On GPUs alone, and of tests/train/test_divided_experts.py.
+    for name in ("cuda_allocated", "cuda_peak", "expert_imbalance", "expert_tokens", "exchange_seconds"):
         assert documented.pop(name) == {"train"}
     assert seen == documented
 
@@ -82,24 +77,19 @@ def lines_of_a_run_with_a_bad_step(tmp_path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def run_command(line: str, folder: Path) -> None:
-    words = shlex.split(line)
-    assert words[0] == "penstock"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = python(["-m", *words], folder, environment)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_its_commands_and_code_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = tiny(tmp_path, text_folder(tmp_path), train={"name": "", "folder": "runs", "report": True})
     (tmp_path / "my.toml").write_text(dump(config))
-    (tmp_path / "my_hooks.py").write_text(next(code for code in blocks("python") if "class Notify" in code))
+    example = next(code for code in blocks("python") if "class Notify" in code)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+    (tmp_path / "my_hooks.py").write_text(example)
     commands = [line for block in blocks("sh") for line in block.splitlines()]
     assert len(commands) == 2
     for line in commands:
-        run_command(line, tmp_path)
+        done = python(["-m", *shlex.split(line)], tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
     names: dict[str, object] = {"__name__": "a_page"}
     for block in blocks("python"):
         exec(compile(block, "watching.md", "exec"), names)
@@ -108,8 +98,3 @@ def test_its_commands_and_code_run_from_top_to_bottom(tmp_path: Path, monkeypatc
     assert notes[0].startswith("step 3: ")
     assert notes[-1] == "done after step 3"
     assert (tmp_path / "own-run" / "notes.txt").read_text() == "done after step 3\n"
-
-
-def test_the_example_of_a_callback_has_about_fifteen_lines():
-    example = next(code for code in blocks("python") if "class Notify" in code)
-    assert len([line for line in example.splitlines() if line.strip()]) <= 15

@@ -20,21 +20,9 @@ from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.lanes import slow
+from tests.support.plan_inputs import write_inputs
 from tests.support.planning import SMALL
 
-CLUSTER = """
-ranks_per_node = 2
-dtype = "fp32"
-
-[device]
-memory = 4e9
-matmul = {fp32 = 2e10}
-memory_bandwidth = 5e9
-
-[node]
-latency = 2e-5
-bandwidth = 2e9
-"""
 LOSS = nn.functional.mse_loss
 BATCH = 8
 
@@ -52,7 +40,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    write_inputs(tmp_path)
     x, y = batch()
     penstock.profile_layers(model(), x, target=y, loss_fn=LOSS, measure=False).save("profile.json")
     return tmp_path

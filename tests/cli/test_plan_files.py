@@ -18,26 +18,16 @@ from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.profile.model_profile import of_shape
 from tests.support.lanes import exhaustive
+from tests.support.plan_inputs import CLUSTER, GPT2, write_inputs
 from tests.support.planning import SMALL, timed_profile
 
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
-CLUSTER = """
-ranks_per_node = 2
-
-[device]
-memory = 4e9
-matmul = {bf16 = 2e10, fp16 = 2e10, fp32 = 1e10}
-memory_bandwidth = 5e9
-"""
 WORDS = ("gpt2", "-c", "cluster.toml", "-b", "8", "--layout", "pp=2")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2))
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    write_inputs(tmp_path, CLUSTER.replace('dtype = "fp32"\n', ""), gpt2=GPT2)
     return tmp_path
 
 

@@ -19,6 +19,7 @@ from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import read_model
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
+from tests.support.plan_inputs import CLUSTER as INPUT
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "hidden": 32}
 CONFIG = {
@@ -29,19 +30,7 @@ CONFIG = {
     "parallel": {"pp": 2, "dp": 1, "tp": 1, "virtual_stages": 1, "zero": False, "sequence_parallel": False},
     "runtime": {"precision": "bf16"},
 }
-CLUSTER = """
-ranks_per_node = 2
-error = 0.5
-
-[device]
-memory = 4e9
-matmul = {bf16 = 2e10}
-memory_bandwidth = 5e9
-
-[node]
-latency = 2e-5
-bandwidth = 2e9
-"""
+CLUSTER = INPUT.replace('dtype = "fp32"', "error = 0.5").replace(", fp16 = 2e10, fp32 = 2e10", "")
 SLOWER = 1.75
 AFTER = 0.01
 

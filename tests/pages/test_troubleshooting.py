@@ -81,25 +81,23 @@ def pipeline(model: object = None, loss_fn: object = MSE, **options: object) -> 
     return penstock.Pipeline(layers, loss_fn, **{"microbatches": 4, **options})
 
 
-def step(
-    model: object = None, loss_fn: object = MSE, *, x: object = X, named: object = None, **options: object
-) -> None:
-    with pipeline(model, loss_fn, **options) as pipe:
-        pipe.step(x, X, **({} if named is None else {"mask": named}))
+def step(model: object = None, *, x: torch.Tensor = X, **options: object) -> None:
+    with pipeline(model, **options) as pipe:
+        pipe.step(x, X)
 
 
-def step_when_closed() -> None:
+def step_when_closed(_: Path) -> None:
     pipe = pipeline()
     pipe.close()
     pipe.step(X, X)
 
 
-def step_within_hooks() -> None:
-    with pipeline(ranks=2) as pipe, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        pipe.step(X, X)
+def step_within_hooks(_: Path) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        step(ranks=2)
 
 
-def loads_another_state() -> None:
+def loads_another_state(_: Path) -> None:
     with pipeline() as pipe:
         pipe.load_state_dict({"other": torch.ones(1)})
 
@@ -109,47 +107,36 @@ def too_small(tmp: Path) -> object:
     return search(read_model(str(tmp / "m.toml")), read_cluster("a100-40gb*1"), sequence=2048, batch=1).best
 
 
-def lazy() -> None:
-    step([nn.LazyLinear(2), nn.Linear(2, 2)])
+def deadlock(tmp: Path) -> None:
+    (tmp / "own.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    check(penstock.read_csv(tmp / "own.csv"))
 
 
 PROVOKED: dict[str, Callable[[Path], object]] = {
-    "say where they meet": lambda _: (
-        find_launch({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}).url
-    ),
+    "say where they meet": lambda _: find_launch({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}).url,
     "is set but": lambda _: find_launch({"RANK": "0"}),
     "a mesh of … needs": lambda _: pipeline(mesh=penstock.MeshShape(tp=2)),
     "sees no GPU": lambda _: pipeline(device="cuda"),
     "no loop over modules": lambda _: pipeline(NoLoop()),
     "becomes the loss function": lambda _: pipeline(Twice(), None),
-    "without a shape yet": lambda _: lazy(),
+    "without a shape yet": lambda _: step([nn.LazyLinear(2), nn.Linear(2, 2)]),
     "among its outputs": lambda _: step([nn.Linear(2, 2), lambda x: object(), nn.Linear(2, 2)], ranks=3),
     "loss_fn must be given": lambda _: pipeline(None, None),
     "number of virtual stages": lambda _: pipeline(schedule="1f1b", virtual_stages=2, ranks=1),
-    "deadlocks": lambda _: check(penstock.read_csv(_csv(_, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))),
+    "deadlocks": deadlock,
     "is NaN or infinite": lambda _: step(x=X / 0),
-    "is closed": lambda _: step_when_closed(),
-    "is set around a step": lambda _: step_within_hooks(),
-    "even with every layer recomputed": lambda _: step(
-        recompute="auto", execution=penstock.ExecutionOptions(memory=1)
-    ),
+    "is closed": step_when_closed,
+    "is set around a step": step_within_hooks,
+    "even with every layer recomputed": lambda _: step(recompute="auto", execution=penstock.ExecutionOptions(memory=1)),
     "no key": lambda _: from_mapping({"train": {"step": 2}}),
     "an override must be": lambda _: load(None, ["steps=20"]),
     "no file or folder": lambda _: find_files(DataConfig(path="no-such")),
-    "already exists; choose another": lambda tmp: run_folder.choose(
-        TrainConfig(folder=str(tmp.parent), name=tmp.name)
-    ),
-    "fit the model": lambda _: loads_another_state(),
+    "already exists; choose another": lambda tmp: run_folder.choose(TrainConfig(folder=str(tmp.parent), name=tmp.name)),
+    "fit the model": loads_another_state,
     "no layout fits": too_small,
     "cannot read the model": lambda _: read_model("llama-3-8b"),
     "no cluster": lambda _: read_cluster("laptop*8"),
-}
-
-
-def _csv(folder: Path, text: str) -> Path:
-    path = folder / "own.csv"
-    path.write_text(text)
-    return path
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PROVOKED)

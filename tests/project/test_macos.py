@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.github import ROOT
 
 PROGRAM = """
@@ -42,10 +44,10 @@ except penstock.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_ranks_as_threads_train_and_supervision_is_refused_by_name():
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     if sys.version_info < (3, 13):
         assert "--restarts must see which process ended first" in run.stdout

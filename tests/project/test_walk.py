@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ENTRY = re.compile(r"^\d+\. `(\S+\.py)`|^\*\*(.+)\*\*$", re.M)
 
 
+@pytest.mark.slow
 def test_the_list_has_the_files_of_a_step():
     words = [sys.executable, "-m", "tools.walk", "--markdown"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -55,7 +55,7 @@ def test_an_audit_finds_no_weakness():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_is_bounded_and_pinned(path):
+def test_a_workflow_is_bounded_and_pinned_and_its_commands_exist(path):
     table = workflow(path)
     assert table["permissions"] == {}
     assert "group" in table["concurrency"]
@@ -67,9 +67,6 @@ def test_a_workflow_is_bounded_and_pinned(path):
         if used := re.match(r"\s*(?:- )?uses: (.+)", line):
             assert used[1].startswith("./") or PINNED.match(used[1]), line
 
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_command_of_a_workflow_exists(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for words in commands(path):
         match words:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,19 +20,12 @@ from tests.support.measured import kept_run, measured
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.waiting import until
 
-pytest.importorskip("selenium")
-
-from tests.support.browser import Browser, browser
+if TYPE_CHECKING:
+    from tests.support.browser import Browser
 
 pytestmark = pytest.mark.slow
 
 NOTE = "document.getElementById('note')?.innerText"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as chromium:
-        yield chromium
 
 
 def write(run: Path, note: str, reload_seconds: int = 2) -> Path:
@@ -59,15 +52,11 @@ def place(chromium: Browser) -> Any:
 def test_the_reader_keeps_the_place_through_new_versions_to_the_last(chromium: Browser, tmp_path: Path):
     run = kept_run(tmp_path)
     chromium.open(write(run, "first"))
-    chromium.wait(
-        "if (document.body?.dataset.ready !== 'yes') return false;"
-        "const chosen = document.getElementById('step');"
-        "chosen.value = '0';"
-        "chosen.dispatchEvent(new Event('change'));"
+    chromium.choose("step 1")
+    chromium.run(
         "for (const one of document.querySelectorAll('details')) one.open = one.innerText.startsWith('Resolved');"
         "penstock.find('measured-figure').x_range.setv({ start: 100, end: 300 });"
-        "window.scrollTo(0, 432);"
-        "return true"
+        "window.scrollTo(0, 432)"
     )
     before = place(chromium)
     assert (before["top"], before["step"], before["open"]) == (432, "step 1", ["Resolved config"])

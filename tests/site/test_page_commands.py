@@ -41,13 +41,8 @@ FOLLOWED = {
 }
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
 FOLLOWED_HERE = (
-    "checkpoints.md",
-    "long_context.md",
-    "operations.md",
-    "parallelism.md",
-    "planning.md",
-    "reading_the_report.md",
-    "schedules.md",
+    *("checkpoints.md", "long_context.md", "operations.md", "parallelism.md", "planning.md"),
+    *("reading_the_report.md", "schedules.md"),
 )
 """Pages whose commands run here, in this order, in one folder each."""
 NOT_RUN = {
@@ -94,24 +89,14 @@ def follower(page: str) -> str | None:
 
 
 def test_every_block_is_run_or_has_a_reason():
-    offenders = []
+    offenders, texts = [], [text for block in all_blocks() for text in code(block)]
+    assert [start for start in NOT_RUN if not any(text.startswith(start) for text in texts)] == []
+    assert [test for test in FOLLOWED.values() if not (ROOT / test).exists()] == []
     for block in all_blocks():
         here = block.page in FOLLOWED_HERE and block.kind != "python"
         if block.page not in OF_OTHERS and not here and not follower(block.page):
             offenders += [f"{block.page}: {text}" for text in code(block) if not reason_not_to_run(text)]
     assert offenders == []
-
-
-def test_tests_that_follow_a_page_exist():
-    for page in {block.page for block in all_blocks()}:
-        test = follower(page)
-        assert test is None or (ROOT / test).exists(), f"{page}: {test}"
-
-
-def test_no_reason_is_left_over():
-    texts = [text for block in all_blocks() for text in code(block)]
-    for start in NOT_RUN:
-        assert any(text.startswith(start) for text in texts), start
 
 
 def words_of(command: str) -> list[str]:

@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from tests.support.programs import give_up
 
@@ -41,13 +41,8 @@ def browser() -> Iterator[Browser]:
         give_up(reason)
     options = webdriver.ChromeOptions()
     # Needed as root, and in containers with little shared memory.
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--force-device-scale-factor=1",
-    ):
-        options.add_argument(argument)
+    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "force-device-scale-factor=1"):
+        options.add_argument(f"--{argument}")
     options.add_argument(f"--window-size={SIZE[0]},{SIZE[1]}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
@@ -111,9 +106,8 @@ class Browser:
 
     def screenshot(self) -> np.ndarray:
         """Return the visible part of the page, uint8, shape (height, width, 3)."""
-        return np.round(imread(io.BytesIO(self.driver.get_screenshot_as_png()))[..., :3] * 255).astype(
-            np.uint8
-        )
+        pixels = imread(io.BytesIO(self.driver.get_screenshot_as_png()))[..., :3] * 255
+        return np.round(pixels).astype(np.uint8)
 
     def frame(self, figure: str) -> Frame:
         """Return the place of a figure's inside on the screen, and the range of data that it shows."""
@@ -128,11 +122,25 @@ class Browser:
         )
         return Frame(*values)
 
-    def move(self, x: float, y: float) -> None:
+    def choose(self, label: str) -> None:
+        """Choose the step that is shown."""
+        Select(self.driver.find_element("id", "step")).select_by_visible_text(label)
+        self.wait_until_still()
+
+    def scheme(self, name: str) -> None:
+        """Prefer the colours "light" or "dark"; "" for the browser's own."""
+        features = [{"name": "prefers-color-scheme", "value": name}] if name else []
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.wait_until_still()
+
+    def move(self, x: float, y: float, click: bool = False) -> None:
         """Move the pointer to a place from beside it."""
         actions = ActionChains(self.driver, duration=0)
-        actions.w3c_actions.pointer_action.move_to_location(int(x) - 3, int(y))
-        actions.w3c_actions.pointer_action.move_to_location(int(x), int(y))
+        pointer = actions.w3c_actions.pointer_action
+        pointer.move_to_location(int(x) - 3, int(y))
+        pointer.move_to_location(int(x), int(y))
+        if click:
+            pointer.click()
         actions.perform()
 
     def wheel(self, x: float, y: float, clicks: int) -> None:
