@@ -13,11 +13,6 @@ README = (ROOT / "README.md").read_text()
 (CODE,) = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
 
 
-def test_it_has_at_most_600_words():
-    """Code, tables and addresses included: all that stands between spaces counts."""
-    assert len(README.split()) <= 600
-
-
 def test_its_code_trains_as_plain_torch_does(capsys: pytest.CaptureFixture[str]):
     torch.manual_seed(0)
     names: dict[str, object] = {}
@@ -45,10 +40,15 @@ def test_its_code_trains_as_plain_torch_does(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_what_it_links_to_is_there():
+def test_it_has_at_most_600_words_and_what_it_names_is_there():
     links = re.findall(r"\]\(([^)#]+)", README)
     assert len(links) > 10
     assert [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()] == []
+    commands = re.findall(r"^    make (\w+) ", README, re.M)
+    assert commands == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command}:", makefile, re.M) for command in commands)
+    assert len(README.split()) <= 600
 
 
 def test_its_figures_are_those_of_the_results():
@@ -60,10 +60,3 @@ def test_its_figures_are_those_of_the_results():
             line for line in results.splitlines() if f"`python -m {command}" in line and figure in line
         ]
         assert measured, f"{figure} of {command} is not in the summary of the results"
-
-
-def test_its_two_commands_are_targets_of_make():
-    commands = re.findall(r"^    make (\w+) ", README, re.M)
-    assert commands == ["demo", "test"]
-    makefile = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{command}:", makefile, re.M) for command in commands)

@@ -123,11 +123,14 @@ def test_a_dtype_that_no_run_has_is_only_predicted(folder: Path, dtype: str):
     assert not (folder / "run.toml").exists()
 
 
-def test_a_limit_of_memory_is_at_most_the_memory():
+def test_a_limit_of_memory_is_at_most_the_memory_and_a_layout_has_values():
     words = ("gpt2", "-c", "h100*2", "-b", "8", "--layout", "pp=2", "--memory-limit")
     refused = str(invoke(*words, "900GB").exception)
     assert "at most 80 GB, the memory of a device of h100, got 900 GB" in refused
     assert "devices of 70 GB" in planned(*words, "70GB")
+    outcome = invoke(*WORDS[:-1], "")
+    assert outcome.exit_code == 2
+    assert "--layout must have at least one value" in outcome.stderr
 
 
 def test_a_fixed_value_counts_before_the_others_are_known():
@@ -135,12 +138,6 @@ def test_a_fixed_value_counts_before_the_others_are_known():
     for fixed in ("sequence_parallel=true", "sequence_parallel=false"):
         plans = json.loads(planned(*words, fixed))["plans"]
         assert {str(plan["layout"]["sequence_parallel"]).lower() for plan in plans} == {fixed.split("=")[1]}
-
-
-def test_a_layout_without_values_is_refused():
-    outcome = invoke(*WORDS[:-1], "")
-    assert outcome.exit_code == 2
-    assert "--layout must have at least one value" in outcome.stderr
 
 
 def started(layout: str, cluster: str) -> tuple[list[str], Prediction]:

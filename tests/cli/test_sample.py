@@ -28,18 +28,15 @@ def sample(*words: object) -> Result:
     return result
 
 
-def test_the_prompt_comes_first_and_the_runs_own_is_the_default(trained: Path):
-    assert sample(trained, "def ").stdout.startswith("def ")
-    assert sample(trained).stdout.startswith("import ")
-
-
-def test_options_are_obeyed(trained: Path):
+def test_options_are_obeyed_and_the_prompt_comes_first(trained: Path):
     assert sample(trained, "def ", "--length", 0).stdout == "def \n"
     assert sample(trained, "--seed", 1).stdout == sample(trained, "--seed", 1).stdout
     assert sample(trained, "--seed", 1).stdout != sample(trained, "--seed", 2).stdout
     best = sample(trained, "--temperature", 0).stdout
     assert sample(trained, "--temperature", 0, "--seed", 5).stdout == best
     assert sample(trained, "--top-k", 1, "--seed", 6).stdout == best
+    assert sample(trained, "def ").stdout.startswith("def ")
+    assert sample(trained).stdout.startswith("import ")
 
 
 def test_what_is_no_run_is_one_line_and_exit_code_2(

@@ -64,15 +64,12 @@ def test_the_list_says_which_counts_a_family_refuses():
     assert "even number of ranks, got 3" in run("list", "-p", 3, "-m", 2).output
 
 
-def test_show_prints_the_ops_of_every_rank():
+def test_show_prints_the_ops_of_every_rank_or_what_it_carries_out():
     assert run("show", "1f1b", "-p", 2, "-m", 3).output == (
         "1f1b: 2 ranks, 2 stages, 3 microbatches\n\n"
         "rank 0  0F0 0F1 0B0 0F2 0B1 0B2\n"
         "rank 1  1F0 1B0 1F1 1B1 1F2 1B2\n"
     )
-
-
-def test_show_program_prints_what_every_rank_carries_out():
     lines = run("show", "chimera", "-p", 2, "-m", 2, "--program").output.splitlines()
     assert lines[:4] == [
         "rank 0",
@@ -81,6 +78,8 @@ def test_show_program_prints_what_every_rank_carries_out():
         "  run 0F0",
     ]
     assert sum("reduce stage" in line for line in lines) == 4
+    for words in ((), *((name,) for name in command.commands)):
+        assert "Example" in run(*words, "--help").output
 
 
 @pytest.mark.slow
@@ -93,7 +92,7 @@ def test_options_of_a_family_are_passed_on():
     assert shown.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
 
 
-def test_check_says_what_was_proved():
+def test_check_says_what_was_proved_and_counts_bytes_if_given_them():
     assert run("check", "zb-h1", "-p", 2, "-m", 4).output == (
         "zb-h1: 2 ranks, 2 stages, 4 microbatches: valid\n"
         "24 ops (8 F, 8 I, 8 W), each once and after its inputs; the longest chain of waits has 13 ops\n"
@@ -106,9 +105,6 @@ def test_check_says_what_was_proved():
     assert report["reduced_over"] == {"0": [0, 3], "1": [1, 2], "2": [2, 1], "3": [3, 0]}
     copied = "every copied stage is reduced once on each of its ranks"
     assert copied in run("check", "dualpipe", "-p", 2, "-m", 4).output
-
-
-def test_check_counts_bytes_if_given_them():
     words = ("check", "zb-h2", "-p", 2, "-m", 6, "--saved", "100,200", "--waiting", 30, "--freed-at", "B")
     assert json.loads(run(*words, "--json").output)["peak"] == [300, 260]
     assert "peak bytes by rank: 300 260" in run(*words, "--memory-limit", 300).output
@@ -171,8 +167,3 @@ def test_a_file_says_its_own_counts(tmp_path: Path, capsys, monkeypatch):
     assert "is a schedule of 3 microbatches, not 4; leave the option out" in said
     said = refused(capsys, monkeypatch, "show", path, "-o", "a=1")
     assert "is a file, whose only option is backward=auto|full|input, got 'a'" in said
-
-
-def test_every_help_has_an_example():
-    for words in ((), *((name,) for name in command.commands)):
-        assert "Example" in run(*words, "--help").output

@@ -53,12 +53,13 @@ def test_two_pipes_have_a_copy_of_every_stage(tmp_path: Path):
     assert one == two
 
 
-def test_costs_may_come_from_a_file_and_the_limit_in_bytes(tmp_path: Path):
+def test_costs_may_come_from_a_file_and_memory_be_counted_in_bytes(tmp_path: Path):
     file = tmp_path / "costs.toml"
     file.write_text("F = [3, 2, 2]\nB = [3, 2, 4]\nW = [2, 2, 2]\nlatency = 1\n")
     words = ("-p", 3, "-m", 5, "--backward", "split", "--costs", file, "--seconds", 0.5)
     found = search(*words, "--memory-limit", "7GB", "--saved", "2GB,2GB,3GB")
     assert 3e9 <= found["peak"] <= 7e9
+    assert search("-p", 4, "-m", 4, "--saved", "9GB", "--seconds", 1)["peak"] == 36 * 10**9
 
 
 def test_without_json_it_prints_time_memory_bound_and_gap():
@@ -70,6 +71,7 @@ def test_without_json_it_prints_time_memory_bound_and_gap():
         "gap           0.00%",
     ):
         assert line in said
+    assert "valid" in run("schedule", "check", "searched", "-p", 2, "-m", 3, "--memory-limit", 1)
 
 
 C20 = "F=1\nB=1\nW=1\nranks_per_node=3\nlatency=0\nbandwidth_between_nodes=10.0\nmessage_bytes=[0,0,1000]\n"
@@ -109,10 +111,6 @@ def test_proved_means_a_gap_of_0_and_the_bound_is_the_one_that_ended_the_search(
     file.write_text(costs)
     found = search("-p", 4, "-m", 4, "--backward", backward, "--costs", file, "--seconds", 0.5)
     assert (found["ended"] == "proved") == (found["gap"] < 1e-8)
-
-
-def test_memory_is_counted_in_bytes_without_a_limit():
-    assert search("-p", 4, "-m", 4, "--saved", "9GB", "--seconds", 1)["peak"] == 36 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,3 @@ def test_an_interrupt_before_the_first_order_is_told(
         main()
     assert caught.value.code == 130
     assert "interrupted before an order was found" in capsys.readouterr().err
-
-
-def test_checking_the_family_gives_it_the_memory_limit():
-    assert "valid" in run("schedule", "check", "searched", "-p", 2, "-m", 3, "--memory-limit", 1)

@@ -25,14 +25,11 @@ def figures(*words: str) -> dict:
     return json.loads(run(*words, "--json"))
 
 
-def test_json_gives_exact_figures_for_whole_costs():
+def test_figures_are_exact_for_whole_costs_shares_of_stages_and_latency():
     result = figures("1f1b", "-p", "4", "-m", "8", "--costs", "1,1,1")
     assert result["makespan"] == result["longest"] == result["lower_bound"] == 33
     assert isinstance(result["makespan"], int)
     assert (result["busy"], result["bubble"], result["peak_activations"]) == ([24] * 4, [9] * 4, [4, 3, 2, 1])
-
-
-def test_a_stage_takes_its_share_and_messages_their_latency():
     words = ("interleaved-1f1b", "-p", "2", "-m", "4", "-v", "2", "--costs", "20,20,20", "--latency", "1")
     result = figures(*words)
     assert result["makespan"] == 4 * 60 + 60 // 2 + 2 * (2 * 2 - 1)
@@ -168,7 +165,9 @@ def test_a_page_is_written_with_every_schedule(tmp_path: Path, monkeypatch: pyte
 SHARDED = ("breadth-first", "-p", "2", "-m", "4", "-v", "4", "--shard", "weights", "--window", "2")
 
 
-def test_gathers_and_reductions_of_sharded_weights_are_timed_and_drawn():
+def test_gathers_and_reductions_of_sharded_weights_are_timed_and_drawn_with_prices_from_a_file_too(
+    tmp_path: Path,
+):
     result = figures(*SHARDED, "--costs", "4,4,4", "--gather", "8", "--reduce", "4")
     # Rank 0: the first gather of 2, then one second for each of the three that an op of 1 hides; the last reduction.
     assert (result["makespan"], result["gathers"], result["reductions"]) == (57, [6, 6], [4, 4])
@@ -178,9 +177,6 @@ def test_gathers_and_reductions_of_sharded_weights_are_timed_and_drawn():
     assert "at most 4 reductions a rank and step, and 6 gathers of a stage" in text
     assert "= reduction   + gather of weights" in text
     assert "exposed" in text
-
-
-def test_the_file_of_costs_may_have_the_prices(tmp_path: Path):
     path = tmp_path / "costs.toml"
     path.write_text("F = 4\nB = 4\nW = 4\ngather = 8\nreduce = 9\n")
     result = figures(*SHARDED, "--costs", str(path), "--reduce", "4")

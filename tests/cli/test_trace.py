@@ -37,14 +37,11 @@ def test_the_table_and_the_timeline_fit_a_screen(tmp_path: Path, monkeypatch: py
     assert max(map(len, lines)) <= 110
 
 
-def test_a_step_is_chosen(tmp_path: Path):
+def test_a_step_is_chosen_and_json_gives_the_figures(tmp_path: Path):
     path = kept_run(tmp_path)
     assert "600 ms" in run(path, "--step", 1).stdout
     with pytest.raises(ConfigError, match="no trace of step 3"):
         run(path, "--step", 3)
-
-
-def test_json_gives_the_figures(tmp_path: Path):
     report = json.loads(run(kept_run(tmp_path), "--json").stdout)
     assert (report["step"], report["steps"], report["ranks_present"]) == (10, [1, 10], [0, 1])
     assert report["makespan"] == pytest.approx(0.12)

@@ -23,12 +23,9 @@ def test_the_list_has_the_files_of_a_step():
     assert sorted(ENTRY.findall(listed)) == sorted(ENTRY.findall(done.stdout))
 
 
-def test_the_map_has_every_room():
+def test_the_map_has_every_room_and_the_page_at_most_1500_words():
     source = ROOT / "src" / "penstock"
     rooms = {path.name for path in source.iterdir() if (path / "__init__.py").exists()}
     of_the_map = PAGE.split("## Map of the code")[1].split("\n## ")[0]
     assert set(re.findall(r"^    (\w+)/ ", of_the_map, re.M)) == rooms
-
-
-def test_it_has_at_most_1500_words():
     assert len(PAGE.split()) <= 1500

@@ -14,19 +14,16 @@ def advice(trace):
     return advise(trace, plan(trace))
 
 
-def test_the_largest_cause_is_named():
+def test_the_largest_cause_of_the_ranks_that_have_events_is_named():
     assert StepAnalysis("", timed(built("gpipe", 4, 8), 1, 1, 1)).where == (
         "27.3% of the ranks' time was idle. The largest part, 18.2%, was warm-up: the pipeline fills."
     )
     assert StepAnalysis("", trace_of("0F0@0-1 0B0@1-3")).where == "The ranks computed all the time."
-
-
-def test_ranks_without_events_are_not_idle():
     trace = trace_of("", "1F0@1.0-2.0 1B0@3.0-5.0")
     assert StepAnalysis("", trace).where.startswith("25.0% of the ranks' time was idle.")
 
 
-def test_another_schedule_is_proposed_with_what_simulating_it_gives():
+def test_schedules_that_hold_no_more_and_are_shorter_are_proposed_with_what_simulating_them_gives():
     advised = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
     zbv = timed(built("zb-v", 4, 8), 4, 4, 4)
     (change,) = [c for c in advised.changes if c.schedule == "zb-v"]
@@ -38,17 +35,9 @@ def test_another_schedule_is_proposed_with_what_simulating_it_gives():
         "penstock train --set schedule.name=interleaved-zb parallel.virtual_stages=2 schedule.split=even",
         'Pipeline(..., schedule="interleaved-zb", virtual_stages=2, split="even")',
     ]
-
-
-def test_no_proposal_holds_more_than_now():
-    advised = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
     assert advised.changes[0].memory == peak(build_schedule("1f1b", 4, 8)).max()
     assert all(change.memory <= advised.changes[0].memory for change in advised.changes)
     assert {"gpipe", "zb-h2"}.isdisjoint(change.schedule for change in advised.changes)
-
-
-def test_only_what_makes_the_step_shorter_is_better():
-    advised = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
     now, *others = advised.changes
     assert advised.better == tuple(c for c in others if c.makespan < 0.998 * now.makespan)
     assert 0 < len(advised.better) < len(others)

@@ -77,16 +77,13 @@ def test_a_rank_is_a_process_and_every_group_a_track():
     ]  # fmt: skip
 
 
-def test_what_overlaps_is_continued_on_another_track():
-    events = validated(trace_of("SEND@0-3 SEND@1-4 SEND@3-5"))
-    assert [e["tid"] for e in events["X"]] == [0, 1, 0]
-
-
-def test_a_pair_is_one_slice():
+def test_a_pair_is_one_slice_and_what_overlaps_is_continued_on_another_track():
     events = validated(trace_of("0F3&@1-4 0B1@1-4"))
     (pair,) = events["X"]
     assert (pair["name"], pair["ts"], pair["dur"]) == ("(0F3;0B1)", 0, 3e6)
     assert pair["args"]["backward"] == {"stage": 0, "microbatch": 1}
+    events = validated(trace_of("SEND@0-3 SEND@1-4 SEND@3-5"))
+    assert [e["tid"] for e in events["X"]] == [0, 1, 0]
 
 
 def test_counters_follow_what_is_held():

@@ -37,16 +37,13 @@ def test_an_op_that_took_long_once_does_not_change_the_plan():
     assert np.allclose(late.trace.end, trace.end)
 
 
-def test_what_did_not_run_is_made_of_what_did():
+def test_what_did_not_run_is_made_of_what_did_and_messages_of_waits_after_their_giver_was_done():
     whole = costs_of(trace_of("0F0@0-2 0B0@2-8")).seconds[0]
     assert whole[[Kind.I, Kind.W, Kind.R]].tolist() == [3, 3, 2]
     halves = costs_of(trace_of("0F0@0-2 0I0@2-5 0W0@5-6")).seconds[0]
     assert halves[Kind.B] == 4
     mixed = costs_of(trace_of("0F0@0-2 0B0@2-8 0F1@8-10 0I1@10-14")).seconds[0]
     assert mixed[Kind.W] == 2
-
-
-def test_a_message_takes_what_a_waiting_rank_waited_after_its_giver_was_done():
     costs = costs_of(trace_of("0F0@0-2 0F1@2-4 0B0@12-16 0B1@16-20", "1F0@3-5 1B0@5-9 1F1@9-11 1B1@11-15"))
     # Ops of rank 1 waited 1 for 0F0; of rank 0 3 for 1B0, and 1 for 1B1.
     assert costs.communication.same_node.latency == 2

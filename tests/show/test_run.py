@@ -39,12 +39,9 @@ def test_broken_metrics_and_config_are_named_and_the_rest_is_shown(tmp_path: Pat
     assert f"cannot read {path / 'config.toml'}: 'utf-8'" in second
 
 
-def test_a_single_file_is_a_run_of_one_step(tmp_path: Path):
+def test_a_single_file_is_a_run_of_one_step_and_what_is_neither_is_refused(tmp_path: Path):
     measured().save(tmp_path / "one.npz")
     run = read_run(tmp_path / "one.npz")
     assert (run.title, run.choose(None)) == ("one.npz", 0)
-
-
-def test_what_is_neither_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="neither a run's folder nor a trace file"):
         read_run(tmp_path / "nothing")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from penstock.schedule.placement import Placement
 from penstock.show.terminal import MAX_LINES, bubble_table, draw_terminal
 from penstock.show.units import Unit
 from penstock.trace.bubbles import CAUSES, Bubbles
@@ -17,32 +18,30 @@ def drawn(trace, width: int = 80) -> list[str]:
     return str(draw_terminal(trace, width)).split("\n")
 
 
-def test_1f1b_looks_like_its_drawing():
+def test_the_drawing_shows_stages_and_numbers_where_there_is_room():
     assert drawn(timed(built("1f1b", 2, 3), 1, 1, 1), 31) == [
         "rank 0 F0F1····B0  F2B1  ··B2  ",
         "rank 1 ··F0B0  F1B1  F2B2  ····",
         "       0                     12",
         "       F forward   B backward   · idle",
     ]
-
-
-def test_ranks_with_several_stages_show_them():
+    assert drawn(timed(built("1f1b", 2, 3), 1, 1, 1), 7 + 12)[:2] == [
+        "rank 0 FF··B0FB1·B2",
+        "rank 1 ·FB0FB1FB2··",
+    ]
     lines = drawn(timed(built("interleaved-1f1b", 2, 2, 2), 2, 2, 2), 7 + 3 * 15)
     assert lines[0] == "rank 0 0F00F12F02F1······2B0   ···2B1   0B0   0B1   "
     assert lines[1] == "rank 1 ···1F01F13F03B0   3F13B1   1B0   1B1   ······"
 
 
-def test_without_room_for_a_number_the_letter_remains():
-    assert drawn(timed(built("1f1b", 2, 3), 1, 1, 1), 7 + 12)[:2] == [
-        "rank 0 FF··B0FB1·B2",
-        "rank 1 ·FB0FB1FB2··",
-    ]
-
-
-def test_a_long_trace_stays_on_one_line_a_rank():
+def test_a_long_trace_stays_on_one_line_a_rank_of_the_terminals_width(monkeypatch: pytest.MonkeyPatch):
     lines = drawn(timed(built("1f1b", 4, 200), 1, 1, 1), 60)
     assert len(lines) == 6
     assert all(len(line) <= 60 for line in lines)
+    assert str(draw_terminal(trace_of("", ""), 40)) == "nothing ran"
+    monkeypatch.setenv("COLUMNS", "43")
+    line = str(draw_terminal(timed(built("1f1b", 2, 3), 1, 1, 1))).split("\n")[0]
+    assert len(line) == 43
 
 
 def test_of_many_ranks_the_first_and_the_last_are_drawn():
@@ -52,16 +51,11 @@ def test_of_many_ranks_the_first_and_the_last_are_drawn():
     assert lines[MAX_LINES // 2].strip() == "⋮ 9 more ranks"
     assert lines[MAX_LINES // 2 + 1].startswith("rank 25 ")
     assert lines[MAX_LINES - 1].startswith("rank 39 ")
-
-
-def test_as_many_ranks_as_fit_are_all_drawn():
     lines = drawn(timed(built("gpipe", MAX_LINES, 2), 1, 1, 1), 90)
     assert [line.split()[1] for line in lines[:MAX_LINES]] == [str(r) for r in range(MAX_LINES)]
 
 
 def test_a_pair_is_one_op():
-    from penstock.schedule.placement import Placement
-
     pairs = ("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
     lines = drawn(timed(written(Placement.loop(2), 3, *pairs), 1, 1, 1), 31)
     assert lines[0] == "rank 0 F0F1····F2&B0 B1  ··B2  "
@@ -83,16 +77,6 @@ def test_colours_are_added_and_change_nothing():
     assert plain.getvalue().splitlines()[0] == str(text).splitlines()[0]
     assert "\x1b[30;104mF0" in coloured.getvalue()
     assert "\x1b[" not in plain.getvalue()
-
-
-def test_the_terminals_width_is_used(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "43")
-    line = str(draw_terminal(timed(built("1f1b", 2, 3), 1, 1, 1))).split("\n")[0]
-    assert len(line) == 43
-
-
-def test_nothing_is_drawn_of_nothing():
-    assert str(draw_terminal(trace_of("", ""), 40)) == "nothing ran"
 
 
 def test_all_causes_fit_into_80_columns_when_narrow():

@@ -24,13 +24,9 @@ def test_every_relative_link_leads_to_a_file_and_a_heading():
     assert offenders == []
 
 
-def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path):
+def test_a_link_that_leads_nowhere_is_noticed_and_anchors_are_those_of_github(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# Here\n\n[a](#here) [b](#there) [c](page.md#here) [d](page.md#there) [e](no.md)\n")
     assert [link for link in links(page) if leads_nowhere(page, link)] == ["#there", "page.md#there", "no.md"]
-
-
-def test_anchors_are_those_of_github(tmp_path: Path):
-    page = tmp_path / "page.md"
     page.write_text("# A `code-block` & [link](x.md)\n\n## What happens when ...\n\n## Same\n\n## Same\n")
     assert anchors(page) == {"a-code-block--link", "what-happens-when-", "same", "same-1"}

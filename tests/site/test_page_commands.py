@@ -21,8 +21,8 @@ from tests.support import tiny_run
 from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
 
 FOLLOWED = {
-    "models.md": "tests/test_docs.py",
-    "planning.md": "tests/test_docs.py",
+    "models.md": "tests/pages/test_guides.py",
+    "planning.md": "tests/pages/test_guides.py",
     "training.md": "tests/pages/test_guides.py",
     "data.md": "tests/test_data_page.py",
     "own_schedule.md": "tests/pages/test_guides.py",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import shlex
@@ -85,9 +86,11 @@ class Reader:
                 self._text(body)
 
     def _python(self, page: str, code: str) -> None:
+        name = f"{page}-{len(linecache.cache)}"  # for models, whose layers are found in their source
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(code, page, "exec"), self.names)
+            exec(compile(code, name, "exec"), self.names)
         self._printed = output.getvalue()
 
     def _text(self, text: str) -> None:

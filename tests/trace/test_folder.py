@@ -83,12 +83,10 @@ def test_a_folder_without_traces_says_what_there_should_be(tmp_path: Path):
     step_path(tmp_path, 1).write_text("")
     with pytest.raises(DataError, match=r"cannot read .*step-000001\.npz as a trace"):
         read_folder(tmp_path)
-
-
-def test_a_trace_that_cannot_be_kept_is_named(tmp_path: Path):
-    (tmp_path / FOLDER).write_text("in the way")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / FOLDER).write_text("in the way")
     with pytest.raises(DataError, match=r"cannot write the trace .*step-000001\.npz"):
-        save_step(tmp_path, 1, trace_of(*LINES))
+        save_step(tmp_path / "other", 1, trace_of(*LINES))
 
 
 def test_a_single_file_may_lack_ranks_but_not_all(tmp_path: Path):

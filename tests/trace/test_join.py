@@ -19,7 +19,7 @@ def part(rank: int, origin: float, **info: object) -> Trace:
     return trace_of(*lines, info={"schedule": "1f1b", "origin": origin, **info})
 
 
-def test_parts_of_one_clock_become_the_whole():
+def test_parts_of_one_clock_become_the_whole_whose_times_count_from_the_first_event():
     # Each counts from its own first event: 0.0 and 1.0.
     first, second = part(0, 50.0), part(1, 50.0)
     whole = join([second, first])
@@ -27,6 +27,10 @@ def test_parts_of_one_clock_become_the_whole():
     assert whole.start.tolist() == [0.0, 4.0, 1.0, 2.0]
     assert whole.info["ranks_present"] == present(whole) == [0, 1]
     assert whole.info["clock_error"] == 0.0
+    late = join([part(0, 53.0), part(1, 50.0)])
+    assert late.start.tolist() == [2.0, 6.0, 0.0, 1.0]
+    assert late.info["origin"] == 51.0
+    assert present(join([part(1, 7.0)])) == [1]
 
 
 def test_clocks_are_set_by_the_first():
@@ -37,20 +41,10 @@ def test_clocks_are_set_by_the_first():
     assert whole.info["origin"] == 50.0
 
 
-def test_times_count_from_the_first_event_of_all():
-    late = join([part(0, 53.0), part(1, 50.0)])
-    assert late.start.tolist() == [2.0, 6.0, 0.0, 1.0]
-    assert late.info["origin"] == 51.0
-
-
 def test_what_is_held_stays_with_its_event():
     parts = [Trace(**{**vars(part(r, 0.0)), "held": np.array([8 + r, r], np.int64)}) for r in (1, 0)]
     assert join(parts).held.tolist() == [8, 0, 9, 1]
     assert join([parts[0], part(0, 0.0)]).held is None
-
-
-def test_a_missing_rank_stays_missing():
-    assert present(join([part(1, 7.0)])) == [1]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,9 @@ def test_memory_is_taken_at_the_start_of_a_forward_and_given_back_at_the_end_of_
     assert peaks(trace).tolist() == [2, 1]
 
 
-def test_ops_that_change_nothing_make_no_step():
+def test_ops_that_change_nothing_make_no_step_and_bytes_may_be_counted():
     program = written(Placement.loop(1), 1, "0F0 0I0 0W0")
     assert memory_curve(timed(program, 1, 1, 1), 0).time.tolist() == [0, 3]
-
-
-def test_bytes_may_be_counted_instead_of_chunks():
-    program = written(Placement.loop(1), 1, "0F0 0I0 0W0")
     memory = held(program.schedule, 1000, 50, freed_at="B")
     trace = simulate(program, priced(program, 1, 1, 1), memory)
     assert memory_curve(trace, 0).held.tolist() == [1000, 50, 0]

@@ -22,12 +22,16 @@ def pair(folder: Path, step: int | None = None) -> RunPair:
     return pair_of(read_run(first), read_run(second), step)
 
 
-def test_the_differences_of_causes_add_up_to_that_of_the_steps(tmp_path: Path):
+def test_the_differences_of_causes_add_up_to_that_of_the_steps_and_json_can_represent_them(tmp_path: Path):
     compared = pair(tmp_path)
     first, second = (float(step.bubbles.makespan) for step in compared.steps)
     assert sum(part.difference for part in compared.parts) == pytest.approx(second - first)
     assert sum(part.first for part in compared.parts) == pytest.approx(first)
     assert compared.times()[-1] == ("step", "120 ms", "100 ms", "-20 ms")
+    table = json.loads(json.dumps(pair(tmp_path).as_dict()))
+    assert [run["title"] for run in table["runs"]] == ["first", "second"]
+    assert table["config"]["train.steps"] == ["not set", "3"]
+    assert sum(first for first, _ in table["mean_times"].values()) == pytest.approx(0.12)
 
 
 def test_the_sentence_names_the_largest_part(tmp_path: Path):
@@ -39,13 +43,10 @@ def test_the_sentence_names_the_largest_part(tmp_path: Path):
     assert pair_of(run, run, None).sentence == "The steps of A and B take the same time, 120 ms."
 
 
-def test_configs_differ_by_key(tmp_path: Path):
+def test_configs_differ_by_key_and_figures_stand_beside_each_other(tmp_path: Path):
     assert pair(tmp_path).config_differences() == [
         ("train.name", "'<b>markup</b>'", "'second'"), ("train.steps", "not set", "3"), ("train.zero", "not set", "true"),
     ]  # fmt: skip
-
-
-def test_figures_stand_beside_each_other(tmp_path: Path):
     rows = {name: values for name, *values in pair(tmp_path).figures()}
     assert rows["schedule"] == ["1f1b", "zb-h1"]
     assert rows["ranks, stages, microbatches"] == ["2, 2, 3", "2, 2, 3"]
@@ -54,20 +55,10 @@ def test_figures_stand_beside_each_other(tmp_path: Path):
     assert "MFU" not in rows
 
 
-def test_a_step_is_chosen_in_both(tmp_path: Path):
+def test_a_step_is_chosen_in_both_and_seconds_and_ticks_are_not_compared(tmp_path: Path):
     assert pair(tmp_path, 10).numbers == (10, 10)
     with pytest.raises(ConfigError, match="second has no trace of step 1; traced steps: 10"):
         pair(tmp_path, 1)
-
-
-def test_seconds_and_ticks_are_not_compared(tmp_path: Path):
     timed(built("1f1b", 2, 3), 1, 1, 1).save(tmp_path / "one.npz")
     with pytest.raises(ConfigError, match=r"first was measured in seconds and one\.npz simulated in ticks"):
         pair_of(read_run(kept_run(tmp_path, "first")), read_run(tmp_path / "one.npz"), None)
-
-
-def test_json_can_represent_it(tmp_path: Path):
-    table = json.loads(json.dumps(pair(tmp_path).as_dict()))
-    assert [run["title"] for run in table["runs"]] == ["first", "second"]
-    assert table["config"]["train.steps"] == ["not set", "3"]
-    assert sum(first for first, _ in table["mean_times"].values()) == pytest.approx(0.12)

@@ -28,16 +28,13 @@ def slow(layers: list[int], key: str = "split"):
     return replace(trace, info={**trace.info, key: names if key == "split" else layers})
 
 
-def test_a_layer_is_moved_off_a_slow_stage():
+def test_a_layer_or_a_block_is_moved_off_a_slow_stage():
     up, down = alternatives(slow([2, 2, 4, 2])).moved()
     assert up.words == "stage 2 takes 2.00 times the median; with one of its 4 layers moved to stage 1"
     assert down.words.endswith("moved to stage 3")
     better = timed(built("1f1b", 4, 8), [2, 2, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3])
     assert down.makespan == better.end.max()
     assert down.lines == ChangeLines("", "split=[(0, 2), (2, 4), (4, 7), (7, 10)]")
-
-
-def test_a_block_is_moved_with_a_line_for_both():
     _, down = alternatives(slow([2, 2, 4, 2], "blocks")).moved()
     assert down.words.endswith("with one of its 4 blocks moved to stage 3")
     assert down.lines == ChangeLines("--set 'schedule.split=[2,2,3,3]'", "split=[2, 2, 3, 3]")
@@ -49,11 +46,8 @@ def test_no_layer_moves_to_where_it_needs_more_memory_than_any_rank_has_now():
     assert list(alternatives(replace(trace, info={**trace.info, "split": [["a"], ["b", "c"]]})).moved()) == []
 
 
-def test_without_layers_to_move_nothing_is_moved():
-    assert list(alternatives(slow([1, 1, 1, 1])).moved()) == []
-
-
 def test_a_slow_stage_is_named_even_if_nothing_can_be_moved_off_it():
+    assert list(alternatives(slow([1, 1, 1, 1])).moved()) == []
     trace = slow([1, 1, 1, 1])
     assert advise(trace, plan(trace)).sentence.startswith("Stage 2 takes 2.00 times the median. ")
 
