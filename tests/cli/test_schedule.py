@@ -82,16 +82,6 @@ def test_show_prints_the_ops_of_every_rank_or_what_it_carries_out():
         assert "Example" in run(*words, "--help").output
 
 
-@pytest.mark.slow
-def test_options_of_a_family_are_passed_on():
-    shown = run("show", "interleaved-1f1b", "-p", 2, "-m", 5, "-v", 2, "-o", "group_size=3").output
-    schedule = build_schedule("interleaved-1f1b", 2, 5, 2, group_size=3)
-    assert shown.splitlines()[2:] == [f"rank {r}  {schedule.text(r)}" for r in range(2)]
-    shown = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "memory_limit=1").output
-    wanted = build_schedule("zb-auto", 2, 2, costs=(1, 2, 1), memory_limit=1)
-    assert shown.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
-
-
 def test_check_says_what_was_proved_and_counts_bytes_if_given_them():
     assert run("check", "zb-h1", "-p", 2, "-m", 4).output == (
         "zb-h1: 2 ranks, 2 stages, 4 microbatches: valid\n"

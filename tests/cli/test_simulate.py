@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,13 +134,6 @@ def test_many_ranks_keep_the_page_short():
     lines = run("gpipe", "-p", "200", "-m", "2").splitlines()
     assert len(lines) < 90
     assert sum(line.strip() == "..." for line in lines) == 1
-
-
-@pytest.mark.slow
-def test_the_command_ends_with_code_2_for_bad_input():
-    line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
-    bad = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family and needs --microbatches\n")
 
 
 def test_a_page_is_written_with_every_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

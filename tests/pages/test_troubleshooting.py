@@ -50,28 +50,6 @@ def test_every_message_is_still_in_the_source(texts: str):
     assert [part for parts in telling.values() for part in parts if part not in texts] == []
 
 
-class Twice(nn.Module):
-    """A model whose loss is computed by a module and in one statement."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)
-
-    def forward(self, x, y):
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.mse_loss(self.head(x), y)
-
-
-class NoLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.one(x)
-
-
 X = torch.ones(8, 2)
 MSE = nn.functional.mse_loss
 
@@ -117,8 +95,6 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     "is set but": lambda _: find_launch({"RANK": "0"}),
     "a mesh of … needs": lambda _: pipeline(mesh=penstock.MeshShape(tp=2)),
     "sees no GPU": lambda _: pipeline(device="cuda"),
-    "no loop over modules": lambda _: pipeline(NoLoop()),
-    "becomes the loss function": lambda _: pipeline(Twice(), None),
     "without a shape yet": lambda _: step([nn.LazyLinear(2), nn.Linear(2, 2)]),
     "among its outputs": lambda _: step([nn.Linear(2, 2), lambda x: object(), nn.Linear(2, 2)], ranks=3),
     "loss_fn must be given": lambda _: pipeline(None, None),
