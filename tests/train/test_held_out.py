@@ -23,12 +23,7 @@ def test_a_run_is_evaluated_on_its_held_out_file_and_resumes_with_it(tmp_path: P
     # As many windows as the batch of an evaluation has samples, so that it sees each token once.
     dev.write_text(("the cat sat on a mat. " * 200)[: Config().train.batch * 64])
     data, evaluated = {"sequence": 64}, {"eval_batches": 1, "batch": Config().train.batch}
-    run(
-        with_held_out(
-            config_of(tmp_path, text, "tiny", 2, data=data, train=evaluated),
-            dev,
-        )
-    )
+    run(with_held_out(config_of(tmp_path, text, "tiny", 2, data=data, train=evaluated), dev))
     folder = tmp_path / "runs" / "tiny"
     ((everything,), (again,)) = (evaluate(folder, paths, []) or [None] for paths in ([], [str(dev)]))
     assert everything is not None

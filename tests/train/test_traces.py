@@ -68,11 +68,9 @@ def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes:
 
 def side_by_side(rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
-    with (
-        Pipeline(
-            plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
-        ) as pipe,
-    ):
+    with Pipeline(
+        plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
+    ) as pipe:
         kept = KeptTraces(folder, 2, 0, rank == 0, pytest.fail)
         for step in (1, 2):
             pipe.step(*plain.batch(step, 8))

@@ -89,7 +89,6 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
 
 def test_a_logger_that_is_not_known_is_refused():
     with pytest.raises(
-        ConfigError,
-        match=r"train\.loggers must be names out of tensorboard, wandb, with commas",
+        ConfigError, match=r"train\.loggers must be names out of tensorboard, wandb, with commas"
     ):
         from_mapping({"train": {"loggers": "tensorboard, aim"}})
