@@ -10,9 +10,7 @@ import torch
 
 from penstock.base.errors import ConfigError, DataError, NonFiniteError
 from penstock.huggingface import weights
-from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
-from penstock.train.config.config import Config
 from penstock.train.config.file import load
 from penstock.train.data.run_data import bigram_baseline, open_data
 from penstock.train.loop import train
@@ -20,6 +18,7 @@ from penstock.train.model import llama
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.trainable import build_model
 from penstock.train.run_log import Reporter
+from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
 from tests.support.unsplit import unsplit
@@ -29,13 +28,12 @@ def quietly(steps: int, leads: bool) -> Reporter:
     return Reporter()
 
 
-FAST = ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b")
+# One that keeps microbatches in order; one that splits the backward, and one of both directions.
+SCHEDULES = ("1f1b", "zb-h1", "dualpipe")
+OTHERS = [name for name in FAMILIES if name not in SCHEDULES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", [SCHEDULES[0], *slow(*SCHEDULES[1:]), *exhaustive(*OTHERS)])
 def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
     config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name}, model={"layers": 8})
     outcome = train(config, quietly)
@@ -109,34 +107,6 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     assert outcome.sample.startswith("def ")
 
 
-def in_a_process(rank: int, config: Config) -> object:
-    torch.set_num_threads(1)
-    return train(config, quietly)
-
-
-def test_training_in_processes_gives_the_same_weights_and_one_outcome(
-    tmp_path: Path, processes: LocalProcesses
-):
-    data = text_folder(tmp_path)
-    config = tiny(tmp_path, data, runtime={"threads": 1}, parallel={"pp": 2})
-    leader, other = processes.run(2, in_a_process, config)
-    losses, norms, last, bits = unsplit(config)
-    folder = tmp_path / "runs" / "tiny"
-    assert other is None
-    assert leader.held_out_bits == pytest.approx(bits, abs=1e-5)
-    assert [line["loss"] for line in lines(folder, "train")] == losses
-    assert [line["grad_norm"] for line in lines(folder, "train")] == norms
-    assert all(0 <= line["bubble"] < 1 for line in lines(folder, "train"))
-    saved = weights.load(folder)
-    assert all(torch.equal(saved[n], w) for n, w in last.items())
-    assert saved.keys() == last.keys()
-    assert sorted(path.name for path in folder.glob("model*")) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-
-
 def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path))
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
@@ -154,16 +124,8 @@ def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: 
         ({"model": {"vocabulary": 1000}, "sample": {"prompt": "def"}}, ConfigError, "must be token numbers"),
         ({"parallel": {"pp": 7}}, ConfigError, "7 stages"),
         ({"schedule": {"name": "2f2b"}}, ConfigError, "no schedule family '2f2b'"),
-        (
-            {"runtime": {"device": "toaster"}},
-            ConfigError,
-            "runtime.device must be one of cpu, cuda, .*got 'toaster'",
-        ),
-        (
-            {"runtime": {"device": "meta"}},
-            ConfigError,
-            "runtime.device must be one of cpu, cuda, .*got 'meta'",
-        ),
+        ({"runtime": {"device": "toaster"}}, ConfigError, "device must be one of cpu, cuda, .*got 'toaster'"),
+        ({"runtime": {"device": "meta"}}, ConfigError, "device must be one of cpu, cuda, .*got 'meta'"),
         ({"runtime": {"device": "cuda:99"}}, ConfigError, "runtime.device is cuda:99, but PyTorch finds"),
     ],
 )

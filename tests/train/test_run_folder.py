@@ -68,18 +68,15 @@ def test_going_back_drops_lines_that_are_no_metrics(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     good = b'{"kind": "train", "step": 1}\n'
     deep = b"[" * 100_000 + b"\n"
-    path.write_bytes(
-        b"".join(
-            [
-                good,
-                deep,
-                b'{"kind": "train", "step": "two"}\n',
-                b'{"kind": "train", "step": 3}\n',
-                b"[]\n",
-                deep,
-            ]
-        )
-    )
+    lines = [
+        good,
+        deep,
+        b'{"kind": "train", "step": "two"}\n',
+        b'{"kind": "train", "step": 3}\n',
+        b"[]\n",
+        deep,
+    ]
+    path.write_bytes(b"".join(lines))
     assert final_values(tmp_path) is None
     go_back(tmp_path, 2)
     assert path.read_bytes() == good

@@ -19,6 +19,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train import loop
 from penstock.train.config.config import Config
+from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import Said, config_of, lines, same, stopped_at
 from tests.support.unsplit import unsplit
@@ -53,14 +54,13 @@ def in_a_process(rank: int, config: Config, bad: Collection[int]) -> list[str]:
     return train(config, bad)
 
 
-@pytest.mark.slow
+# With replicas, all skip what one of them cannot do.
 @pytest.mark.parametrize(
     "where",
     [
         "pp2",
-        "pp2 of two batches",
-        "pp2 dp2 in processes",
-        pytest.param("pp2 dp2 of two batches in processes", marks=pytest.mark.slow),
+        *slow("pp2 of two batches", "pp2 dp2 in processes"),
+        *exhaustive("pp2 dp2 of two batches in processes"),
     ],
 )
 def test_skipped_steps_change_nothing(where: str, tmp_path: Path, processes: LocalProcesses):
@@ -76,19 +76,15 @@ def test_skipped_steps_change_nothing(where: str, tmp_path: Path, processes: Loc
     assert [line["step"] for line in seen] == [1, 4, 5]
     assert [line["loss"] for line in seen] == pytest.approx(losses, rel=1e-5)
     assert [line["grad_norm"] for line in seen] == pytest.approx(norms, rel=1e-4)
-    assert [(line["step"], line["stage"], line["in_a_row"]) for line in lines(folder, "skipped")] == [
-        (2, 1, 1),
-        (3, 1, 2),
-    ]
+    skipped = [(line["step"], line["stage"], line["in_a_row"]) for line in lines(folder, "skipped")]
+    assert skipped == [(2, 1, 1), (3, 1, 2)]
     assert lines(folder, "final")[0]["held_out_bits"] == pytest.approx(bits, abs=1e-4)
     saved = weights.load(folder)
     for name, value in last.items():
         if parallel["dp"] == 1:
             assert torch.equal(saved[name], value), name
         torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)
-    assert any(re.match(r"step 2: the loss of microbatch \d is NaN or infinite;", line) for line in said), (
-        said
-    )
+    assert any(re.match(r"step 2: the loss of microbatch \d is NaN or infinite;", line) for line in said)
 
 
 def test_one_more_than_is_allowed_stops_the_run(tmp_path: Path):
