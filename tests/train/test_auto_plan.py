@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from penstock.train.config.file import load
 from tests.support.commands import python
 
 SMALL = {"model": {"width": 32, "layers": 4, "hidden": 64}, "data": {"sequence": 16}, "train": {"batch": 8}}
-
-
-@pytest.mark.slow
-def test_the_plan_is_of_the_ranks_that_were_given():
-    lines: list[str] = []
-    config = from_mapping({**SMALL, "parallel": {"pp": 2}})
-    planned = choose_plan(config, lines.append)
-    assert planned.parallel.pp == 2
-    assert config.train.batch % planned.schedule.microbatches == 0
-    assert (planned.model, planned.train, planned.data) == (config.model, config.train, config.data)
-    assert any("ms per step expected" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -78,36 +66,28 @@ def test_replicas_in_processes_take_the_same_plan(processes: LocalProcesses):
     assert first.schedule.microbatches % 2 == 0
 
 
-def settings(folder: Path) -> list[str]:
-    """Return the settings of a short run in a folder."""
-    run = [
-        f"train.folder={folder}",
-        "train.name=run",
-        "train.steps=2",
-        "train.eval_batches=1",
-        "train.report=false",
-        "sample.length=2",
-    ]
-    return [*run, "model.width=32", "model.layers=4", "model.hidden=64", "data.sequence=16", "train.batch=8"]
-
-
-@pytest.mark.slow
-def test_a_planned_run_trains(tmp_path: Path):
-    words = ["train", *settings(tmp_path), "--ranks", "2", "--plan", "auto", "--json"]
-    result = CliRunner().invoke(group, words)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == 2
-
-
 @pytest.mark.slow
 def test_a_run_under_torchrun_is_planned_once_for_all_processes(tmp_path: Path):
+    folder = [f"train.folder={tmp_path}", "train.name=run", "train.steps=2", "train.eval_batches=1"]
+    given = [f"{section}.{key}={value}" for section, table in SMALL.items() for key, value in table.items()]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ["-m", "penstock", "train", *settings(tmp_path), "--plan", "auto"]
-    done = python([*launch, *words], tmp_path, seconds=500)
+    words = ["-m", "penstock", "train", *folder, *given, "train.report=false", "sample.length=2"]
+    done = python([*launch, *words, "--plan", "auto"], tmp_path, seconds=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("measuring the model's layers with 2 ranks busy") == 1
+    assert "ms per step expected" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("planned pp=2,dp=1,tp=1,")]
     ran = load(tmp_path / "run" / "config.toml")
     assert f"schedule={ran.schedule.name}" in line
+    assert ran.train.batch % ran.schedule.microbatches == 0
     assert f"microbatch={ran.train.batch // ran.schedule.microbatches}" in line
     assert ran.parallel.pp == 2
+    assert (ran.model, ran.train.batch) == (from_mapping(SMALL).model, 8)
+
+
+@pytest.mark.exhaustive
+def test_a_planned_run_of_threads_trains():
+    lines: list[str] = []
+    planned = choose_plan(from_mapping({**SMALL, "parallel": {"pp": 2}}), lines.append)
+    assert planned.parallel.pp == 2
+    assert any("ms per step expected" in line for line in lines)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,36 +10,51 @@ import pytest
 import torch
 
 from penstock.huggingface import weights
-from penstock.train.config import file as config_file
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.config import Config
 from penstock.train.evaluate import evaluate
-from tests.support.commands import python
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, lines, run, stopped_at
 from tests.support.unsplit import unsplit
+
+pytestmark = pytest.mark.slow
 
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-4
 """Bounds on what another order of sums explains after six steps: absolute, relative to the norm, absolute."""
 STEPS, AT = 6, 4
 
 
-@pytest.mark.slow
-def test_a_run_is_the_plain_loop_and_continues_with_whole_samples(tmp_path: Path):
+def in_a_process(rank: int, config: Config) -> list[str]:
     torch.set_num_threads(1)
-    config = config_of(
-        tmp_path, text_folder(tmp_path), "divided", STEPS,
-        parallel={"pp": 2, "cp": 2, "zero": True}, schedule={"microbatches": 4},
-        optim={"clip": 0.5}, train={"accumulate": 2}, runtime={"threads": 1, "timeout": 300.0},
-    )  # fmt: skip
-    (tmp_path / "run.toml").write_text(config_file.dump(config))
-    assert "1f1b on 4 ranks (pp 2 x dp 1 x cp 2 x tp 1)" in torchrun("train", str(tmp_path / "run.toml"))
+    return run(config)
+
+
+def evaluated(rank: int, folder: Path, words: list[str]) -> float | None:
+    torch.set_num_threads(1)
+    results = evaluate(folder, [], words)
+    return None if results is None else results[0].loss
+
+
+def config_in(root: Path, **sections: dict) -> Config:
+    sections |= {
+        "optim": {"clip": 0.5},
+        "train": {"accumulate": 2},
+        "runtime": {"threads": 1, "timeout": 300.0},
+    }
+    return config_of(root, text_folder(root), "divided", STEPS, **sections)
+
+
+def test_a_run_is_the_plain_loop_and_continues_with_whole_samples(tmp_path: Path, processes: LocalProcesses):
+    parallel = {"pp": 2, "cp": 2, "zero": True}
+    config = config_in(tmp_path, parallel=parallel, schedule={"microbatches": 4})
+    said = processes.run(4, in_a_process, config)[0]
+    assert "1f1b on 4 ranks (pp 2 x dp 1 x cp 2 x tp 1)" in said[0]
     plain = unsplit(config)
     assert min(plain[1]) > config.optim.clip  # every update is clipped
     folder = tmp_path / "runs" / "divided"
     assert_like(plain, folder)
-    whole = evaluate(folder, [], ["parallel.cp=1", "parallel.zero=false"])
-    assert whole is not None
-    divided = json.loads(torchrun("eval", str(folder), "--json").splitlines()[-1])
-    assert divided["results"][0]["loss"] == pytest.approx(whole[0].loss, abs=LOSS)
+    whole = evaluated(0, folder, ["parallel.cp=1", "parallel.zero=false"])
+    assert processes.run(4, evaluated, folder, [])[0] == pytest.approx(whole, abs=LOSS)
 
     stopped_at(tmp_path, folder, AT)
     parallel = replace(config.parallel, cp=1, zero=False)
@@ -49,37 +62,24 @@ def test_a_run_is_the_plain_loop_and_continues_with_whole_samples(tmp_path: Path
     assert_like(plain, folder)
 
 
-@pytest.mark.slow
-def test_a_run_with_sharded_weights_is_the_plain_loop_and_continues_with_whole_ones(tmp_path: Path):
-    torch.set_num_threads(1)
-    config = config_of(
-        tmp_path, text_folder(tmp_path), "sharded", STEPS,
-        parallel={"pp": 2, "dp": 2, "virtual_stages": 2, "shard": "weights", "window": 1, "reduce_every": 1},
-        schedule={"name": "interleaved-1f1b", "microbatches": 4}, optim={"clip": 0.5}, train={"accumulate": 2},
-        runtime={"threads": 1, "timeout": 300.0},
-    )  # fmt: skip
-    (tmp_path / "run.toml").write_text(config_file.dump(config))
-    torchrun("train", str(tmp_path / "run.toml"))
+def test_a_run_with_sharded_weights_is_the_plain_loop_and_continues_with_whole_ones(
+    tmp_path: Path, processes: LocalProcesses
+):
+    shard = {"shard": "weights", "window": 1, "reduce_every": 1}
+    schedule = {"name": "interleaved-1f1b", "microbatches": 4}
+    config = config_in(tmp_path, parallel={"pp": 2, "dp": 2, "virtual_stages": 2, **shard}, schedule=schedule)
+    processes.run(4, in_a_process, config)
     plain = unsplit(config)
-    folder = tmp_path / "runs" / "sharded"
+    folder = tmp_path / "runs" / "divided"
     assert_like(plain, folder)
 
     stopped_at(tmp_path, folder, AT)
     copied = shutil.copytree(folder, tmp_path / "runs" / "copied")
-    again = replace(config, train=replace(config.train, resume=str(copied)))
-    (tmp_path / "again.toml").write_text(config_file.dump(again))
-    torchrun("train", str(tmp_path / "again.toml"))
+    processes.run(4, in_a_process, replace(config, train=replace(config.train, resume=str(copied))))
     assert_like(plain, copied)
     parallel = replace(config.parallel, dp=1, shard="none", window=None, reduce_every=None)
     run(replace(config, parallel=parallel, train=replace(config.train, resume=str(folder))))
     assert_like(plain, folder)
-
-
-def torchrun(*words: str) -> str:
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "penstock"]
-    done = python(["-m", *launch, *words], Path.cwd(), {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout
 
 
 def assert_like(plain: tuple, folder: Path) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from penstock.base.errors import ConfigError
 from penstock.cli.eval import command
 from penstock.huggingface import weights
-from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.evaluate import evaluate
 from penstock.train.model.sampling import read_config, unsplit_model
 from penstock.train.model.trainable import build_model
@@ -51,29 +50,13 @@ def by_transformers(root: Path) -> tuple[float, int, int]:
 
 def test_a_text_is_evaluated_in_windows(llama: Path):
     nats, tokens, size = by_transformers(llama)
-    (result,) = evaluate(
-        llama / "model",
-        [str(llama / "text.txt")],
-        ["data.sequence=64", "parallel.pp=3", "train.batch=6", "schedule.microbatches=3"],
-    ) or [None]
+    layout = ["data.sequence=64", "parallel.pp=3", "train.batch=6", "schedule.microbatches=3"]
+    (result,) = evaluate(llama / "model", [str(llama / "text.txt")], layout) or [None]
     assert result is not None
     assert result.tokens == tokens
     assert result.loss == pytest.approx(nats / tokens, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
-
-
-def in_a_process(rank: int, folder: Path, data: Path) -> float | None:
-    torch.set_num_threads(1)
-    results = evaluate(folder, [str(data)], ["parallel.dp=2", "parallel.pp=1", "data.sequence=64"])
-    return None if results is None else results[0].loss
-
-
-def test_processes_give_the_same_loss_on_the_leader(llama: Path, processes: LocalProcesses):
-    nats, tokens, _ = by_transformers(llama)
-    leader, other = processes.run(2, in_a_process, llama / "model", llama / "text.txt")
-    assert leader == pytest.approx(nats / tokens, rel=1e-5)
-    assert other is None
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +81,8 @@ def test_a_run_and_its_checkpoints_are_evaluated(own: Path):
     assert result.tokens == len(tokens) - 1
     assert result.loss == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
     assert result.bits_per_byte == result.bits_per_token
-    last, first = (
-        evaluate(folder / "checkpoints" / f"step-0000000{step}", [str(text)], []) for step in (4, 2)
-    )
+    checkpoints = folder / "checkpoints"
+    last, first = (evaluate(checkpoints / f"step-0000000{step}", [str(text)], []) for step in (4, 2))
     assert last is not None
     assert first is not None
     assert last[0].loss == pytest.approx(result.loss, rel=1e-6)
@@ -112,17 +94,15 @@ def test_the_command_prints_a_table_or_json_and_takes_the_held_out_data_by_defau
     folder, text = own / "runs" / "own", own / "text"
     result = CliRunner().invoke(command, [str(folder), str(text), "--ranks", "1"])
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[0].split() == [
-        "data", "tokens", "loss", "perplexity", "bits/token", "bits/byte",
-    ]  # fmt: skip
+    columns = ["data", "tokens", "loss", "perplexity", "bits/token", "bits/byte"]
+    assert result.output.splitlines()[0].split() == columns
     assert result.output.splitlines()[1].startswith(str(text))
     result = CliRunner().invoke(command, [str(folder), "--json"])
     (held_out,) = json.loads(result.output)["results"]
     last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert held_out["data"] == "held-out data of the run"
-    assert held_out["bits_per_token"] == pytest.approx(
-        last["held_out_bits"], rel=0.2
-    )  # all of it, not a sample
+    # All of it, not a sample.
+    assert held_out["bits_per_token"] == pytest.approx(last["held_out_bits"], rel=0.2)
 
 
 def test_what_cannot_be_evaluated_is_refused(own: Path, llama: Path, tmp_path: Path):

@@ -104,12 +104,8 @@ def test_preference_pairs_train_as_in_plain_pytorch(capsys: pytest.CaptureFixtur
 def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run finds the examples' modules in the current folder, and no settings of theirs in the environment."""
     monkeypatch.chdir(EXAMPLES)
-    for name in (
-        "MLFLOW_TRACKING_URI",
-        "MLFLOW_ALLOW_FILE_STORE",
-        "MLFLOW_DISABLE_TELEMETRY",
-        "PROMETHEUS_PORT",
-    ):
+    of_mlflow = (f"MLFLOW_{name}" for name in ("TRACKING_URI", "ALLOW_FILE_STORE", "DISABLE_TELEMETRY"))
+    for name in (*of_mlflow, "PROMETHEUS_PORT"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
 

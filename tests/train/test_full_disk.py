@@ -40,18 +40,14 @@ def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
     (folder / "traces").touch()
     said = Said()
     again = config_of(tmp_path, text, "full", 4, str(folder), train={"keep_last": 0, "report": True})
-    with (
-        files_of_at_most(4_000),
-        pytest.raises(PenstockError, match=rf"^cannot write the weights {folder / 'model.safetensors'}: "),
-    ):
+    error = rf"^cannot write the weights {folder / 'model.safetensors'}: "
+    with files_of_at_most(4_000), pytest.raises(PenstockError, match=error):
         train(again, lambda steps, leads: said)
     told = "\n".join(said.lines)
     step = folder / "checkpoints" / "step-00000004"
     assert f"no checkpoint was written in {step}: {step.parent}/.step-00000004.unfinished/" in told
-    assert (
-        f"cannot write the trace {folder / 'traces' / 'step-000004.npz'}: File exists. Training continues"
-        in told
-    )
+    trace = folder / "traces" / "step-000004.npz"
+    assert f"cannot write the trace {trace}: File exists. Training continues" in told
     assert [line["step"] for line in lines(folder, "train")] == [1, 2, 3, 4]
     assert [step for step, _ in steps_in(folder / "checkpoints")] == [2]
     assert not list(folder.glob("*.unfinished"))
@@ -64,12 +60,8 @@ def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
 def test_what_was_stopped_but_not_saved_says_so(tmp_path: Path):
     config = config_of(tmp_path, text_folder(tmp_path), "full", 4, train={"checkpoint_every": 0})
     asked = iter([False, True])
-    with (
-        files_of_at_most(4_000),
-        pytest.raises(
-            PenstockError, match="stopped after step 1, but no checkpoint was written in "
-        ) as raised,
-    ):
+    said = "stopped after step 1, but no checkpoint was written in "
+    with files_of_at_most(4_000), pytest.raises(PenstockError, match=said) as raised:
         train(config, lambda steps, leads: Said(), stopping=lambda: next(asked))
     assert not isinstance(raised.value, StoppedError)
 

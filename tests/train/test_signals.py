@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from penstock.base.errors import StoppedError
 from penstock.checkpoint.find import is_whole
+from penstock.train import signals
+from penstock.train.loop import train
+from penstock.train.run_log import Reporter
 from penstock.train.signals import SIGNALS, ExitCode, Interrupts, of_signal
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same
@@ -20,15 +24,21 @@ from tests.support.victim import started
 
 
 class Counted(Interrupts):
-    """Interrupts that record the signals they have handled."""
+    """Interrupts that record the signals they have handled, and with which words and code they would end the process."""
 
     def __init__(self, announce: bool) -> None:
         super().__init__(announce)
         self.numbers: list[signal.Signals] = []
+        self.ended: list[tuple[str, int]] = []
         self._more = threading.Condition()
 
+    def _quit(self, text: str, code: int) -> NoReturn:
+        self.ended.append((text, code))
+        raise RuntimeError
+
     def _handle(self, number: signal.Signals) -> None:
-        super()._handle(number)
+        with suppress(RuntimeError):
+            super()._handle(number)
         with self._more:
             self.numbers.append(number)
             self._more.notify()
@@ -81,19 +91,24 @@ def test_under_nohup_a_hangup_stays_ignored():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
-    lines = [
-        "import os, signal, threading",
-        "from penstock.train.signals import Interrupts",
-        "with Interrupts(announce=True):",
-        f"    os.kill(os.getpid(), {int(number)})",
-        "    threading.Event().wait(60)",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == ExitCode.STOPPED
-    assert done.stderr == f"penstock: {number.name}: quitting now; no step has been done\n"
+def test_before_the_first_step_a_signal_ends_it_and_later_the_second_one_after_a_while(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    with Counted(announce=True) as interrupts:
+        os.kill(os.getpid(), number)
+        interrupts.until(1)
+        assert interrupts.ended == [(f"{number.name}: quitting now; no step has been done", ExitCode.STOPPED)]
+        assert not interrupts.asked()
+        os.kill(os.getpid(), number)
+        interrupts.until(2)
+        assert interrupts.asked()
+        monkeypatch.setattr(signals, "SAME_REQUEST", 0.0)
+        os.kill(os.getpid(), number)
+        interrupts.until(3)
+    again = f"{number.name} again: quitting now; earlier checkpoints are unchanged"
+    assert interrupts.ended[1:] == [(again, 128 + number)]
+    first = "finishing this step and saving; signal again after 2 s to quit now"
+    assert capfd.readouterr().err == f"penstock: {number.name}: {first}\n"
 
 
 @pytest.mark.slow
@@ -106,10 +121,8 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     folder = tmp_path / "runs" / "stopped"
     saved = folder / "checkpoints" / "step-00000002"
     assert done.returncode == ExitCode.STOPPED, done.stderr
-    assert (
-        done.stderr
-        == "penstock: SIGTERM: finishing this step and saving; signal again after 2 s to quit now\n"
-    )
+    first = "penstock: SIGTERM: finishing this step and saving; signal again after 2 s to quit now\n"
+    assert done.stderr == first
     assert done.stdout.endswith(
         f"stopped after step 2, saved in {saved}; resume with  penstock train --resume {folder}\n"
     )
@@ -130,14 +143,9 @@ def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
     assert is_whole(tmp_path / "runs" / "twice" / "checkpoints" / "step-00000002")
 
 
-def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from penstock.base.errors import StoppedError
-    from penstock.train.loop import train
-    from penstock.train.run_log import Reporter
-
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path):
     config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
-    with pytest.raises(
-        StoppedError, match="stopped before the first step, so there is nothing to save; resume with"
-    ):
+    said = "stopped before the first step, so there is nothing to save; resume with"
+    with pytest.raises(StoppedError, match=said):
         train(config, lambda steps, leads: Reporter(), stopping=lambda: True)
     assert not (tmp_path / "runs" / "early" / "checkpoints").exists()

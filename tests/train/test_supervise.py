@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.base.run_lock import locked
 from penstock.checkpoint.find import is_whole
 from penstock.cli import group
 from penstock.train import supervise as launch
 from penstock.train.config.config import Config
-from penstock.train.signals import ExitCode
+from penstock.train.signals import ERROR_FILE, ExitCode, record_failure
 from penstock.train.supervise import supervise
+from tests.support.lanes import exhaustive
 from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, run, same
@@ -62,9 +63,8 @@ def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
 
 
 def script(*lines: str) -> tuple[str, ...]:
-    """Return a command for processes that start quickly."""
-    ready = "import os, signal, sys; from penstock.train.signals import follow_launcher; follow_launcher()"
-    return (sys.executable, "-c", "\n".join([ready, *lines]))
+    """Return a command for processes that start at once."""
+    return ("/bin/sh", "-c", "\n".join(lines))
 
 
 @pytest.fixture
@@ -75,23 +75,21 @@ def config(tmp_path: Path) -> Config:
 def test_what_fails_at_every_start_is_given_up(tmp_path: Path, config: Config):
     said: list[str] = []
     starts = tmp_path / "starts"
-    command = script(
-        f"open({str(starts)!r}, 'a').write(os.environ['TORCHELASTIC_RESTART_COUNT'] + os.environ['RANK'] + ' ')",
-        "sys.exit(1)",
-    )
-    assert supervise(config, restarts=3, command=command, say=said.append) == ExitCode.GAVE_UP
+    command = script(f"echo $TORCHELASTIC_RESTART_COUNT$RANK >> {starts}", "exit 1")
+    assert supervise(config, restarts=2, command=command, say=said.append) == ExitCode.GAVE_UP
     # A rank may be ended before it has written, since the other one has failed.
-    assert {start[0] for start in starts.read_text().split()} == {"0", "1", "2", "3"}
+    assert {start[0] for start in starts.read_text().split()} == {"0", "1", "2"}
     assert [line for line in said if "failed first" not in line] == [
-        *(f"restart {n} of 3 without a newer checkpoint; there is none yet" for n in (1, 2, 3)),
-        f"gave up: 3 restart(s) in a row without a newer checkpoint in {tmp_path / 'runs' / 'tiny' / 'checkpoints'}",
+        "restart 1 of 2 without a newer checkpoint; there is none yet",
+        "restart 2 of 2 without a newer checkpoint; there is none yet",
+        f"gave up: 2 restart(s) in a row without a newer checkpoint in {tmp_path / 'runs' / 'tiny' / 'checkpoints'}",
     ]
     assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.NOT_FINITE, ExitCode.STOPPED, ExitCode.DONE])
 def test_what_another_start_would_not_change_ends_it(config: Config, code: ExitCode):
-    assert supervise(config, restarts=3, command=script(f"sys.exit({code})"), say=print) == code
+    assert supervise(config, restarts=3, command=script(f"exit {int(code)}"), say=print) == code
 
 
 def test_newer_checkpoints_make_the_restarts_count_anew(
@@ -100,49 +98,70 @@ def test_newer_checkpoints_make_the_restarts_count_anew(
     """Each start fails, and all but the last three save a newer checkpoint first."""
     said: list[str] = []
     command = script(
-        "step = int(os.environ['TORCHELASTIC_RESTART_COUNT']) + 1",
-        "if os.environ['RANK'] == '0' and step < 4:",
-        f"    os.makedirs({str(tmp_path / 'runs' / 'tiny' / 'checkpoints')!r} + '/step-%08d' % step)",
-        "sys.exit(1)",
+        "[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 3 ] &&",
+        f"mkdir -p {tmp_path / 'runs' / 'tiny' / 'checkpoints'}/step-0000000$((TORCHELASTIC_RESTART_COUNT + 1))",
+        "exit 1",
     )
     monkeypatch.setattr(launch, "is_whole", Path.is_dir)
     assert supervise(config, restarts=2, command=command, say=said.append) == ExitCode.GAVE_UP
     assert [line.split()[1] for line in said if line.startswith("restart ")] == ["1", "1", "1", "2"]
 
 
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what ranks report: the error of a rank, and that of one that waited for it."""
+    for name, error in (("own", PenstockError("the disk is gone")), ("peer", PeerError("rank 1 has ended"))):
+        monkeypatch.setenv(ERROR_FILE, str(tmp_path / name))
+        record_failure(error)
+    monkeypatch.delenv(ERROR_FILE)
+    return tmp_path
+
+
 def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+    reports: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launch, "GRACE", 0.3)
     said: list[str] = []
-    pid = tmp_path / "pid"
+    pid = reports / "pid"
     command = script(
-        "from penstock.base.errors import PenstockError, PeerError",
-        "from penstock.train.signals import record_failure",
-        "if os.environ['RANK'] == '0':",
-        f"    open({str(pid)!r} + '.making', 'w').write(str(os.getpid()))",
-        f"    os.rename({str(pid)!r} + '.making', {str(pid)!r})",
-        "    os.kill(os.getpid(), signal.SIGSTOP)",
-        "import time",
-        f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)",
-        "record_failure(PenstockError('the disk is gone'))",
-        "sys.exit(1)",
+        f"[ $RANK = 0 ] && echo $$ > {pid}.making && mv {pid}.making {pid} && kill -STOP $$",
+        f"while [ ! -e {pid} ]; do sleep 0.01; done",
+        f"cp {reports / 'own'} $TORCHELASTIC_ERROR_FILE",
+        "exit 1",
     )
     assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
     assert said == ["rank 1 failed first: PenstockError: the disk is gone"]
-    assert not Path(f"/proc/{pid.read_text()}").exists()
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_of_one_that_waited_for_it(reports: Path, config: Config):
+    said: list[str] = []
+    command = script(
+        "[ $RANK = 0 ] && report=peer || report=own",
+        f"cp {reports}/$report $TORCHELASTIC_ERROR_FILE",
+        "exit 1",
+    )
+    assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
+    assert said == ["rank 1 failed first: PenstockError: the disk is gone"]
+    said.clear()
+    assert supervise(config, restarts=0, command=script("kill -9 $$"), say=said.append) == ExitCode.FAILED
+    assert said == ["rank 0 failed first: killed by SIGKILL"]
 
 
 @pytest.mark.slow
 def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
     """Whatever ends the launcher, and even if they are stopped."""
     names = [tmp_path / "pid-0", tmp_path / "pid-1"]
-    command = script(
+    child = [
+        "import os, signal",
+        "from penstock.train.signals import follow_launcher",
+        "follow_launcher()",
         f"path = {str(tmp_path)!r} + '/pid-' + os.environ['RANK']",
         "open(path + '.making', 'w').write(str(os.getpid()))",
         "os.rename(path + '.making', path)",
         "os.kill(os.getpid(), signal.SIGSTOP)",
-    )
+    ]
+    command = (sys.executable, "-c", "\n".join(child))
     lines = [
         "from penstock.train.config.config import Config",
         "from penstock.train.supervise import supervise",
@@ -169,7 +188,7 @@ def test_a_folder_in_use_starts_nothing_and_what_was_never_begun_leaves_nothing(
     with locked(run, say=pytest.fail), pytest.raises(ConfigError, match="in use by process"):
         supervise(config, restarts=3, command=("/nowhere",))
     assert not run.parent.exists()
-    assert supervise(config, restarts=3, command=script("sys.exit(2)"), say=print) == ExitCode.BAD_INPUT
+    assert supervise(config, restarts=3, command=script("exit 2"), say=print) == ExitCode.BAD_INPUT
     assert not run.parent.exists()
 
 
@@ -188,8 +207,8 @@ def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: P
     text = text_folder(tmp_path)
     run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))
     config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = started(config, "0:0:3:kill,1:1:4:term", sys.executable, "-m", *torchrun, words=("--resume",))
+    launcher = (*TORCHRUN, "--max-restarts=1")
+    done = started(config, "0:0:3:kill,1:1:4:term", *launcher, words=("--resume",))
     folder = tmp_path / "runs" / "again"
     assert done.returncode == 1, done.stderr  # torchrun's own, of whatever its processes end with
     assert f"stopped after step 5, saved in {folder / 'checkpoints' / 'step-00000005'}" in done.stdout
@@ -197,42 +216,27 @@ def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: P
     same(folder, tmp_path / "runs" / "once")
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "penstock", "train")
-MPIRUN = "mpirun.openmpi"
+PENSTOCK = (sys.executable, "-m", "penstock", "train")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        (sys.executable, "-m", "penstock", "train"),
-        (sys.executable, "-m", "penstock", "train", "--restarts", "1"),
-        (sys.executable, *TORCHRUN),
-        (
-            MPIRUN,
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-n",
-            "2",
-            sys.executable,
-            "-m",
-            "penstock",
-            "train",
-        ),
-    ],
-    ids=["threads", "restarts", "torchrun", "mpirun"],
+    [(*PENSTOCK, "--restarts", "1"), (*TORCHRUN, *PENSTOCK[1:]), *exhaustive(((*MPIRUN, *PENSTOCK),))],
+    ids=["restarts", "torchrun", "mpirun"],
 )
 def test_resuming_a_finished_run_ends_well_under_every_launcher(tmp_path: Path, command: tuple[str, ...]):
-    if command[0] == MPIRUN:
-        program(MPIRUN, package="openmpi-bin")
+    if command[0] == MPIRUN[0]:
+        program(MPIRUN[0], package="openmpi-bin")
     config = config_of(tmp_path, text_folder(tmp_path), "once", 2, runtime={"threads": 1})
     run(config)
     folder = tmp_path / "runs" / "once"
     kept = (folder / "metrics.jsonl").read_bytes()
     (folder / "sample.txt").unlink()
-    done = subprocess.run(
-        [*command, "--resume", str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    words = [*command, "--resume", str(folder)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (folder / "sample.txt").is_file()
     assert (folder / "metrics.jsonl").read_bytes() == kept

@@ -15,8 +15,11 @@ from penstock.train.model.trainable import build_model
 from penstock.train.run_log import Reporter
 from tests.support import hf_folders
 from tests.support.hf_curve import assert_same_curve
+from tests.support.lanes import exhaustive
 from tests.support.tiny_run import WORDS, text_folder, tiny
 from tests.support.trainer import lines
+
+pytestmark = pytest.mark.slow
 
 STEPS = 50
 MODELS = {"gpt2": True, "llama": False}
@@ -26,18 +29,12 @@ MODELS = {"gpt2": True, "llama": False}
 def config_of(root: Path, family: str, ranks: int) -> Config:
     model = hf_folders.folder(root, family, tied=MODELS[family])
     return tiny(
-        root,
-        text_folder(root),
-        model={"path": str(model)},
-        optim={"lr": 4e-3},
-        parallel={"pp": ranks},
-        train={"steps": STEPS},
-        runtime={"threads": 1},
-    )
+        root, text_folder(root), model={"path": str(model)}, optim={"lr": 4e-3}, parallel={"pp": ranks},
+        train={"steps": STEPS}, runtime={"threads": 1},
+    )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *exhaustive(4)])
 @pytest.mark.parametrize("family", MODELS)
 def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):
     config = config_of(tmp_path, family, ranks)
@@ -56,8 +53,7 @@ def in_processes(rank: int, config: Config) -> None:
     train(config, lambda steps, leads: Reporter())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "ranks"), [("gpt2", 4), ("llama", 2)])
+@pytest.mark.parametrize(("family", "ranks"), exhaustive(("gpt2", 4), ("llama", 2)))
 def test_processes_give_the_curve_of_plain_transformers(
     family: str, ranks: int, tmp_path: Path, processes: LocalProcesses
 ):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing import event_accumulator
 
 from penstock.base.errors import ConfigError
 from penstock.show.run import read_run
@@ -18,12 +18,19 @@ from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
 from tests.support.waiting import until
 
 
+def accumulated(folder: Path) -> Any:
+    from tensorboard.backend.event_processing import event_accumulator
+
+    found = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
 def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "tensorboard"})
     train(config, lambda steps, leads: Reporter())
     folder = tmp_path / "runs" / "tiny"
-    found = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
+    found = accumulated(folder)
     told = numbers_by_name(folder)
     tags = found.Tags()
     seen = {(tag, event.step): event.value for tag in tags["scalars"] for event in found.Scalars(tag)}
@@ -45,8 +52,7 @@ def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
     stopped_at(tmp_path, folder, 2)
     shorter = {**told, "trace_every": 0}
     run(config_of(tmp_path, text, "again", 6, str(folder), train=shorter))
-    found = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
+    found = accumulated(folder)
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [picture.step for picture in found.Images("timeline")] == [1, 2, 3, 6]
     assert list(read_run(folder).traces) == [1, 2, 3, 6]
