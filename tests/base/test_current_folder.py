@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lanes import exhaustive
 from tests.support.tiny_run import text_folder
 
-NAMES = (
+pytestmark = pytest.mark.slow
+
+NAMES = [
     "random",
     "torch",
     "numpy",
@@ -22,7 +25,7 @@ NAMES = (
     "transformers",
     "bokeh",
     "rich",
-)
+]
 TINY = [
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=16", "data.path=text",
     "data.sequence=12", "schedule.microbatches=2", "train.steps=1", "train.batch=4", "train.eval_batches=1",
@@ -50,34 +53,23 @@ def folder(tmp_path: Path) -> Path:
     """A folder with files of the names of modules, which leave a mark when they are run, and with modules of its own."""
     text_folder(tmp_path)
     for name in NAMES:
-        (tmp_path / f"{name}.py").write_text(
-            f"open({str(tmp_path / 'executed')!r}, 'a').write('{name} ')\nraise SystemExit('executed')\n"
-        )
+        mark = f"open({str(tmp_path / 'executed')!r}, 'a').write('{name} ')"
+        (tmp_path / f"{name}.py").write_text(f"{mark}\nraise SystemExit('executed')\n")
     (tmp_path / "own_hooks.py").write_text(OWN)
     (tmp_path / "own_helper.py").write_text("NOTE = 'own'\n")
     return tmp_path
 
 
+OWN_PARTS = ("train.callbacks=own_hooks:Notes", "schedule.name=own_hooks:build")
+VERIFY = ("--ranks", "2", "--schedule", "own_hooks:build", "--transport", "processes", "--steps", "1")
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(
-            ["train", *TINY, "train.callbacks=own_hooks:Notes", "schedule.name=own_hooks:build"],
-            marks=pytest.mark.slow,
-        ),
-        [
-            "verify",
-            "--ranks",
-            "2",
-            "--schedule",
-            "own_hooks:build",
-            "--transport",
-            "processes",
-            "--steps",
-            "1",
-        ],
-        pytest.param(["train", *TINY, "--restarts", "0"], marks=pytest.mark.slow),
-        pytest.param(["doctor", "--ranks", "2"], marks=pytest.mark.slow),
+        ["train", *TINY, *OWN_PARTS],
+        ["verify", *VERIFY],
+        *exhaustive(["train", *TINY, "--restarts", "0"], ["doctor", "--ranks", "2"]),
     ],
     ids=lambda words: f"{words[0]} {words[-2].lstrip('-')}",
 )
@@ -87,5 +79,5 @@ def test_files_named_like_modules_are_not_run(folder: Path, words: list[str]):
     marks = folder / "executed"
     assert not marks.exists(), f"{marks.read_text()}: {done.stderr}"
     assert done.returncode == 0, done.stderr
-    if "train.callbacks=own_hooks:Notes" in words:
+    if OWN_PARTS[0] in words:
         assert (folder / "note").read_text() == "own True"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.encoding import decode, encode, sendable
@@ -40,6 +40,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=20)
 @given(VALUES)
 def test_plain_values_arrive_as_they_were_sent(value: object):
     found = decode(encode(value))
@@ -47,29 +48,17 @@ def test_plain_values_arrive_as_they_were_sent(value: object):
     assert repr(found) == repr(value)  # 1, 1.0 and True, and tuples and lists, are told apart
 
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (3, 2)], ids=str)
-def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]):
-    whole = torch.arange(12).reshape(4, 3).t().to(dtype)
-    sent = (
-        whole[: shape[0], : shape[1]] if len(shape) == 2 else whole[0, : shape[0]] if shape else whole[1, 1]
-    ).clone()
-    (got,) = decode(encode([sent]))
-    assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
-    assert torch.equal(got, sent)
-    got.zero_()  # its memory is its own, and can be written
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_arrive_bit_for_bit(dtype: str):
+    whole = torch.arange(12).reshape(4, 3).t().to(getattr(torch, dtype))
+    for sent in (whole[1, 1].clone(), whole[0, :3].clone(), whole[:2, :0].clone(), whole[:3, :2].clone()):
+        (got,) = decode(encode([sent]))
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(got, sent)
+        got.zero_()  # its memory is its own, and can be written
 
 
 def test_records_of_pipelines_arrive():
@@ -79,11 +68,10 @@ def test_records_of_pipelines_arrive():
         "times": np.array([1.5, math.inf]), "count": np.int64(3), "size": torch.Size([2, 3]), "held": OrderedDict(a=1),
     }  # fmt: skip
     got = decode(encode(sent))
-    assert {k: v for k, v in got.items() if k != "times"} == {
-        k: v for k, v in sent.items() if k != "times"
-    } | {"size": (2, 3)}
-    assert got["times"].dtype == np.float64
-    np.testing.assert_array_equal(got["times"], sent["times"])
+    times = got.pop("times")
+    assert times.dtype == np.float64
+    np.testing.assert_array_equal(times, sent.pop("times"))
+    assert got == sent | {"size": (2, 3)}
     assert not decode(encode(graph)).requires_grad
     assert math.isnan(decode(encode(math.nan)))
 

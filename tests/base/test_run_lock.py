@@ -4,30 +4,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.base.run_lock import LOCK, locked, may_be_restart
-
-
-@contextmanager
-def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Lock a folder in a process that ends with its standard input."""
-    lines = [
-        "import sys; from pathlib import Path; from penstock.base.run_lock import locked",
-        f"with locked(Path({str(folder)!r}), say=print):",
-        "    print('locked', flush=True)",
-        "    sys.stdin.read()",
-    ]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"locked\n"
-        yield holder
 
 
 def test_the_error_names_the_holder(tmp_path: Path):
@@ -42,27 +25,31 @@ def test_the_error_names_the_holder(tmp_path: Path):
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path):
-    with held_elsewhere(tmp_path) as holder:
-        holder.kill()
-        holder.wait()
-        assert (tmp_path / LOCK).exists()
-        with locked(tmp_path, say=pytest.fail):
-            assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
+    lines = [
+        "import os, signal; from pathlib import Path; from penstock.base.run_lock import locked",
+        f"lock = locked(Path({str(tmp_path)!r}), say=print)",
+        "lock.__enter__()",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False)
+    assert (tmp_path / LOCK).exists()
+    with locked(tmp_path, say=pytest.fail):
+        assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
 
 
 def test_a_restart_waits_for_the_process_before_it(tmp_path: Path):
     said: list[str] = []
-    with held_elsewhere(tmp_path) as holder:
+    with ExitStack() as before:
+        before.enter_context(locked(tmp_path, say=pytest.fail))
 
         def let_it_end(text: str) -> None:
             said.append(text)
-            assert holder.stdin is not None
-            holder.stdin.close()
+            before.close()
 
         with locked(tmp_path, wait=60.0, say=let_it_end):
-            assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
+            assert (tmp_path / LOCK).exists()
     assert len(said) == 1
-    assert f"is in use by process {holder.pid} on host " in said[0]
+    assert f"is in use by process {os.getpid()} on host " in said[0]
 
 
 def test_restarts_are_torchruns_and_slurms(monkeypatch: pytest.MonkeyPatch):

@@ -51,10 +51,6 @@ def holder() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    process.communicate()
-
-
 def test_it_is_deleted_at_the_end_and_with_the_last_reference(place: Path):
     with Scratch() as scratch:
         (scratch.path / "inner").mkdir()
@@ -71,12 +67,12 @@ def test_folders_of_killed_processes_are_deleted_and_those_of_living_ones_stay(p
     living, kept = holder()
     assert sorted(place.iterdir()) == sorted([left, kept])
     killed.send_signal(signal.SIGKILL)
-    end(killed)
+    killed.communicate()
     assert left.exists()
     remove_abandoned()
     assert list(place.iterdir()) == [kept]
     assert (kept / "store").read_text() == "x"
-    end(living)
+    living.communicate()
     assert list(place.iterdir()) == []
 
 
@@ -98,6 +94,7 @@ def test_links_files_and_other_users_folders_stay(place: Path):
     assert sorted(place.rglob("*")) == [path for path in before if abandoned not in (path, path.parent)]
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_leave_each_others_alone(place: Path):
     started = [subprocess.Popen([sys.executable, "-c", MANY]) for _ in range(3)]
     assert [process.wait() for process in started] == [0, 0, 0]

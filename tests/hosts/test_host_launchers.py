@@ -75,14 +75,14 @@ def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(host
     slow = [finding["what"] for finding in report["findings"] if "is slow" in finding["what"]]
     named = {tuple(re.findall(r"rank \d on host\d", text)) for text in slow}
     # Other work on this machine can make others slow, too: then they are named, and no other is.
-    latency, bandwidth = (
-        statistics.median(link[what] for link in links.values()) for what in ("latency", "bandwidth")
-    )
-    measured = {
-        ends
-        for ends, link in links.items()
-        if link["latency"] > SLOW * latency or link["bandwidth"] * SLOW < bandwidth
+    usual = {
+        what: statistics.median(link[what] for link in links.values()) for what in ("latency", "bandwidth")
     }
+
+    def is_slow(link: dict) -> bool:
+        return link["latency"] > SLOW * usual["latency"] or link["bandwidth"] * SLOW < usual["bandwidth"]
+
+    measured = {ends for ends, link in links.items() if is_slow(link)}
     assert named == {(f"rank {a} on host{a + 1}", f"rank {b} on host{b + 1}") for a, b in measured}
     assert measured >= {(1, 2), (2, 1)}
     restart = "tcp_slow_start_after_idle=0" in str(report["findings"])

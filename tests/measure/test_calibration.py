@@ -18,24 +18,18 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support import hf_models
+from tests.support.lanes import exhaustive
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 
 
 def calibrated(rank: int = 0, dp: int = 1) -> tuple[Profile, Cluster]:
-    profile = measure_layers(
-        layers(CONFIG),
-        TOKENS,
-        target=TOKENS,
-        loss_fn=next_token_loss,
-        effort=Effort(0.1, 1),
-        microbatches=(2,),
-    )
+    options = {"target": TOKENS, "loss_fn": next_token_loss, "effort": Effort(0.1, 1), "microbatches": (2,)}
+    profile = measure_layers(layers(CONFIG), TOKENS, **options)
     cluster = measure_cluster(2, dp=dp, rounds=3)
-    return calibrate(
-        profile, cluster, partial(layers, CONFIG), next_token_loss, TOKENS, TOKENS, rows=2, ranks=2, steps=2
-    ), cluster
+    given = (profile, cluster, partial(layers, CONFIG), next_token_loss, TOKENS, TOKENS)
+    return calibrate(*given, rows=2, ranks=2, steps=2), cluster
 
 
 @pytest.mark.slow
@@ -57,9 +51,8 @@ def test_a_calibrated_profile_and_the_measured_cluster_give_a_prediction():
 def test_processes_measure_together(processes: LocalProcesses):
     (_, first), (_, second) = processes.run(2, calibrated, 2)
     assert first.node.reduce_bandwidth is not None
-    assert (first.node, first.op_overhead, first.step_overhead) == (
-        second.node, second.op_overhead, second.step_overhead,
-    )  # fmt: skip
+    measured = [(cluster.node, cluster.op_overhead, cluster.step_overhead) for cluster in (first, second)]
+    assert measured[0] == measured[1]
 
 
 class OwnForward(nn.Module):
@@ -81,8 +74,14 @@ class OwnForward(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("measure", [False, True])
-@pytest.mark.parametrize("kind", ["own forward", "own loss", "transformers"])
+@pytest.mark.parametrize(
+    ("kind", "measure"),
+    [
+        ("own forward", True),
+        *exhaustive(("own loss", True), ("own loss", False), ("own forward", False)),
+        *exhaustive(("transformers", True), ("transformers", False)),
+    ],
+)
 def test_every_model_that_a_pipeline_takes_is_profiled(kind: str, measure: bool):
     ids = torch.randint(31, (2, 6), generator=torch.Generator().manual_seed(0))
     loss_fn = None
@@ -94,9 +93,8 @@ def test_every_model_that_a_pipeline_takes_is_profiled(kind: str, measure: bool)
     with Pipeline(model, loss_fn, microbatches=2) as pipe:
         names = [layer.name for layer in pipe.layers]
         pipe.step(torch.cat([ids, ids]), torch.cat([ids, ids]))
-    profile = profile_layers(
-        model, ids, target=ids, loss_fn=loss_fn, measure=measure, effort=Effort(seconds=0.5), microbatches=[2]
-    )
+    options = {"measure": measure, "effort": Effort(seconds=0.5), "microbatches": [2]}
+    profile = profile_layers(model, ids, target=ids, loss_fn=loss_fn, **options)
     assert [name for name, *_ in profile.layers] == names
     assert profile.sequence == 6
     assert profile.name == type(model).__name__

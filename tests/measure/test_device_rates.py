@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base import host
@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 SIZES = [1.0, 10.0, 300.0, 4000.0]
 
 
+@settings(max_examples=20)
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
 def test_points_on_a_line_give_that_line(intercept: float, slope: float):
     found = fit_line([(x, intercept + slope * x) for x in SIZES])
@@ -21,6 +22,7 @@ def test_points_on_a_line_give_that_line(intercept: float, slope: float):
     assert found[0] == pytest.approx(intercept, rel=1e-4, abs=1e-6 * slope)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(1e-9, 1e6)), min_size=1, max_size=8))
 def test_no_points_give_a_negative_latency_or_rate(points: list[tuple[float, float]]):
     intercept, slope = fit_line(points)

@@ -16,6 +16,7 @@ from penstock.plan.prediction import predict
 from penstock.plan.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
+from tests.support.lanes import exhaustive
 from tests.support.planning import SMALL
 
 
@@ -29,7 +30,7 @@ def measured(rank: int, place: Path, path: Path, machines: list[str]) -> Measure
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machines", [["a"], ["a", "a"], ["a", "b"]], ids="".join)
+@pytest.mark.parametrize("machines", [["a", "b"], *exhaustive(["a"], ["a", "a"])], ids="".join)
 def test_the_file_reads_back_and_predicts(machines: list[str], tmp_path: Path, processes: LocalProcesses):
     path = tmp_path / "mine.toml"
     answers = processes.run(len(machines), measured, tmp_path, path, machines)

@@ -46,8 +46,9 @@ def run(script: list[str], root: Path) -> str:
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     for _ in range(3):
+        command = [sys.executable, *script]
         ended = subprocess.run(
-            [sys.executable, *script], cwd=root, env=environment, text=True, capture_output=True, timeout=600
+            command, cwd=root, env=environment, text=True, capture_output=True, timeout=600
         )
         if ended.returncode != NOT_STARTED:
             break

@@ -71,12 +71,8 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    variables = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with SlurmCluster(variables) as cluster:
+    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    with SlurmCluster({"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}) as cluster:
         yield Site(cluster, tmp_path_factory.mktemp("site"))
 
 
@@ -98,9 +94,8 @@ class Jobs:
         self.cancelled = site.sbatch("cancelled", "--nodelist=n[1-2]", PATH=path, **{PLAN: plan})
         self.wrong = site.sbatch("wrong", "--nodelist=n[1-2]", config="missing.toml", PATH=path)
         checkpoints = '"$RUNS/$SLURM_JOB_NAME/checkpoints/step-00000001"'
-        failure = site.command(
-            "failure", f"mkdir -p {checkpoints}", f"echo {{}} > {checkpoints}/manifest.json", "exit 1"
-        )
+        save = (f"mkdir -p {checkpoints}", f"echo {{}} > {checkpoints}/manifest.json")
+        failure = site.command("failure", *save, "exit 1")
         self.hopeless = site.sbatch("hopeless", "--nodelist=n[1-2]", PATH=failure, RETRIES="1")
         patient = site.command(
             "patient",
@@ -198,12 +193,10 @@ def test_the_shapes_of_a_step_give_ranks_and_a_place_to_meet(site: Site):
     ranks = ["(0, 2, 0, 1, 'tcp://n1:')", "(1, 2, 0, 1, 'tcp://n1:')"]
     assert printed("srun", nodes) == printed("salloc", nodes, "srun") == ranks
     assert printed("srun", "--ntasks=1") == printed("salloc", nodes) == ["alone"]
-    assert printed("srun", nodes, "--ntasks=3", "--distribution=cyclic") == [
-        "(0, 3, 0, 2, 'tcp://n1:')", "(1, 3, 0, 1, 'tcp://n1:')", "(2, 3, 1, 2, 'tcp://n1:')"
-    ]  # fmt: skip
-    assert printed("srun", "--nodes=1", "--ntasks=2") == [
-        "(0, 2, 0, 2, 'tcp://127')", "(1, 2, 1, 2, 'tcp://127')"
-    ]  # fmt: skip
+    three = [f"({place}, 'tcp://n1:')" for place in ("0, 3, 0, 2", "1, 3, 0, 1", "2, 3, 1, 2")]
+    assert printed("srun", nodes, "--ntasks=3", "--distribution=cyclic") == three
+    two = [f"({place}, 'tcp://127')" for place in ("0, 2, 0, 2", "1, 2, 1, 2")]
+    assert printed("srun", "--nodes=1", "--ntasks=2") == two
 
 
 def test_a_run_that_fails_at_every_start_is_requeued_only_so_often(site: Site, jobs: Jobs):
@@ -211,9 +204,8 @@ def test_a_run_that_fails_at_every_start_is_requeued_only_so_often(site: Site, j
     job = site.cluster.ended(jobs.hopeless)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "2", "1:0")
     lines = [line for line in site.output("hopeless", jobs.hopeless).splitlines() if "requeue" in line]
-    assert [line.split(":")[0] for line in lines] == [
-        "asking for a requeue", "asking for a requeue", "not requeued"
-    ]  # fmt: skip
+    told = ["asking for a requeue", "asking for a requeue", "not requeued"]
+    assert [line.split(":")[0] for line in lines] == told
     assert lines[-1].endswith(f"1 requeue(s) in a row without a newer checkpoint in {site.runs / 'hopeless'}")
 
 

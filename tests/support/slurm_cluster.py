@@ -62,13 +62,6 @@ PartitionName=urgent Nodes=n[4-5] PriorityTier=2 PreemptMode=OFF
 """
 
 
-def missing() -> str:
-    """Return why there can be no Slurm here; empty if there can."""
-    if slurm_packages.programs() is None:
-        return "Slurm is not unpacked: python -m tests.support.slurm_packages"
-    return ""
-
-
 class SlurmCluster:
     """The cluster, while the context lasts; nothing that it started is left afterwards.
 
@@ -86,8 +79,8 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
-        if reason := missing():
-            give_up(reason)
+        if slurm_packages.programs() is None:
+            give_up("Slurm is not unpacked: python -m tests.support.slurm_packages")
         self._folder = Path(mkdtemp(prefix="slurm-"))  # short, as sockets' names are in it
         try:
             self._start()
@@ -110,15 +103,8 @@ class SlurmCluster:
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={free_port()} CPUs=4 State=UNKNOWN"
             for name in NODES
         )
-        text = CONFIG.format(
-            host=host,
-            user=getpass.getuser(),
-            plugins=slurm_packages.plugins(),
-            port=free_port(),
-            folder=self._folder,
-            nodes=nodes,
-        )
-        config.write_text(text)
+        places = {"plugins": slurm_packages.plugins(), "port": free_port(), "folder": self._folder}
+        config.write_text(CONFIG.format(host=host, user=getpass.getuser(), nodes=nodes, **places))
         for name in ("state", *NODES):
             (self._folder / name).mkdir()
         self._daemon("slurmctld", "slurmctld", "-D", "-i")
