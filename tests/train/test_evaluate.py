@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from penstock.base.errors import ConfigError
 from penstock.cli.eval import command
@@ -34,6 +32,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_transformers(root: Path) -> tuple[float, int, int]:
     """Loss of the text with transformers alone, in windows of 64 tokens, their number, and the bytes of the text."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(root / "model").eval()
     content = (root / "text.txt").read_text()
     ids = Tokenizer.from_file(str(root / "model" / "tokenizer.json")).encode(content).ids

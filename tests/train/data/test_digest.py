@@ -33,15 +33,11 @@ def test_the_same_files_elsewhere_have_the_same_digest(tmp_path: Path):
     assert one == other
     assert one.short == other.short
     assert one.changes(other) == []
-
-
-def test_it_comes_back_from_json(tmp_path: Path):
-    found = digest(folder(tmp_path / "one"))
-    assert DataDigest.from_values(json.loads(json.dumps(found.values()))) == found
+    assert DataDigest.from_values(json.loads(json.dumps(one.values()))) == one
 
 
 @pytest.mark.parametrize(
-    "values", [None, [], {}, {"training": {}, "held_out": {}}, {"training": 1, "held_out": 2}]
+    "values", [None, {}, {"training": {}, "held_out": {}}, {"training": 1, "held_out": 2}]
 )
 def test_what_is_no_digest_is_refused(values: object):
     with pytest.raises(DataError, match="it is not a digest of data"):
@@ -112,9 +108,10 @@ def test_of_a_large_corpus_a_bounded_part_is_read(tmp_path: Path, monkeypatch: p
         return original(self, start, length)
 
     monkeypatch.setattr(Corpus, "read", counting)
+    monkeypatch.setattr(data_digest, "PIECE", 64)
     tokens = 1 << 36
     before = digest(large(tmp_path / "a.txt", tokens))
-    assert sum(read) == 2 * PIECES * PIECE
+    assert sum(read) == 2 * PIECES * 64
     assert len(read) == 2 * PIECES
     assert len(json.dumps(before.values())) < 100_000
     cut = tokens - round(0.2 * tokens)
@@ -123,7 +120,7 @@ def test_of_a_large_corpus_a_bounded_part_is_read(tmp_path: Path, monkeypatch: p
         assert change == f"the {role} file 'a.txt' has other tokens"
 
 
-@pytest.mark.parametrize("tokens", [2, 3, PIECES, PIECES + 1, 100_000, PIECES * PIECE, PIECES * PIECE + 1])
+@pytest.mark.parametrize("tokens", [2, PIECES, PIECES + 1, PIECES * PIECE, PIECES * PIECE + 1])
 def test_up_to_the_bound_every_token_is_hashed_once(tokens: int):
     for listed in ((), (("a", tokens - 1), ("b", 1))):
         places = data_digest._places(tokens, listed)

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 
 from penstock.huggingface.router_loss import NAME
 from penstock.runtime.pipeline import Pipeline
@@ -22,6 +20,7 @@ from penstock.train.evaluate import evaluate
 from penstock.train.model.experts import Experts, Mixture, Router
 from penstock.train.model.llama import layers, next_token_loss
 from penstock.verify import VerifyTarget, verify
+from tests.support.lanes import exhaustive
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same, stopped_at
 
@@ -49,7 +48,7 @@ def by_loop(experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tens
     return out
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(13, 2), (5, 3), (1, 1), (0, 2)])
+@pytest.mark.parametrize(("tokens", "chosen"), [(13, 2), (1, 1), (0, 2)])
 def test_experts_equal_a_loop_over_them_also_without_tokens(tokens: int, chosen: int):
     generator = torch.Generator().manual_seed(1)
     experts = filled(Experts(6, 16, 8))
@@ -76,11 +75,11 @@ def test_a_part_of_the_stacks_is_a_part_of_the_experts():
 
 
 def test_a_mixture_equals_that_of_mixtral_and_its_auxiliary_loss():
-    theirs = filled(
-        MixtralSparseMoeBlock(
-            MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)
-        )
-    )
+    from transformers import MixtralConfig
+    from transformers.models.mixtral import modeling_mixtral
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    theirs = filled(modeling_mixtral.MixtralSparseMoeBlock(MixtralConfig(**sizes)))
     ours = Mixture(replace(CONFIG, shared_hidden=0))
     ours.load_state_dict({name.replace("gate.", "router."): p for name, p in theirs.named_parameters()})
     found = []
@@ -88,9 +87,8 @@ def test_a_mixture_equals_that_of_mixtral_and_its_auxiliary_loss():
         x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(5)).requires_grad_()
         out = module(x)
         (out[0] if isinstance(out, tuple) else out).square().sum().backward()
-        found.append(
-            [x.grad, *(p.grad for _, p in sorted(module.named_parameters(), key=lambda n: n[0][-9:]))]
-        )
+        named = sorted(module.named_parameters(), key=lambda named: named[0][-9:])
+        found.append([x.grad, *(p.grad for _, p in named)])
     torch.testing.assert_close(found[0], found[1])
 
     model = StageModule(layers(CONFIG))
@@ -103,7 +101,8 @@ def test_a_mixture_equals_that_of_mixtral_and_its_auxiliary_loss():
         part = pipe.evaluate(x, x).parts[NAME]
     model(x)
     assert len(logits) == 4
-    assert part.item() == pytest.approx(0.5 * load_balancing_loss_func(tuple(logits), 4, 2).item(), rel=1e-6)
+    expected = modeling_mixtral.load_balancing_loss_func(tuple(logits), 4, 2).item()
+    assert part.item() == pytest.approx(0.5 * expected, rel=1e-6)
 
 
 def test_sigmoid_scores_are_those_of_each_expert_divided_by_the_sum_of_the_chosen():
@@ -145,11 +144,15 @@ def _batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_every_kind_of_schedule_equals_plain_pytorch_bit_for_bit():
-    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2)]
-    rows = list(verify(f"{__name__}:target", schedules, [2], [4], transports=["threads"], steps=2))
-    assert [row.schedule for row in rows] == [name for name, _ in schedules]
-    assert all((row.loss, row.weights, row.gradients) == (0.0, 0.0, 0.0) for row in rows), rows
+# One that keeps the backward whole, one that splits it; the others order the same ops in other ways.
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("zb-v", 2), *exhaustive(("gpipe", 1), ("interleaved-1f1b", 2), ("zb-h1", 1))],
+)
+def test_every_kind_of_schedule_equals_plain_pytorch_bit_for_bit(schedule: str, virtual: int):
+    (row,) = verify(f"{__name__}:target", [(schedule, virtual)], [2], [4], transports=["threads"], steps=2)
+    assert row.schedule == schedule
+    assert (row.loss, row.weights, row.gradients) == (0.0, 0.0, 0.0), row
 
 
 @pytest.mark.slow

@@ -40,11 +40,8 @@ def follow(model: torch.nn.Module, seed: int = 0, **changes: object) -> list[int
     return generate(model, [3], generator=torch.Generator().manual_seed(seed), **given)
 
 
-def test_temperature_zero_takes_the_likeliest():
+def test_temperature_zero_takes_the_likeliest_and_top_k_of_one_leaves_no_choice():
     assert follow(Counting(10), temperature=0.0) == [3, 4, 5, 6, 7]
-
-
-def test_top_k_of_one_leaves_no_choice():
     assert follow(Counting(10), temperature=5.0, top_k=1) == [3, 4, 5, 6, 7]
 
 
@@ -103,9 +100,8 @@ def test_a_run_is_sampled_with_its_own_weights(tmp_path: Path):
     assert sample_run(tmp_path / "run", seed=1) != text
     model = StageModule(layers(config.model, seed=9))
     prompt = list(b"import ")
-    best = generate(
-        model, prompt, length=5, context=128, temperature=0, top_k=0, generator=torch.Generator(), end=0
-    )
+    options = {"length": 5, "context": 128, "temperature": 0, "top_k": 0, "end": 0}
+    best = generate(model, prompt, generator=torch.Generator(), **options)
     wanted = SampleConfig(prompt="import ", length=5, temperature=0.0)
     assert sample_run(tmp_path / "run", wanted) == ByteTokenizer().decode(best)
 
