@@ -37,7 +37,7 @@ def test_the_table_has_every_field_of_real_lines_and_no_other(tmp_path: Path):
     for line in lines_of_a_run_with_a_bad_step(tmp_path):
         for name in line:
             seen.setdefault(name, set()).add(line["kind"])
-    # On GPUs alone, and of tests/train/test_divided_experts.py.
+    # On GPUs alone, and of tests/train/test_meshes.py.
     for name in ("cuda_allocated", "cuda_peak", "expert_imbalance", "expert_tokens", "exchange_seconds"):
         assert documented.pop(name) == {"train"}
     assert seen == documented

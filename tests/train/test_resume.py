@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from penstock.base.run_lock import LOCK
 from penstock.checkpoint.find import damage, read_manifest, steps_in
 from penstock.checkpoint.manifest import MANIFEST, digest_of_config, dump
 from penstock.huggingface import weights
+from penstock.train.config.config import Config, from_mapping
 from penstock.train.loop import train
+from penstock.train.resume import config_changes
 from penstock.train.run_log import Reporter
 from tests.support.lanes import exhaustive
 from tests.support.tiny_run import text_folder
@@ -251,3 +254,35 @@ def test_there_must_be_a_run(tmp_path: Path):
         run(config_of(tmp_path, text, "x", 4, str(tmp_path / "none")))
     with pytest.raises(ConfigError, match=r"train\.name, which is not set"):
         run(config_of(tmp_path, text, "", 4, "auto"))
+
+
+def with_data(**data: Any) -> Config:
+    return from_mapping({"data": data})
+
+
+def changes(before: Config, now: Config, knows_data: bool = True) -> list[str]:
+    return config_changes(asdict(before), now, knows_data=knows_data)
+
+
+def test_keys_are_compared_one_by_one():
+    before, now = (
+        with_data(path="a.txt", sequence=64),
+        with_data(path="b.txt", sequence=32, text_field="body"),
+    )
+    said = ["data.text_field was 'text' and is 'body'", "data.sequence was 64 and is 32"]
+    assert changes(before, now) == said
+    assert changes(before, now, knows_data=False) == ["data.path was 'a.txt' and is 'b.txt'", *said]
+
+
+def test_held_out_files_may_move_and_not_appear():
+    one, two, none = (with_data(held_out_path=path) for path in ("a.txt", "b.txt", ""))
+    assert changes(one, two) == []
+    assert changes(one, none) == ["data.held_out_path was 'a.txt' and is ''"]
+    assert changes(none, two) == ["data.held_out_path was '' and is 'b.txt'"]
+
+
+def test_keys_that_are_newer_than_the_checkpoint_have_their_defaults():
+    before = asdict(with_data())
+    del before["data"]["held_out_path"], before["data"]["text_field"]
+    assert config_changes(before, with_data(), knows_data=True) == []
+    assert config_changes({"data": 5}, with_data(), knows_data=True) != []
