@@ -13,19 +13,7 @@ from tests.support.tiny_run import text_folder
 
 pytestmark = pytest.mark.slow
 
-NAMES = [
-    "random",
-    "torch",
-    "numpy",
-    "click",
-    "tempfile",
-    "json",
-    "pickle",
-    "multiprocessing",
-    "transformers",
-    "bokeh",
-    "rich",
-]
+NAMES = ("random", "torch", "numpy", "click", "tempfile", "json", "multiprocessing", "transformers", "bokeh")
 TINY = [
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=16", "data.path=text",
     "data.sequence=12", "schedule.microbatches=2", "train.steps=1", "train.batch=4", "train.eval_batches=1",

@@ -19,6 +19,7 @@ from penstock.measure.rounds import Rounds
 from penstock.plan.cluster import read_cluster
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 
 def examined(rank: int, ranks: int, place: Path, folder: Path | None, change: str = "") -> Report:
@@ -50,24 +51,27 @@ def test_processes_of_this_machine_are_measured_pair_by_pair(tmp_path: Path, pro
     assert list(folder.iterdir()) == []  # nothing is left behind
 
 
-def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, processes: LocalProcesses):
+def test_a_folder_that_cannot_be_written_or_is_another_one_elsewhere_is_named_by_every_rank(
+    tmp_path: Path, processes: LocalProcesses
+):
     (tmp_path / "file").write_text("in its place")
-    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "file", "no shared memory")
+    runs = tmp_path / "runs"
+    for folder in (runs / "other", tmp_path / "one", tmp_path / "two"):
+        folder.mkdir(parents=True)
+    cases = [
+        (2, tmp_path / "one", tmp_path / "file", "no shared memory"),
+        (2, tmp_path / "two", runs, "rank 1 sees another folder"),
+    ]
+    (report, _), (elsewhere, _) = run_cases(processes, 2, examined, cases)
+    (finding,) = [f for f in elsewhere.findings if f.subject == "folder"]
+    assert finding.what.startswith("rank 1: cannot write in")
+    assert [path.name for path in runs.rglob("*")] == ["other"]
     assert not report.sound
     first, *others = report.findings
     assert first.subject == "folder"
     assert first.what == f"ranks 0, 1: cannot write in {tmp_path / 'file'}: Not a directory"
     assert any(f.subject == "transport" and f.do == f"remove the reason: {SWITCH} is 0" for f in others)
     assert {link["way"] for own in report.links.values() for link in own} == {"process group"}
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_another_one_elsewhere_is_found(tmp_path: Path, processes: LocalProcesses):
-    (tmp_path / "runs" / "other").mkdir(parents=True)
-    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "runs", "rank 1 sees another folder")
-    (finding,) = [f for f in report.findings if f.subject == "folder"]
-    assert finding.what.startswith("rank 1: cannot write in")
-    assert [path.name for path in (tmp_path / "runs").rglob("*")] == ["other"]
 
 
 def missing(rank: int, place: Path) -> list[tuple[object, str]]:

@@ -33,19 +33,6 @@ def test_threads_divide_what_is_set_and_it_is_put_back():
     assert torch.get_num_threads() == 4
 
 
-def test_processes_begin_with_their_machines_cores_which_a_pipeline_then_shares(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = torch.get_num_threads()
-    with sharing_cores(6, 0, in_processes=True, root=Path("/nowhere")) as each:
-        assert each == torch.get_num_threads() == 12
-    with sharing_cores(6, 2, in_processes=True, root=Path("/nowhere")) as each:
-        assert each == torch.get_num_threads() == 2
-    assert torch.get_num_threads() == before
-
-
 def test_a_containers_quota_is_shared_and_not_the_hosts_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -65,14 +52,20 @@ def test_a_containers_quota_is_shared_and_not_the_hosts_cores(
         assert (each, torch.get_num_threads()) == (8, 16)
 
 
-def test_omp_num_threads_is_taken_unless_torchrun_set_it(monkeypatch: pytest.MonkeyPatch):
+def test_processes_take_omp_num_threads_unless_torchrun_set_it_and_else_their_machines_cores(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    before = torch.get_num_threads()
 
-    def chosen(omp: str) -> int:
+    def chosen(omp: str, threads: int = 0) -> int:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
-        with sharing_cores(3, 0, in_processes=True, root=Path("/nowhere")) as each:
+        with sharing_cores(3, threads, in_processes=True, root=Path("/nowhere")) as each:
+            assert each == torch.get_num_threads()
             return each
 
     assert (chosen("1"), chosen("2"), chosen("what"), chosen("0")) == (1, 2, 12, 12)
+    assert chosen("", threads=2) == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert (chosen("1"), chosen("2")) == (12, 2)
+    assert torch.get_num_threads() == before
