@@ -73,6 +73,7 @@ def test_each_signal_asks_once_however_often_it_comes_at_that_time(number: signa
             os.kill(os.getpid(), number)
         interrupts.until(3)
         assert interrupts.asked()
+    assert interrupts.ended == []
 
 
 def test_under_nohup_a_hangup_stays_ignored():
@@ -84,7 +85,7 @@ def test_under_nohup_a_hangup_stays_ignored():
             assert not interrupts.asked()
             os.kill(os.getpid(), signal.SIGTERM)
             interrupts.until(1)
-        assert interrupts.numbers == [signal.SIGTERM]
+        assert (interrupts.numbers, interrupts.ended) == ([signal.SIGTERM], [])
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
