@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base import host
-from penstock.measure.device_rates import fit_line, measure_device, steady_seconds, usable_dtypes
+from penstock.measure import device_rates
+from penstock.measure.device_rates import (
+    fit_line,
+    measure_device,
+    steady_seconds,
+    usable_dtypes,
+)
 
 CPU = torch.device("cpu")
 SIZES = [1.0, 10.0, 300.0, 4000.0]
@@ -46,6 +56,28 @@ def test_short_calls_are_timed_together():
     seconds = steady_seconds(job, CPU, 0.01)
     assert 0 < seconds * calls < 5
     assert calls > 1000
+
+
+def test_rates_are_those_of_a_device_whose_times_are_known(monkeypatch: pytest.MonkeyPatch):
+    rate, width, bandwidth, launch = 1e9, 50.0, 2e9, 1e-5
+
+    def seconds(job: Any, device: torch.device, budget: float) -> float:
+        """Of a product or an addition of tensors, by their sizes; else those of an attention."""
+        if not isinstance(job, partial):
+            return launch + 4 * 4 * 512 * 512 * 64 / rate
+        left, right = job.args
+        if job.func is torch.add:
+            return launch + 3 * 4 * left.numel() / bandwidth
+        sizes = (*left.shape, right.shape[1])
+        return launch + 2 * math.prod(sizes) / rate * (1 + width * sum(1 / size for size in sizes) / 3)
+
+    monkeypatch.setattr(device_rates, "steady_seconds", seconds)
+    monkeypatch.setattr(torch, "zeros", torch.empty)  # memory that nobody touches
+    rates, half = device_rates._matmul(CPU, launch, 0.0)
+    assert rates == {"fp32": pytest.approx(rate, rel=1e-6)}
+    assert half == pytest.approx(width, rel=1e-6)
+    assert device_rates._attention(CPU, "fp32", launch, 0.0) == pytest.approx(rate, rel=1e-6)
+    assert device_rates.memory_bandwidth(CPU, launch, 0.0) == pytest.approx(bandwidth, rel=1e-6)
 
 
 @pytest.mark.slow
