@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from penstock.train import signals, trainer
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from tests.support.listening_rank import listening
+from tests.support.waiting import until
 
 PLAN = "VICTIM"
 NOTES = "VICTIM_NOTES"
@@ -55,14 +55,6 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def fail() -> None:
-    raise RuntimeError("the stage has had enough")
-
-
 def term() -> None:
     """SIGTERM for whoever started this process, which is to pass it on; the step goes on once it is here."""
     os.kill(os.getppid(), signal.SIGTERM)
@@ -77,10 +69,10 @@ def term_self() -> None:
 def term_all() -> None:
     """SIGTERM for this process and, from rank 0, for the launcher; the step goes on once the launcher's copy is here."""
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: here[-1].taken >= 1)
+    until(lambda: here[-1].taken >= 1, 900)
     if os.environ["RANK"] == "0":
         os.kill(os.getppid(), signal.SIGTERM)
-    until(lambda: here[-1].taken >= 2)
+    until(lambda: here[-1].taken >= 2, 900)
 
 
 def interrupt_twice() -> None:
@@ -101,14 +93,7 @@ def note_addresses() -> None:
 
 
 def until_asked() -> None:
-    until(lambda: here[-1].asked())
-
-
-def until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 900
-    while not holds():
-        assert time.monotonic() < limit, "no signal came"
-        time.sleep(0.01)
+    until(lambda: here[-1].asked(), 900)
 
 
 def planned() -> dict[tuple[int, int, int], Callable[[], None]]:
