@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock.base.errors import ConfigError
+from penstock.runtime.local_stages import choose_recompute
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
+from penstock.stage.compute.runner import LayerBytes
 from tests.support.groups import outcome
 from tests.support.lanes import exhaustive
 
@@ -179,6 +183,21 @@ def test_the_memory_driven_choice_recomputes_as_few_layers_as_the_limit_allows(u
         assert_same(train(0, {"ranks": 2, **options}), unsplit)
     assert peaks[0] == none
     assert peaks[0] > peaks[1] >= peaks[2] >= full
+
+
+@pytest.mark.parametrize(
+    ("limit", "recomputed"), [(640, []), (639, [0]), (380, [0]), (379, [0, 1]), (180, [0, 1])]
+)
+def test_a_limit_is_kept_to_the_byte(limit, recomputed):
+    # Four microbatches are held at once: 4 * (100 + 60) bytes, then 4 * (10 + 60) + 100, then 4 * (10 + 10) + 100.
+    chosen: list[bool] = []
+    layers = [LayerBytes(100, 10), LayerBytes(60, 10)]
+    stage = SimpleNamespace(layer_bytes=lambda: layers, set_recompute=chosen.extend)
+    schedule = build_schedule("gpipe", 1, 4)
+    choose_recompute(schedule, 0, {0: stage}, limit)
+    assert [n for n, again in enumerate(chosen) if again] == recomputed
+    with pytest.raises(ConfigError, match="rank 0 holds 180 bytes of activations even with every layer"):
+        choose_recompute(schedule, 0, {0: stage}, 179)
 
 
 def refused_by(rank: int, memory: int) -> str:

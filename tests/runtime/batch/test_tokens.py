@@ -1,0 +1,80 @@
+"""Samples whose tokens are divided: what is cut, and the losses of the parts together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.base.errors import BatchError
+from penstock.parallel.context import SequencePart
+from penstock.runtime.batch.tokens import cut_tokens, join_tokens, next_targets, tokens_of
+from penstock.runtime.batch.work import StepOptions, Work
+
+
+def test_the_length_of_samples_is_that_of_the_first_tensor_with_tokens():
+    assert tokens_of({"rows": torch.zeros(3), "tokens": torch.zeros(3, 8)}, torch.zeros(3, 9, 2)) == 8
+    assert tokens_of(5, torch.zeros(3, 9, 2)) == 9
+    with pytest.raises(BatchError, match=r"the batch has no tensor of shape \(batch, tokens, ...\)"):
+        tokens_of(torch.zeros(3), 5)
+
+
+def test_tensors_of_tokens_are_cut_and_others_stay():
+    tokens = torch.arange(16).view(2, 8)
+    value = {"tokens": tokens, "mask": torch.ones(2, 1, 8), "rows": torch.arange(2), "name": "x"}
+    cut = cut_tokens(value, SequencePart(1, 2), 8, "the input")
+    assert cut["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert all(cut[name] is value[name] for name in ("mask", "rows", "name"))
+    with pytest.raises(BatchError, match=r"the input has a tensor of shape \(2, 6\), and the samples have 8"):
+        cut_tokens(torch.zeros(2, 6), SequencePart(0, 2), 8, "the input")
+
+
+def test_the_last_token_has_no_next_one():
+    targets, rows = torch.arange(6).view(2, 3), torch.arange(2)
+    moved = next_targets([targets, rows], -100)
+    assert moved[0].tolist() == [[1, 2, -100], [4, 5, -100]]
+    assert moved[1] is rows
+
+
+def works(totals: list[float], weights: list[float]) -> list[Work]:
+    """Two parts of the samples of two replicas, with one microbatch each."""
+    made = []
+    for n, (total, weight) in enumerate(zip(totals, weights, strict=True)):
+        work = Work(options=StepOptions(microbatches=1))
+        work.losses.total[n], work.losses.weights[n] = torch.tensor(total), weight
+        work.losses.parts[n] = {"loss": torch.tensor(2 * total)}
+        made.append(work)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sums", "weights", "joined", "weight"),
+    [
+        (False, [1.0, 3.0, 0.5, 0.0], [3.5, 16.0], [4.0, 0.5]),
+        (False, [0.0, 0.0, 0.25, 0.25], [3.0, 24.0], [0.0, 0.5]),
+        (True, [1.0, 3.0, 1.0, 1.0], [6.0, 48.0], [1.0, 1.0]),
+    ],
+)
+def test_losses_of_parts_are_weighed_by_what_counts_in_them(sums, weights, joined, weight):
+    parts = works([2.0, 4.0, 16.0, 32.0], weights)
+    join_tokens(parts, SequencePart(0, 2), 2, sums)
+    losses = parts[0].losses
+    assert [losses.total[n].item() for n in (0, 1)] == joined
+    assert [losses.parts[n]["loss"].item() for n in (0, 1)] == [2 * each for each in joined]
+    assert [losses.weights[n] for n in (0, 1)] == weight
+    assert all(not work.losses.total for work in parts[1:])
+
+
+def test_a_part_without_targets_may_have_a_loss_that_is_not_a_number():
+    parts = works([2.0, float("nan")], [1.0, 0.0])
+    join_tokens(parts, SequencePart(0, 2), 1, False)
+    assert parts[0].losses.total[0].item() == 2.0
+
+
+def test_probabilities_of_tokens_are_put_in_the_order_of_the_samples():
+    whole = torch.arange(16.0).view(2, 8)
+    parts = works([0.0, 0.0], [1.0, 1.0])
+    for n, work in enumerate(parts):
+        work.losses.total[n] = SequencePart(n, 2).cut(whole)
+        work.losses.parts.clear()
+    join_tokens(parts, SequencePart(0, 2), 1, False)
+    assert torch.equal(parts[0].losses.total[0], whole)
