@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -323,6 +324,23 @@ def test_the_next_heads_keys_come_while_attention_is_computed(monkeypatch: pytes
         *["gather", "gathered"], *["gather", "attention", "gathered"] * 3, "attention",
         *["backward", "sum"] * 4, *["summed"] * 4,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_causal_attention_of_a_part_is_that_part_of_the_whole_attention(parts):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, HEADS, 4 * parts, 3, generator=generator) for _ in range(3))
+    whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    for index in range(parts):
+        part = SequencePart(index, parts)
+        division = SimpleNamespace(part=part, exchange=SimpleNamespace(masks={}))
+        own = context._causal_attention(division, {}, part.cut(query, -2), key, value, None)
+        torch.testing.assert_close(own, part.cut(whole, -2))
+        # One mask for the chunk in the first half of the sample and one for the other.
+        assert sorted(keys for _, keys, _ in division.exchange.masks) == [
+            2 * index + 2,
+            4 * parts - 2 * index,
+        ]
 
 
 @pytest.mark.parametrize("parts", [2, 4])

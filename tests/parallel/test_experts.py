@@ -15,6 +15,7 @@ import penstock
 from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptimizer
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
+from penstock.parallel.experts import TensorRanks, _Joined, _Part
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.groups import run_cases
@@ -179,6 +180,31 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(processes: LocalProcess
     results = run_cases(processes, 2, refused, [(wrong,) for wrong in WRONG])
     for (wrong, words), by_rank in zip(WRONG.items(), results, strict=True):
         assert all(words in text for text in by_rank), (wrong, by_rank)
+
+
+@pytest.mark.parametrize(("number", "counts"), [(4, [2, 2]), (5, [3, 2]), (5, [2, 2, 1, 0]), (0, [0, 0])])
+def test_ranks_that_share_matrices_take_parts_of_the_rows_and_join_them(number: int, counts: list[int]):
+    rows = torch.arange(2.0 * number).view(number, 2)
+    padded: list[Tensor] = []
+
+    def gather(own: Tensor) -> Tensor:
+        padded.append(own)
+        return own.new_zeros(len(own) * len(counts), 2)
+
+    for rank, count in enumerate(counts):
+        ranks = TensorRanks(rank, len(counts), gather)
+        own = rows.clone().requires_grad_()
+        part = _Part.apply(own, ranks)
+        first = sum(counts[:rank])
+        assert torch.equal(part, rows[first : first + count])
+        joined = _Joined.apply(part, ranks, number)
+        assert joined.shape == rows.shape
+        # A gradient of all rows gives each part its own.
+        (grad,) = torch.autograd.grad(joined, part, rows, retain_graph=True)
+        assert torch.equal(grad, part)
+    # All give equally many rows, and those of the samples come first.
+    assert len({len(own) for own in padded}) == 1
+    assert torch.equal(torch.cat(padded)[:number], rows)
 
 
 def test_every_group_of_experts_has_them_in_one_order():

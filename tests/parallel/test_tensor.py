@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 from penstock.base.errors import BatchError, ConfigError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import make_mesh
-from penstock.parallel.tensor import PLANS, plan_of, tensor_parallel
+from penstock.parallel.tensor import (
+    PLANS,
+    _by_columns_and_rows,
+    plan_of,
+    shard_columns,
+    shard_rows,
+    shard_side_by_side,
+    tensor_parallel,
+)
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
@@ -117,6 +125,24 @@ def test_experts_are_whole_on_every_rank_and_have_the_gradients_of_one_process(p
 
 def test_families_without_a_table_entry_are_among_those_tested():
     assert {"starcoder2", "exaone4"} <= HF.keys() - PLANS.keys()
+
+
+def test_matrices_of_inputs_by_outputs_are_cut_by_their_place_in_the_block():
+    plan = PLANS["gpt2"]
+    cuts = {
+        name: _by_columns_and_rows(plan, f"transformer.h.0.{name}")
+        for name in ("mlp.c_fc", "attn.c_proj", "mlp.c_proj", "ln_1")
+    }
+    assert cuts == {
+        "mlp.c_fc": shard_columns,
+        "attn.c_proj": shard_rows,
+        "mlp.c_proj": shard_rows,
+        "ln_1": None,
+    }
+    # Of query, key and value in one matrix each rank has its heads' part.
+    heads = _by_columns_and_rows(plan, "transformer.h.0.attn.c_attn")
+    assert (heads.func, heads.keywords) == (shard_side_by_side, {"parts": 3})
+    assert _by_columns_and_rows(replace(plan, qkv="apart"), "transformer.h.0.attn.c_attn") is shard_columns
 
 
 def hugging_face(family: str, **changes: int) -> nn.Module:

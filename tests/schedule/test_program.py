@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import JITTER_SLOTS, Action, Edge, Program, lower
 from penstock.schedule.schedule import Schedule
@@ -188,6 +188,27 @@ def test_a_skip_has_a_port_of_its_own_there_and_back():
         "run 2F0", "run 2B0", "send #0 of 2B0 to rank 1", "send #0 of 2B0 (skip 1) to rank 0",
         "free 2B0", "reduce stage 2 after 2B0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "capacities"),
+    [
+        # As many as forwards lead the backwards by, on the rank of the two where they lead by more.
+        ("1f1b", 4, {(0, 1): 4, (1, 0): 4, (1, 2): 3, (2, 1): 3, (2, 3): 2, (3, 2): 2}),
+        ("gpipe", 2, {(0, 1): 8, (1, 0): 8}),
+        ("zb-h1", 3, {(0, 1): 3, (1, 0): 3, (1, 2): 2, (2, 1): 2}),
+        ("interleaved-1f1b", 2, {(0, 1): 5, (1, 0): 5}),
+    ],
+)
+def test_an_edge_holds_all_messages_that_may_be_under_way(name, ranks, capacities):
+    edges = lower(build_schedule(name, ranks, 8)).edges
+    assert {key: edge.capacity for key, edge in edges.items()} == capacities
+
+
+def test_an_edge_of_forwards_alone_holds_the_messages_that_are_awaited():
+    schedule = Schedule.from_ops("forwards", TWO, 8, [[Op(s, Kind.F, n) for n in range(8)] for s in range(2)])
+    (edge,) = lower(schedule).edges.values()
+    assert edge.capacity == edge.slots == 1 + JITTER_SLOTS
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -20,6 +22,15 @@ def test_one_process_decides_for_itself():
     assert alone.leads
     assert alone.decide(lambda: "this") == "this"
     assert alone.total(2.5) == 2.5
+
+
+@pytest.mark.parametrize("world", [None, SimpleNamespace(rank=0, size=1)])
+def test_a_run_of_one_process_meets_nobody(world: object, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.runtime.workers.run_group.current_world", lambda: world)
+    met = RunGroup.meet(Timeout(0.1))
+    assert (met.size, met.rank, met.leads) == (1, 0, True)
+    assert not dist.is_initialized()
+    assert met.each(lambda: "this") == ["this"]
 
 
 def in_a_process(rank: int) -> tuple[bool, list[str], float, str]:

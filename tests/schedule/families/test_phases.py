@@ -28,6 +28,11 @@ def test_microbatches_follow_from_counting():
     assert text([(2, [F0]), (0, [F1]), (1, [F1, B0])], (1, 3), (9, 9)) == "1F0 1F1 3F0 1B0"
 
 
+def test_phases_without_ops_or_of_no_turns_are_left_out():
+    # A rule made for many microbatches may give a phase fewer than none.
+    assert text([(1, [F0]), (-1, [F1]), (2, []), (1, [B0])], (1, 3), (9, 9)) == "1F0 1B0"
+
+
 def test_input_halves_and_full_backwards_count_together():
     assert text(
         [(3, [F0]), (1, [B0, I0, B0]), (1, [PatternOp(Kind.W, 0)])], (1, 3), (9, 9), weights_in_turn=True

@@ -135,6 +135,16 @@ def test_no_pattern_is_ever_stuck_however_small_the_memory(name: str, backward: 
             assert time_order(problem.tables, codes, max(problem.counts))[0] <= makespan < np.inf
 
 
+@pytest.mark.parametrize("backward", ["full", "split"])
+def test_two_pipes_with_memory_for_one_microbatch_take_turns(backward: str):
+    problem = small_problem(PLACEMENTS["two pipes"], 6, backward, 1)
+    dispatcher, maker = Dispatcher(problem, 1), PatternMaker(problem)
+    for pattern in islice(maker.draw(np.random.default_rng(1)), 2):
+        makespan, codes = dispatcher.build(maker.rule(pattern))
+        assert makespan < np.inf
+        check(problem.schedule(codes, "dispatched"), budget=Budget(1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("freed_at", ["B", *exhaustive("W")])
 @pytest.mark.parametrize("name", ["v", *exhaustive("two pipes", "loop", "loop of 2")])
