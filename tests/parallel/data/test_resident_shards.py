@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry
+from penstock.parallel.data.buckets import FrozenParameters
 from penstock.parallel.data.layout import BucketPlan
 from penstock.parallel.data.resident_shards import StageBucket
 
@@ -100,6 +102,26 @@ def test_values_that_stay_are_left_alone():
     assert bucket.full
     assert bucket.entries[0].parameter.tolist() == [1.0, 1.0, 1.0]
     assert bucket.bytes == 12
+
+
+def test_a_parameter_may_begin_to_train_only_while_updates_are_not_divided():
+    frozen, trained = (nn.Parameter(torch.zeros(1), requires_grad=flag) for flag in (False, True))
+    parameters = FrozenParameters([("a", trained), ("b", frozen)])
+    assert parameters.record() == [("a", trained)]
+    assert parameters.change() == 0
+    trained.requires_grad_(False)
+    alone = parameters.change()
+    assert alone != 0
+    parameters.require_same(Alone(), [alone, alone], sharded=True)
+    frozen.requires_grad_(True)
+    both = parameters.change()
+    assert both not in (0, alone)
+    parameters.require_same(Alone(), [both, both], sharded=False)
+    with pytest.raises(PenstockError, match="parameter 'b' began to require a gradient after ZeRO"):
+        parameters.require_same(Alone(), [both, both], sharded=True)
+    assert [parameters.is_repeated(change) for change in (alone, both, both, 0, 0)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
 
 
 def test_a_gradient_moves_with_its_place_and_one_of_the_users_does_not():

@@ -4,18 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, read_cluster, with_memory
 from penstock.plan.explore import branch_and_bound, search_space
-from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.branch_and_bound import least_seconds, search
 from penstock.plan.explore.outlook import grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.explore.search_space import make_space
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
 from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape
 from penstock.plan.profile.model_shape import ModelShape
+from penstock.plan.stage_costs import layer_times
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from tests.support.lanes import exhaustive
@@ -128,6 +131,25 @@ def test_schedules_with_one_order_are_one_plan():
     ]
     shown = [[plan.layout.schedule for plan in result.plans] for result in both]
     assert shown == [["zb-h1"], ["zb-h1"], ["zb-h1", "1f1b"]]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_takes_at_least_the_ranks_work_and_the_wait_for_the_first_op(pp: int):
+    given = {"pp": pp, "dp": 2 // pp, "recompute": "none", "schedule": "gpipe"}
+    space = make_space(
+        medium(4), read_cluster("h100*2"), sequence=512, batch=4, fixed=given, schedules=None, devices=None
+    )
+    for point in space.points():
+        times = layer_times(space.profile, space.cluster, point.layout, space.sequence)
+        backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
+        work = point.microbatches * float((times.forward + backward).sum()) / pp
+        # One of two ranks waits for the embedding of the first microbatch, at least.
+        wait = float(times.forward[: times.table.roles.index("block")].sum()) / 2 if pp == 2 else 0.0
+        least = least_seconds(space, point, times)
+        assert least == pytest.approx(work + wait, rel=1e-12)
+        layout = replace(point.layout, schedule="gpipe", v=1)
+        found = predict(space.profile, space.cluster, layout, sequence=space.sequence, batch=space.batch)
+        assert least <= found.parts["pipeline"]
 
 
 def test_the_nearest_reasons_are_simulated_ones_of_different_dimensions():

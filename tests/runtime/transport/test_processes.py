@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed as dist
 
 from penstock.base.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import supported
 from penstock.runtime.transport import processes as transport
 from penstock.runtime.transport.channel import Failure
@@ -247,6 +249,23 @@ def too_long(rank: int, way: str) -> None:
 @both_ways
 def test_a_description_that_does_not_fit_is_refused(processes: LocalProcesses, way):
     processes.run(2, too_long, way)
+
+
+@pytest.mark.parametrize("offer", [{}, {0: object()}])
+def test_a_process_without_shared_memory_takes_no_offer(offer: dict):
+    """Its peers have it, and offer it to whom they can."""
+    host = SimpleNamespace(machine="one")
+    told: list[object] = []
+    answers = iter([[None, host], [{}, offer], [set(), set()]])
+
+    def exchange(value: object) -> list:
+        told.append(value)
+        return next(answers)
+
+    channel = SimpleNamespace(_wake_pipe=None, _in={}, _out={})
+    transport.ProcessChannel._open_shared(channel, exchange, {1: (2, 2)}, {1: (2, 2)}, Timeout(1.0))
+    assert told == [None, {}, set()]
+    assert channel._in == channel._out == {}
 
 
 def test_leaves_that_cannot_travel_are_refused_before_they_do():

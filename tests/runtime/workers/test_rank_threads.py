@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import Pipeline
-from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.errors import ConfigError, HangError, PenstockError
+from penstock.runtime.health.hang import Timeout
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.runtime.workers.rank_threads import RankThreads
 from tests.support import plain
 
 
@@ -54,6 +57,20 @@ def reenters(method: str, ranks: int) -> str:
         with pytest.raises(PenstockError) as info:
             pipe.step(*plain.batch(0, 4))
         return str(info.value)
+
+
+def test_ranks_that_end_soon_after_one_hangs_are_waited_for():
+    running, told = {0, 1, 2}, []
+    ranks = SimpleNamespace(
+        timeout=Timeout(0.05),
+        _running=running,
+        _describe=lambda hung, detector: f"{sorted(hung)} at work",
+        _collect=lambda seconds: running.discard(1),
+    )
+    with pytest.raises(HangError, match=r"^\[0\] at work, which is longer than the timeout of 0.05 s"):
+        RankThreads._end_hung(ranks, {0}, told.append, None)
+    assert ranks._hung == {0, 2}
+    assert told == ["[0] at work, which is longer than 0.05 s"]
 
 
 def in_a_process(rank: int) -> str:
