@@ -4,14 +4,19 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import penstock
 from penstock.base.errors import ConfigError, DataError
+from penstock.huggingface.adapters.fill import load
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_supported
+from penstock.huggingface.model_folder import read_header
 from tests.support import peft_models
 
 
@@ -80,6 +85,16 @@ def test_a_folder_that_does_not_fit_is_refused_with_all_its_tensors(saved: tuple
     assert f"{name} is missing" in text
     assert "surplus is unknown" in text
     assert re.search(r"lora_B.weight has shape \(4, 16\), not \(24, 4\)", text)
+
+
+def test_what_the_folder_has_of_a_module_is_loaded_and_the_rest_stays(tmp_path: Path):
+    save_file({"a": torch.full((3, 2), 5.0), "b": torch.ones(1)}, tmp_path / ADAPTER_WEIGHTS)
+    layer = nn.Linear(2, 3)
+    bias = layer.bias.detach().clone()
+    adapters = SimpleNamespace(saved_names={"block.weight": "a", "other.weight": "b"})
+    load(layer, "block", adapters, read_header(tmp_path / ADAPTER_WEIGHTS))
+    assert layer.weight.eq(5.0).all()
+    assert torch.equal(layer.bias, bias)
 
 
 def of_another_type(folder: Path) -> None:

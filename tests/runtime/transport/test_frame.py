@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.base.errors import TransportError
-from penstock.runtime.transport.frame import MessageLayout, layout_of
+from penstock.runtime.transport.frame import MessageLayout, Strided, layout_of
 from penstock.stage.structures import dumps
 from penstock.stage.values import Message, pack
 
@@ -28,6 +28,32 @@ def test_a_layout_arrives_as_it_was_sent():
     value = {"a": defaultdict(list, {"x": torch.ones(2)}), Colour.RED: (torch.zeros(1), 3, "text")}
     layout = layout_of(message(value))
     assert MessageLayout.from_bytes(layout.to_bytes()) == layout
+
+
+@pytest.mark.parametrize(
+    ("size", "strides", "sent"),
+    [
+        ((2, 3), (9, 1), (12,)),  # half of the memory is gaps
+        ((2, 3), (10, 1), (2, 3)),
+        ((3, 2), (1, 3), (6,)),  # transposed
+        ((4, 3), (0, 1), (3,)),  # expanded
+    ],
+)
+def test_the_memory_of_a_tensor_is_sent_unless_most_of_it_is_gaps(size, strides, sent):
+    tensor = torch.arange(16.0).as_strided(size, strides)
+    layout = Strided.of(tensor)
+    assert (layout.shape, layout.strides, layout.sent_shape) == (size, strides, sent)
+    travels = layout.sent_tensor(tensor)
+    assert travels.shape == sent
+    restored = layout.restore(travels.clone())
+    assert torch.equal(restored, tensor)
+    assert restored.stride() == strides
+
+
+def test_contiguous_and_empty_tensors_have_no_layout():
+    for tensor in (torch.ones(2, 3), torch.ones(3, 0).t(), torch.ones(())):
+        assert Strided.of(tensor) is None
+    assert Strided.of(torch.ones(2, dtype=torch.complex64).conj()).conj
 
 
 @pytest.mark.parametrize(
