@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.base.errors import ConfigError
 from penstock.huggingface import one_process
-from penstock.huggingface.one_process import WholeOptimizer
+from penstock.huggingface.one_process import FilledSampler, WholeOptimizer
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 
@@ -60,6 +60,17 @@ def test_numbers_are_those_of_one_process_in_the_models_order(
     # The state of this process alone is taken as it is.
     again.load_state_dict(own.state_dict())
     assert len(again.state) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "seen"),
+    [(4, 2, [0, 1, 2, 3]), (5, 4, [0, 1, 2, 3, 4, 0, 1, 2]), (1, 3, [0, 0, 0]), (0, 2, [])],
+)
+def test_the_last_batch_is_filled_with_the_first_rows(rows: int, batch: int, seen: list[int]):
+    sampler = FilledSampler(range(rows), batch)
+    assert list(sampler) == seen
+    assert len(sampler) == len(seen)
+    assert sampler.stop == rows  # what the sampler has
 
 
 @pytest.mark.parametrize(

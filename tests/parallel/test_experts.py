@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptim
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.experts import TensorRanks, _Joined, _Part
+from penstock.runtime.local_stages import require_same_stacks
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.groups import run_cases
@@ -180,6 +182,30 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(processes: LocalProcess
     results = run_cases(processes, 2, refused, [(wrong,) for wrong in WRONG])
     for (wrong, words), by_rank in zip(WRONG.items(), results, strict=True):
         assert all(words in text for text in by_rank), (wrong, by_rank)
+
+
+def test_the_first_stack_that_differs_is_named_on_every_process():
+    layers = [(str(n), block) for n, block in enumerate(mixture())]
+    told: list[Any] = []
+
+    def compared(other: list) -> Any:
+        """A world of two processes, of which the other one tells this."""
+        answers = iter(other)
+        return SimpleNamespace(gather=lambda value, *_: told.append(value) or [value, next(answers)])
+
+    require_same_stacks(layers[:1], compared([{}, None]))
+    assert told == [{}, None]  # no experts
+    own = dict[str, int]()
+    require_same_stacks(
+        layers, SimpleNamespace(gather=lambda value, *_: own.update(value or {}) or [value, value])
+    )
+    names = list(own)
+    assert names[:2] == ["1.experts.gate_up_proj", "1.experts.down_proj"]
+    with pytest.raises(ConfigError, match=f"the experts {names[1]} differ between the processes"):
+        require_same_stacks(layers, compared([own | {names[1]: 0, names[2]: 0}, None]))
+    # One that only the other process has is its first.
+    with pytest.raises(ConfigError, match=r"the experts 9\.experts\.down_proj differ between the processes"):
+        require_same_stacks(layers, compared([own, "9.experts.down_proj"]))
 
 
 @pytest.mark.parametrize(("number", "counts"), [(4, [2, 2]), (5, [3, 2]), (5, [2, 2, 1, 0]), (0, [0, 0])])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,18 @@ def test_every_process_gets_the_whole_step(processes: LocalProcesses):
     takes = giver >= 0
     assert takes.sum() == 2 * MICROBATCHES
     assert (whole.start[takes] >= whole.end[giver[takes]] - 2 * whole.info["clock_error"]).all()
+
+
+def test_times_count_from_the_first_event_whose_moment_is_told():
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        before = perf_counter()
+        pipe.step(*plain.batch(0, 4))
+        after = perf_counter()
+        trace = pipe.trace()
+    assert trace.start.min() == 0.0
+    assert before <= trace.info["origin"]
+    assert trace.info["origin"] + trace.end.max() <= after
+    assert (trace.end >= trace.start).all()
 
 
 def first_of_two(rank: int):
