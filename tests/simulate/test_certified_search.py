@@ -9,7 +9,7 @@ from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
-from penstock.simulate.certified_search import search_schedule
+from penstock.simulate.certified_search import order_problem, search_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
@@ -82,6 +82,17 @@ def test_whole_backwards_are_used_where_they_take_less_than_their_halves():
     kinds = set(np.unique(found.schedule.kind).tolist())
     assert Kind.B in kinds
     assert found.makespan <= search_schedule(placement, 6, costs, "full", seconds=0.2).makespan
+
+
+@pytest.mark.parametrize(
+    ("full", "mixed"), [([6, 6], False), ([5, 6], True), ([6, 5], True), ([7, 7], False)]
+)
+def test_orders_mix_backwards_only_where_a_whole_one_takes_less_than_its_halves(full: list[int], mixed: bool):
+    placement = Placement.loop(2)
+    costs = Costs.of(placement, 1, [4, 4], [2, 2])
+    costs.seconds[:, Kind.B] = full
+    assert order_problem(placement, 4, costs, "split").mixed == mixed
+    assert not order_problem(placement, 4, costs, "full").mixed
 
 
 def test_bytes_of_each_stage_and_of_the_gradients_that_wait_are_kept_within_the_limit():
