@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import penstock
 from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.checkpoint.dcp import export_dcp, import_dcp
+from penstock.checkpoint.dcp import _schedule, export_dcp, import_dcp
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.checkpoint.test_manifest import Trap
@@ -221,6 +221,18 @@ def test_a_run_continues_from_a_plain_loops_folder(tmp_path: Path):
         assert checkpoints.load_newest().step == 3
         found = steps(pipe, checkpoints.optimizer, 3)
     assert found == pytest.approx([step(n) for n in range(3, 6)], abs=1e-5)
+
+
+def test_a_schedule_of_learning_rates_is_taken_over_or_moved_to_the_step():
+    ours = {"last_epoch": 0, "_step_count": 1, "base_lrs": [0.1]}
+    theirs = {"last_epoch": 7, "_step_count": 8, "base_lrs": [0.2]}
+    assert _schedule(None, theirs, 3) is None
+    assert _schedule(ours, theirs, 3) == theirs
+    for other in (None, {"last_epoch": 7}, [1]):
+        assert _schedule(ours, other, 3) == {**ours, "last_epoch": 3, "_step_count": 4}
+    for own in ([1], {"last_epoch": 0}):
+        with pytest.raises(DataError, match="learning rates cannot be moved to step 3"):
+            _schedule(own, None, 3)
 
 
 def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(saved_twice: Path, tmp_path: Path):

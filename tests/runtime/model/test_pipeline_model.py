@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.base.errors import ConfigError
 from penstock.forward.loss_piece import loss_in
+from penstock.runtime.model.pipeline_model import _described, each_value
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models
 from tests.support.groups import run_cases
@@ -132,6 +134,35 @@ def test_sharded_matrices_are_given_in_full(processes: LocalProcesses):
     for state, expected in processes.run(4, sharded):
         assert list(state) == list(expected)
         assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_states_of_all_ranks_come_rank_by_rank_each_from_the_one_that_has_it():
+    states: list[dict[str, object]] = [
+        {"a": torch.ones(2), "step": 3},
+        {"b": torch.tensor([[5.0], [6.0]], dtype=torch.float64).t(), "c": True},
+    ]
+    for rank, own in enumerate(states):
+        sent: list[tuple[int, list[int]]] = []
+
+        def gather(told: tuple, own: dict = own) -> list:
+            described = [[_described(name, value) for name, value in state.items()] for state in states]
+            assert told == ("cpu", described[states.index(own)])
+            return [("cpu", each) for each in described]
+
+        def broadcast(data: Tensor, source: int, rank: int = rank, sent: list = sent) -> None:
+            if source == rank:
+                sent.append((source, data.tolist()))
+            else:
+                name = "ab"[source]
+                data.copy_(states[source][name].contiguous().reshape(-1).view(torch.uint8))
+
+        world = SimpleNamespace(rank=rank, gather=gather, broadcast=broadcast)
+        found = list(each_value(own, world))
+        assert [name for name, _ in found] == ["a", "step", "b", "c"]
+        assert (found[1][1], found[3][1]) == (3, True)
+        assert torch.equal(found[0][1], states[0]["a"])
+        assert torch.equal(found[2][1], states[1]["b"])
+        assert [source for source, _ in sent] == [rank]
 
 
 def test_unsplit_returns_the_module_that_was_given():

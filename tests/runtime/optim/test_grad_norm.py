@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.runtime.optim import grad_norm
 from penstock.runtime.optim.grad_norm import GlobalNorm
 
 
@@ -64,6 +65,27 @@ def test_gradients_of_several_dtypes_have_the_norm_of_torch():
         p.grad = gradient.clone()
     expected = nn.utils.clip_grad_norm_(parameters, math.inf)
     assert torch.equal(norm_of(gradients, [True, True])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("divided", "local", "matrices", "where"),
+    [
+        (False, False, True, (False, False)),
+        (True, False, True, (True, False)),
+        (True, True, True, (False, True)),
+        (True, False, False, (False, False)),  # the caller's own code divided it
+    ],
+)
+def test_a_part_of_a_matrix_is_added_over_those_that_share_it(divided, local, matrices, where, monkeypatch):
+    monkeypatch.setattr(grad_norm, "is_sharded", lambda parameter: divided)
+    monkeypatch.setattr(grad_norm, "has_local_uses", lambda parameter: local)
+    world = Calls()
+    world.shards_matrices = matrices
+    parameters = SimpleNamespace(
+        counted=lambda: [("p", nn.Parameter(torch.zeros(1)), True)], positions=lambda world: ({"p": 0}, 1)
+    )
+    (found,) = GlobalNorm(parameters, world).gradients(None)
+    assert (found.tensor_parallel, found.expert) == where
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,24 @@ def batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(dtype), y.to(dtype)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_parameter_that_was_written_to_is_taken_over(counted: bool, monkeypatch: pytest.MonkeyPatch):
+    if not counted:  # as for a DTensor, whose writes are not counted
+        monkeypatch.setattr(MainWeights, "_version", lambda self, name: None)
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    mains = MainWeights([("p", parameter)], copies=True)
+    main = mains.by_name["p"]
+    with torch.no_grad():
+        main += 2**-10  # less than the parameter can show
+        mains.round_into_parameters()
+        mains.lend_gradients()
+        assert main.tolist() == [1 + 2**-10, 2 + 2**-10]
+        parameter[0] = 4.0
+        mains.lend_gradients()
+    assert main[0] == 4.0
+    assert main[1] == 2.0  # as it is in the parameter
+
+
 @cache
 def by_hand(dtype: torch.dtype, steps: int = STEPS) -> tuple[dict, dict, list]:
     """With torch alone: gradients summed in fp32, an optimizer over fp32 copies, rounding after each step, a scale."""

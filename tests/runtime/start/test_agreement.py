@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from penstock import ExecutionOptions, MeshShape, ParallelOptions, Pipeline
 from penstock.base.errors import ConfigError
+from penstock.runtime.start.agreement import require_same
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 from tests.support.groups import run_cases
@@ -81,6 +84,34 @@ def test_of_many_ranks_those_with_the_same_difference_are_named(processes: Local
 
 def seeds(rank: int) -> str:
     return refused(rank, {"seed": (0, 7, 0, 7)[rank]})
+
+
+@pytest.mark.parametrize(
+    ("odd", "where"),
+    [
+        ([3], "rank 3"),
+        ([1, 2], "ranks 1, 2"),
+        ([*range(1, 9)], "ranks 1, 2, 3, 4, 5, 6, 7, 8"),
+        ([*range(1, 10)], "ranks 1, 2, 3, 4, 5, 6, 7, 8, …"),
+    ],
+)
+def test_the_first_ranks_with_a_difference_are_named(odd: list[int], where: str):
+    facts = {f"fact {n}": str(n) for n in range(6)}
+
+    def gather(value: object, group: None, action: str) -> list:
+        if isinstance(value, dict):
+            return [{name: "other" if n in odd else text for name, text in facts.items()} for n in range(12)]
+        digest, host = value
+        return [(digest + "x" if n in odd else digest, f"{host}{n}") for n in range(12)]
+
+    with pytest.raises(ConfigError) as error:
+        require_same(facts, SimpleNamespace(rank=0, gather=gather))
+    text = str(error.value)
+    assert text.startswith("the processes of this run differ: fact 0 is 0 on rank 0 (host ")
+    assert f"and other on {where} (host " in text
+    assert "fact 4 is" in text
+    assert "; and 1 more. Start all" in text
+    require_same(facts, SimpleNamespace(rank=0, gather=lambda value, *_: [value] * 3))
 
 
 def test_layers_that_are_built_later_are_compared_by_name(processes: LocalProcesses):
