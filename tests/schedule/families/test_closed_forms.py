@@ -51,6 +51,73 @@ def test_bubble_and_peak_are_as_the_formulas_say(name: str, grid: list[tuple[int
     assert grid is not GRID or peaks > 10 or name == "v-min"
 
 
+# Where each formula begins to hold, one short of it, and costs that it takes or does not take.
+EDGES = [
+    # family, ranks, microbatches, stages a rank, costs of F, I and W; bubble and peaks, None where no formula holds
+    ("gpipe", (3, 4, 1), (3, 4, 2), 18, [4, 4, 4]),
+    ("1f1b", (3, 2, 1), (3, 4, 2), 18, [2, 2, 1]),
+    ("1f1b", (3, 4, 1), (1, 1, 2), 8, [3, 2, 1]),
+    ("eager-1f1b", (3, 4, 1), (3, 3, 2), 16, [4, 3, 1]),
+    ("interleaved-1f1b", (3, 3, 2), (3, 4, 2), 9, [6, 6, 4]),
+    ("interleaved-1f1b", (3, 2, 2), (3, 3, 2), None, [4, 4, 3]),
+    ("interleaved-1f1b", (3, 6, 3), (3, 3, 2), Fraction(16, 3), [11, 9, 7]),
+    ("interleaved-1f1b", (2, 1, 1), (3, 3, 2), 8, [1, 1]),
+    ("breadth-first", (3, 3, 2), (3, 4, 2), 9, [6, 6, 6]),
+    ("zb-h1", (3, 2, 1), (3, 4, 2), 12, [2, 2, 2]),
+    ("zb-h1", (3, 4, 1), (3, 4, 2), 10, [3, 3, 3]),
+    ("zb-h1", (3, 4, 1), (1, 1, 2), 2, [3, 3, 3]),
+    ("zb-h2", (3, 5, 1), (1, 1, 1), 2, [5, 5, 5]),
+    ("zb-h2", (3, 4, 1), (1, 1, 1), None, [4, 4, 4]),
+    ("zb-h2", (3, 5, 1), (3, 3, 2), None, [5, 5, 5]),
+    ("interleaved-zb", (3, 3, 2), (3, 4, 2), 5, [6, 6, 6]),
+    ("interleaved-zb", (3, 2, 2), (3, 3, 2), None, [4, 4, 4]),
+    ("interleaved-zb", (3, 6, 2), (1, 1, 2), 1, [6, 6, 6]),
+    ("interleaved-zb", (2, 4, 3), (3, 3, 2), Fraction(4, 3), [6, 6]),
+    ("zb-v", (3, 5, 2), (1, 1, 1), 1, [6, 6, 6]),
+    ("zb-v", (3, 4, 2), (1, 1, 1), None, None),
+    ("v-half", (3, 6, 2), (1, 1, 1), Fraction(5, 2), [4, 4, 4]),
+    ("v-half", (3, 5, 2), (1, 1, 1), None, None),
+    ("v-half", (4, 8, 2), (1, 1, 1), Fraction(5, 2), [6, 6, 6, 6]),
+    ("v-half", (3, 6, 2), (3, 3, 2), None, [4, 4, 4]),
+    ("v-min", (3, 6, 2), (1, 1, 1), Fraction(5, 2), None),
+    ("v-min", (3, 5, 2), (1, 1, 1), None, None),
+    ("v-min", (2, 4, 2), (1, 1, 1), Fraction(3, 2), None),
+    ("v-min", (5, 10, 2), (1, 1, 1), Fraction(15, 2), None),
+    ("v-min", (1, 2, 2), (1, 1, 1), 0, None),
+    ("v-half", (1, 2, 2), (1, 1, 1), 0, [2]),
+    ("dualpipe", (4, 8, 1), (3, 3, 2), 7, [5, 5, 5, 5]),
+    ("dualpipe", (4, 7, 1), (3, 3, 2), None, None),
+    ("dualpipe", (4, 9, 1), (3, 3, 2), None, None),
+    ("dualpipe", (4, 8, 1), (1, 1, 2), None, [5, 5, 5, 5]),
+    ("dualpipe", (4, 8, 1), (3, 4, 2), None, [5, 5, 5, 5]),
+    ("dualpipe", (6, 12, 1), (1, 1, 1), 4, [7, 7, 7, 7, 7, 7]),
+    ("dualpipe-v", (3, 6, 2), (3, 3, 2), 7, [7, 7, 7]),
+    ("dualpipe-v", (3, 5, 2), (3, 3, 2), None, None),
+    ("dualpipe-v", (3, 6, 2), (1, 1, 1), 2, [7, 7, 7]),
+    ("chimera", (4, 4, 1), (3, 4, 2), 12, [3, 4, 4, 3]),
+    ("chimera", (4, 8, 1), (2, 1, 1), 4, [3, 4, 4, 3]),
+    ("chimera", (4, 8, 1), (1, 1, 1), None, [3, 4, 4, 3]),
+    ("chimera", (4, 6, 1), (2, 1, 1), None, None),
+    ("hanayo", (3, 3, 2), (3, 4, 2), 12, [4, 5, 6]),
+    ("hanayo", (3, 6, 2), (2, 1, 1), 4, [4, 5, 6]),
+    ("hanayo", (3, 6, 2), (1, 1, 1), None, [4, 5, 6]),
+    ("hanayo", (3, 4, 4), (2, 1, 1), None, [10, 11, 12]),
+    ("hanayo", (3, 2, 2), (2, 1, 1), None, None),
+    ("hanayo", (3, 3, 4), (1, 1, 1), 2, [10, 11, 12]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size", "costs", "bubble", "peaks"), EDGES)
+def test_formulas_hold_from_their_first_microbatch_on(name, size, costs, bubble, peaks):
+    family, (p, _, v) = FAMILIES[name], size
+    assert family.bubble.value(Setting(*size, *map(Fraction, costs))) == bubble
+    found = [family.peak.value(Setting(*size), r) for r in range(p)]
+    assert found == (peaks or [None] * p)
+    schedule = family.build(*size)
+    assert bubble in (None, timed(schedule, *costs)[2] / v)
+    assert peaks in (None, peak(schedule).tolist())
+
+
 @pytest.mark.parametrize(("p", "half", "third"), [
     (2, (4, 1), (4, 3)), (3, (4, 5), (4, 5)), (4, (6, 5), (4, 11)), (5, (6, 11), (6, 15)), (6, (8, 11), (6, 17)),
     (7, (8, 17), (6, 23)),
