@@ -7,6 +7,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.base.errors import PenstockError

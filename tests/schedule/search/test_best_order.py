@@ -99,6 +99,24 @@ def test_the_pipes_share_the_microbatches():
         assert small_problem(Placement.two_way(4), microbatches).counts == counts
 
 
+def test_only_two_pipes_that_differ_have_several_assignments():
+    for placement, travel, several in (
+        (Placement.loop(2), [[3.0]], False),
+        (Placement.two_way(2), [[3.0], [3.0]], False),
+        (Placement.two_way(2), [[3.0], [4.0]], True),
+    ):
+        problem = OrderProblem(
+            placement=placement,
+            microbatches=5,
+            backward="full",
+            seconds=np.ones((2, len(Kind))),
+            travel=np.array(travel),
+        )
+        counts = [assigned.counts for assigned in problem.assignments]
+        assert (len(counts) > 1) == several
+        assert problem.counts in counts
+
+
 @pytest.mark.parametrize("backward", ["full", "split"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bound_of_two_pipes_is_the_least_of_all_assignments(backward: BackwardMode, seed: int):
