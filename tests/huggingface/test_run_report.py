@@ -29,7 +29,17 @@ def logged(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in history if name in row]
 
 
-def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The notes on pages that would be drawn: drawing takes seconds."""
+    notes: list[str] = []
+    monkeypatch.setattr(run_page, "write_report", lambda seen, path, note="": notes.append(note))
+    return notes
+
+
+def test_a_run_leaves_traces_metrics_and_a_page(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pages: list[str]
+):
     run = reporting(tmp_path, 4, trace_every=2)
     run.train()
     ranks = run.pipe.ranks
@@ -44,7 +54,7 @@ def test_a_run_leaves_traces_metrics_and_a_page(tmp_path: Path, capfd: pytest.Ca
         assert lines == [(step, pytest.approx(value)) for step, value in logged(history, name)]
     bits = [(row["step"], row["held_out_bits"]) for row in seen.metrics if row["kind"] == "held_out"]
     assert bits == [(step, pytest.approx(loss / math.log(2))) for step, loss in logged(history, "eval_loss")]
-    assert run.pipe.schedule.name in (tmp_path / "report.html").read_text()
+    assert pages == [""]
 
 
 @pytest.mark.slow
@@ -91,8 +101,22 @@ def test_the_page_is_drawn_during_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     run.train()
     assert "The run is under way: step 2 of 3" in during[0]
     assert "The run is under way" not in page.read_text()
+    assert run.pipe.schedule.name in page.read_text()
 
 
+def stop() -> None:
+    raise RuntimeError("stopped here")
+
+
+def test_the_page_of_a_run_that_fails_says_so(tmp_path: Path, pages: list[str]):
+    run = reporting(tmp_path, 2)
+    run.add_callback(At(1, stop))
+    with pytest.raises(RuntimeError, match="stopped here"):
+        run.train()
+    assert pages == ["The run ended before its last step: RuntimeError: stopped here."]
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_page, "EVERY", 0)
     started: list[subprocess.Popen[str]] = []
@@ -104,16 +128,11 @@ def test_a_run_that_fails_ends_what_draws_its_page(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(run_page.subprocess, "Popen", Noted)
     run = reporting(tmp_path, 4)
-
-    def stop() -> None:
-        raise RuntimeError("stopped here")
-
     run.add_callback(At(2, stop))
     with pytest.raises(RuntimeError, match="stopped here"):
         run.train()
     assert [process.returncode for process in started] == [-signal.SIGKILL]
-    said = "The run ended before its last step: RuntimeError: stopped here"
-    assert said in (tmp_path / "report.html").read_text()
+    assert "RuntimeError: stopped here" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("name", "value"), [("trace_every", -1), ("trace_every", True), ("report", "yes")])
