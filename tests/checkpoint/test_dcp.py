@@ -9,6 +9,7 @@ import random
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,19 @@ def elsewhere(described: Any) -> None:
 
 
 def larger(described: Any) -> None:
-    described.state_dict_metadata["held"].size = torch.Size([400])
+    described.state_dict_metadata["held"].size = torch.Size([10_000])
 
 
 def with_a_gap(described: Any) -> None:
-    described.state_dict_metadata["held"].chunks[0].sizes = torch.Size([2])
+    chunks = described.state_dict_metadata["held"].chunks
+    chunks[0] = replace(chunks[0], sizes=torch.Size([2]))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (elsewhere, r"'\.\./x\.distcp' is not a file of the folder"),
-        (larger, r"'held' of \[400\] needs more than the bytes that are stored of it"),
+        (larger, r"'held' of \[10000\] needs more than the bytes that are stored of it"),
         (with_a_gap, "'held' has 2 of 3 numbers"),
     ],
 )

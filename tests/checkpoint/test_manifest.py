@@ -67,11 +67,10 @@ def test_a_written_manifest_is_read():
     assert parse(dump(GOOD), "x") == GOOD
 
 
-@pytest.mark.parametrize("key", [*json.loads(dump(GOOD))])
+@pytest.mark.parametrize("key", sorted({*json.loads(dump(GOOD))} - {"sha256"}))
 def test_a_value_of_another_kind_is_refused(key: str):
-    if key != "sha256":
-        with pytest.raises(DataError):
-            parse(signed(key, 1.5), "x")
+    with pytest.raises(DataError):
+        parse(signed(key, 1.5), "x")
 
 
 @pytest.mark.parametrize(
