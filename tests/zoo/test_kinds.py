@@ -55,16 +55,16 @@ def test_a_forward_is_as_in_plain_pytorch_or_refused_by_name(name, layout):
         assert verdict.outcome in ("bit-equal", "bounded")
 
 
-@pytest.mark.parametrize("layout", [*slow("zb-h1"), *exhaustive("1f1b")])
-def test_a_forward_in_processes_is_as_in_plain_pytorch(processes: LocalProcesses, layout: str):
+@pytest.mark.parametrize(("layout", "every"), [*slow(("zb-h1", 4)), *exhaustive(("zb-h1", 1), ("1f1b", 1))])
+def test_forwards_in_processes_are_as_in_plain_pytorch(processes: LocalProcesses, layout: str, every: int):
     cases = [
         Case(seed=7, kinds=("mlp", "layer_norm"), forward=name, transport="processes", **LAYOUTS[layout])
-        for name in FORWARDS
+        for name in list(FORWARDS)[::every]
     ]
     runs = processes.run(2, piped_many, [case.text() for case in cases])
     verdicts = {case.forward: judge(case, [run[n] for run in runs]) for n, case in enumerate(cases)}
     assert {name: v.why for name, v in verdicts.items() if v.outcome == "FAILED"} == {}
-    must = [name for name, entry in FORWARDS.items() if not entry.refused]
+    must = [case.forward for case in cases if not FORWARDS[case.forward].refused]
     assert {name: verdicts[name].why for name in must if verdicts[name].outcome == "refused"} == {}
 
 
