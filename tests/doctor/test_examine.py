@@ -19,7 +19,6 @@ from penstock.measure.rounds import Rounds
 from penstock.plan.cluster import read_cluster
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support.groups import run_cases
 
 
 def examined(rank: int, ranks: int, place: Path, folder: Path | None, change: str = "") -> Report:
@@ -51,27 +50,24 @@ def test_processes_of_this_machine_are_measured_pair_by_pair(tmp_path: Path, pro
     assert list(folder.iterdir()) == []  # nothing is left behind
 
 
-def test_a_folder_that_cannot_be_written_or_is_another_one_elsewhere_is_named_by_every_rank(
-    tmp_path: Path, processes: LocalProcesses
-):
+def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, processes: LocalProcesses):
     (tmp_path / "file").write_text("in its place")
-    runs = tmp_path / "runs"
-    for folder in (runs / "other", tmp_path / "one", tmp_path / "two"):
-        folder.mkdir(parents=True)
-    cases = [
-        (2, tmp_path / "one", tmp_path / "file", "no shared memory"),
-        (2, tmp_path / "two", runs, "rank 1 sees another folder"),
-    ]
-    (report, _), (elsewhere, _) = run_cases(processes, 2, examined, cases)
-    (finding,) = [f for f in elsewhere.findings if f.subject == "folder"]
-    assert finding.what.startswith("rank 1: cannot write in")
-    assert [path.name for path in runs.rglob("*")] == ["other"]
+    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "file", "no shared memory")
     assert not report.sound
     first, *others = report.findings
     assert first.subject == "folder"
     assert first.what == f"ranks 0, 1: cannot write in {tmp_path / 'file'}: Not a directory"
     assert any(f.subject == "transport" and f.do == f"remove the reason: {SWITCH} is 0" for f in others)
     assert {link["way"] for own in report.links.values() for link in own} == {"process group"}
+
+
+@pytest.mark.slow  # the ranks wait for each other's files
+def test_a_folder_that_is_another_one_elsewhere_is_found(tmp_path: Path, processes: LocalProcesses):
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "runs", "rank 1 sees another folder")
+    (finding,) = [f for f in report.findings if f.subject == "folder"]
+    assert finding.what.startswith("rank 1: cannot write in")
+    assert [path.name for path in (tmp_path / "runs").rglob("*")] == ["other"]
 
 
 def missing(rank: int, place: Path) -> list[tuple[object, str]]:
@@ -118,11 +114,6 @@ def launched(
 @pytest.mark.slow
 def test_ranks_of_a_launcher_measure_together_and_rank_0_writes(tmp_path: Path, store: dist.TCPStore):
     source, words = Path(penstock.__file__).parent.parent, ("--timeout", "40", "--json", "--measure")
-    # What rank 0 cannot write is bad input on every rank.
-    for process in launched(store, [source] * 2, tmp_path, *words, "none/mine.toml"):
-        errors = process.communicate(timeout=300)[1]
-        assert process.returncode == 2
-        assert "there is no folder none; make it, or give another --measure" in errors
     started = launched(store, [source] * 2, tmp_path, *words, "mine.toml")
     (told, errors), (nothing, others) = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], errors + others
@@ -132,6 +123,17 @@ def test_ranks_of_a_launcher_measure_together_and_rank_0_writes(tmp_path: Path, 
     assert (cluster.ranks_per_node, cluster.nodes) == (table["ranks_per_node"], table["nodes"]) == (2, 1)
     assert cluster.node.bandwidth == table["node"]["bandwidth"]
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.slow
+def test_a_cluster_file_that_rank_0_cannot_write_is_bad_input_on_every_rank(
+    tmp_path: Path, store: dist.TCPStore
+):
+    source, words = Path(penstock.__file__).parent.parent, ("--timeout", "40", "--measure", "none/mine.toml")
+    started = launched(store, [source] * 2, tmp_path, *words)
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert all("there is no folder none; make it, or give another --measure" in text for text in errors)
 
 
 @pytest.mark.slow
