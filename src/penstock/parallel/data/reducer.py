@@ -62,6 +62,10 @@ class GroupReducer:
         # Small numbers are exchanged in host memory where the group supports it, so that no process waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
+    def release(self) -> None:
+        """Drop the communicator, which ends with its threads when nothing refers to it; nothing is called after this."""
+        del self.group, self._enter
+
     def all_reduce(self, flat: Tensor) -> Handle:
         """Start to sum the 1-d tensor `flat` over the replicas, in place."""
         return self._begin(flat, "all-reduce", lambda: dist.all_reduce(flat, group=self.group, async_op=True))

@@ -153,14 +153,19 @@ class Watchdog:
         self._thread = threading.Thread(
             target=_watch, args=(peer_registry, detector, self._stop), name="penstock-watch", daemon=True
         )
-        # The thread has no reference to this object, so a watchdog that is dropped ends its thread.
-        weakref.finalize(self, self._stop.set).atexit = False
         self._thread.start()
+        # The thread has no reference to this object, so a watchdog that is dropped ends its thread; at exit, too.
+        self._finalizer = weakref.finalize(self, _end_thread, self._stop, self._thread)
 
     def close(self) -> None:
         """End the thread."""
-        self._stop.set()
-        self._thread.join()
+        self._finalizer()
+
+
+def _end_thread(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():  # the garbage collection may run in any thread
+        thread.join()
 
 
 def _watch(peer_registry: PeerRegistry, detector: HangDetector, stop: threading.Event) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -13,6 +15,10 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+
+# Imported before there is a default group: default arguments of its functions would keep the one that there is when it is
+# imported, and so the threads of gloo, until the interpreter ends.
+import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 from torch import distributed as dist
 
@@ -50,6 +56,10 @@ _for_dtensors: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDic
 """For each start of ``torch.distributed``, the communicators of DTensors by their names."""
 _met_here: WeakSet[dist.ProcessGroup] = WeakSet()
 """Default groups that this process opened for its pipelines, and not the user."""
+_joined: WeakSet[World] = WeakSet()
+"""The worlds of this process that have communicators."""
+_meshes: WeakSet[DeviceMesh] = WeakSet()
+"""The meshes of torch that pipelines of this process have used."""
 
 
 class World:
@@ -80,6 +90,7 @@ class World:
         self._experts: dist.ProcessGroup | None = None
         self._expert_replicas: dist.ProcessGroup | None = None
         self._exchange: LayerExchange | None = None
+        self._reducers: list[GroupReducer] = []
         self._more_groups: list[dist.ProcessGroup] = []
         # `join` replaces it.
         self.timeout = Timeout(60.0)
@@ -125,6 +136,10 @@ class World:
         self.timeout, self._device_type = Timeout(timeout, first), device
         self._peer_registry = PeerRegistry()
         self._collectives = Collectives(self.timeout, self._peer_registry)
+        if not _joined:
+            atexit.unregister(_leave)
+            atexit.register(_leave)  # after what the user has registered so far, and so called before it
+        _joined.add(self)
         if not dist.is_initialized():
             meet(self.rank, self.size, self.timeout)
             _met_here.add(_default_group())
@@ -152,6 +167,7 @@ class World:
                 )
             )
         if mesh is not None:
+            _meshes.add(mesh.device_mesh)
             shape, everyone = mesh.shape, range(mesh.shape.ranks)
             self._pipelines = _distinct(mesh.line(rank, "pp") for rank in everyone)
             self._ranks = mesh.line(mesh.rank, "pp")
@@ -280,12 +296,14 @@ class World:
         return self._reducer(self._expert_replicas)
 
     def _reducer(self, group: dist.ProcessGroup) -> GroupReducer:
-        return GroupReducer(
+        reducer = GroupReducer(
             group,
             self.timeout.seconds,
             require_all=self.peer_registry.require_all,
-            enter=lambda: self.collectives.enter(group),
+            enter=partial(self.collectives.enter, group),
         )
+        self._reducers.append(reducer)
+        return reducer
 
     def layer_exchange(self) -> LayerExchange | None:
         """Return this process among those whose layers wait for each other, for experts or tokens; None if none do."""
@@ -507,9 +525,43 @@ class World:
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
+        self.release()
+
+    def release(self) -> None:
+        """End the communicators of this world alone.
+
+        A communicator of gloo ends, with its threads, when nothing refers to it any more.
+        """
+        _joined.discard(self)
         for group in (*self._own_groups(), self.collectives.everyone):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+        self._messages = self._reductions = self._buckets = self._beside = self._expert_replicas = None
+        self.collectives.everyone = None
+        self._more_groups.clear()
+        for reducer in self._reducers:
+            reducer.release()
+        self._reducers.clear()
+        if self._exchange is not None:
+            self._exchange.groups.clear()
+
+
+def _leave() -> None:
+    """End all communicators before the interpreter ends.
+
+    A thread of gloo may still hold the last tensor that it has sent. If it drops that while the interpreter ends, it cannot
+    take the interpreter's lock, and the process is aborted after everything has succeeded.
+    """
+    for world in list(_joined):
+        world.release()
+    for groups in _for_dtensors.values():
+        groups.clear()
+    for mesh in _meshes:
+        # Private, since no call drops a mesh's communicators.
+        getattr(mesh, "_pg_registry", {}).clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # of communicators that are in a circle of references
 
 
 def current_world() -> World | None:
