@@ -324,15 +324,6 @@ def test_tied_weights_stay_one_in_processes(processes: LocalProcesses, cases):
             assert torch.equal(told[0][0]["0.weight"], told[1][0]["0.weight"])
 
 
-def test_the_users_model_is_tied_again_when_the_pipeline_is_closed():
-    net = tied.model()
-    with Pipeline(net, tied.loss_fn, ranks=2, microbatches=M) as pipe:
-        pipe.step(*tied.batch(0))
-        assert net[0].weight is not net[5].weight
-        assert net[0].weight.data_ptr() == net[5].weight.data_ptr()
-    assert net[0].weight is net[5].weight
-
-
 @pytest.mark.parametrize(
     ("words", "name", "text"),
     [

@@ -86,7 +86,9 @@ class Engine:
         elif local_stages.schedule.ranks > 1:
             self._start_threads(threads)
         # Once connected, holders of one stage have the first holder's values, which `Copies` notes as equal.
-        self._copies = Copies(local_stages, world, replicas, options)
+        self._lending = local_stages.lending
+        with self._lending.in_place():
+            self._copies = Copies(local_stages, world, replicas, options)
         local_stages.watch_copies(replicas)
         self._fixed = local_stages.fixed_modules(replicas)
         # Of all executors that train: the last step may have been another one's.
@@ -169,7 +171,8 @@ class Engine:
                     # 2. The program for this number of microbatches, the batch, and each rank's share of the work.
                     try:
                         self._require_same_number(options.microbatches)
-                        executors = self._prepare(trains, options.microbatches)
+                        with self._lending.in_place():
+                            executors = self._prepare(trains, options.microbatches)
                         batch = split()
                     except Exception as error:
                         if self._world is not None:  # the others wait for this rank's messages
@@ -178,7 +181,8 @@ class Engine:
                         raise
                     works = [Work(batch=batch, options=options) for _ in self.local_ranks]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
-                    self._run_ranks(executors, works)
+                    with self._lending.in_place():
+                        self._run_ranks(executors, works)
                     # 4. What the step did to buffers reaches all copies.
                     self._copies.after_step(trains)
                     if check is not None:

@@ -30,6 +30,7 @@ from penstock.runtime.model.divided_samples import (
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.weights.lending import Lending
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.resident import ResidentReduction, require_divisible
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
@@ -73,7 +74,12 @@ class Programs:
 
 
 class LocalStages:
-    """Stages of this process's ranks, and the weights that they share with other ranks."""
+    """Stages of this process's ranks, and the weights that they share with other ranks.
+
+    Attributes:
+        separate: copies of the modules that several ranks of this process use.
+        lending: what ranks use during a step in place of the user's parameters and modules.
+    """
 
     def __init__(
         self,
@@ -87,6 +93,7 @@ class LocalStages:
         compile: str,
         world: World | None,
         options: ParallelOptions,
+        own_names: Collection[str],
     ) -> None:
         self.schedule = program.schedule
         self.split = [[layer.name for layer in layers] for layers in layers_of_stages]
@@ -96,7 +103,7 @@ class LocalStages:
         self._loss_fn = loss_fn
         self._settings = settings
         placement = self.schedule.placement
-        self.ties = Ties(layers_of_stages, placement)
+        self.ties = Ties(layers_of_stages, placement, own_names)
         seed = settings.random.seed if settings.random is not None else 0
         modules: Modules = {}
 
@@ -107,8 +114,12 @@ class LocalStages:
         run_each(build, world.gather if world is not None else None)
         # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
-        self._separate = SeparateModules(modules)
-        self.ties.apply(modules)
+        self.separate = SeparateModules(modules)
+        self.lending = Lending()
+        self.lending.add(self.separate.lent)
+        with self.lending.in_place():
+            own_of_ranks = self.ties.apply(modules)
+        self.lending.add(own_of_ranks)
         self.exchange = None if world is None else world.layer_exchange()
         if world is not None and world.shards_matrices:
             shard_modules(modules, world, options, self.exchange)
@@ -124,22 +135,23 @@ class LocalStages:
         self.programs = Programs(program, self.routes.skips)
         last = self.schedule.stages - 1
         self.modules = modules
-        isolations = isolation.of(modules)
-        self.stages = {
-            (rank, s): Stage(
-                s,
-                module,
-                loss_fn if s == last else None,
-                settings,
-                self.routes.stages[s],
-                isolations[rank, s],
-            )
-            for (rank, s), module in modules.items()
-        }
-        self.shared_groups: dict[int, list[SharedGroup]] = {
-            rank: shared_groups(placement, self.ties, self._of_rank(rank), rank)
-            for rank in dict.fromkeys(rank for rank, _ in modules)
-        }
+        with self.lending.in_place():
+            isolations = isolation.of(modules)
+            self.stages = {
+                (rank, s): Stage(
+                    s,
+                    module,
+                    loss_fn if s == last else None,
+                    settings,
+                    self.routes.stages[s],
+                    isolations[rank, s],
+                )
+                for (rank, s), module in modules.items()
+            }
+            self.shared_groups: dict[int, list[SharedGroup]] = {
+                rank: shared_groups(placement, self.ties, self._of_rank(rank), rank)
+                for rank in dict.fromkeys(rank for rank, _ in modules)
+            }
         self.replica_reduction: ReplicaReduction | None = None
 
     def _divide_samples(self, modules: Modules, world: World, part: SequencePart, compile: object) -> None:
@@ -200,11 +212,9 @@ class LocalStages:
         """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers."""
         for (rank, _), stage in self.stages.items():
             shared = {id(p) for group in self.shared_groups[rank] for p in group.parameters}
-            stage.isolation.copied = [
-                (name, p)
-                for name, p in stage.module.whole_model_parameters()
-                if replicas > 1 or id(p) in shared
-            ]
+            with self.lending.in_place():
+                named = list(stage.module.whole_model_parameters())
+            stage.isolation.copied = [(name, p) for name, p in named if replicas > 1 or id(p) in shared]
         last, loss = self.schedule.stages - 1, self._loss_fn
         if isinstance(loss, nn.Module) and (replicas > 1 or len(self.schedule.placement.holders[last]) > 1):
             buffers = [
@@ -216,23 +226,18 @@ class LocalStages:
                 if s == last:
                     stage.isolation.loss = buffers
 
-    @property
-    def separate_modules(self) -> list[tuple[nn.Module, nn.Module]]:
-        """(module, copy) pairs of the modules that several ranks of this process use."""
-        return self._separate.copied
-
     def undo(self) -> None:
-        """Give the user's modules back the parameters, children and forwards that were replaced."""
+        """Give the user's modules back the parameters and forwards that were replaced."""
         if self.exchange is not None:
             for module in self.modules.values():
                 undo_samples(module.named_layers())
                 undo_division(module.named_layers())
         self.ties.undo()
-        self._separate.undo()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name in the whole model, parameter) pairs; copies and tied weights have the same name."""
-        named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
+        """Return (name in the whole model, parameter) pairs of all ranks; copies and tied weights have the same name."""
+        with self.lending.in_place():
+            named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
     def make_buckets(self, world: World, zero: bool, whole: Collection[nn.Parameter]) -> None:

@@ -215,6 +215,7 @@ class Pipeline(PipelineModel):
             None if self.world is None else partial(self.world.gather, over="run", action="share the cores")
         )
         self.threads = cpu_threads(gather, self.ranks, execution.threads)
+        own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
         self._local = LocalStages(
             program,
             layers_of_stages,
@@ -225,12 +226,13 @@ class Pipeline(PipelineModel):
             compile=execution.compile,
             world=self.world,
             options=parallel,
+            own_names=own_names,
         )
         self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         own_rank = self.rank if self.in_processes else None
         parameters = LocalParameters(
-            self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank
+            self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank, own_names
         )
         self._engine = Engine(
             self._local,

@@ -66,10 +66,7 @@ class Copies:
             for s, ranks in enumerate(local_stages.schedule.placement.holders)
         }
         self._modules = {s: copies for s, copies in modules.items() if len(copies) > 1}
-        # The user sees both modules of a separate pair, so changes go both ways.
-        pairs = [
-            (one, [other]) for pair in local_stages.separate_modules for one, other in (pair, pair[::-1])
-        ]
+        pairs = [(one, [other]) for one, other in local_stages.separate.copied]
         stages = [(one, others) for one, *others in self._modules.values()]
         self._module_copies = ModuleCopies(local_stages.modules.values(), [*pairs, *stages])
         self._buffers = BufferCopies(self._modules, rule) if self._modules else None
@@ -128,11 +125,14 @@ class Copies:
         self._aliases.sync()
 
     def sync_modules(self) -> None:
-        """Apply changes of modules to their copies in this process; see `ModuleCopies.sync`."""
-        self._module_copies.sync()
+        """Apply changes of modules and of their buffers to the copies in this process; see `ModuleCopies.sync`."""
+        self._local_stages.separate.sync()
+        with self._local_stages.lending.in_place():
+            self._module_copies.sync()
 
     def record_modules(self) -> None:
         """Record the modules after any step, failed or not; see `ModuleCopies.record`."""
+        self._local_stages.separate.record()
         self._module_copies.record()
 
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:

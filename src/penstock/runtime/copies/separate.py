@@ -11,10 +11,12 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
 from penstock.runtime.copies.fixed import require_no_late_hook
+from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.stage import Foreign, Isolation
 from penstock.stage.layers import Layer, whole_name
@@ -47,35 +49,61 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 class SeparateModules:
-    """Copies of modules that several ranks of one process use."""
+    """Copies of modules that several ranks of one process use.
+
+    Attributes:
+        lent: copies that take the place of a module within another one during a step.
+        copied: (module, copy) pairs.
+    """
 
     def __init__(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
         self._owner: dict[int, int] = {}
         self._memos: dict[int, dict[int, Any]] = {}
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._divided: set[int] = set()
+        self.lent: list[Lent] = []
         self.copied: list[tuple[nn.Module, nn.Module]] = []
         for (rank, _), stage in modules.items():
             for n, layer in enumerate(stage.layers):
                 stage.layers[n] = self._separate(layer, rank)
+        self._buffers = [
+            (one, name, other)
+            for pair in self.copied
+            for one, other in zip(*(module.modules() for module in pair), strict=True)
+            for name in one._buffers
+        ]
+        self.record()
 
     def _separate(self, module: nn.Module, rank: int) -> nn.Module:
         if self._owner.setdefault(id(module), rank) != rank:
             copied = alias(module, self._memos.setdefault(rank, {}))
             self.copied.append((module, copied))
             return copied
+        if id(module) in self._divided:
+            return module
+        self._divided.add(id(module))
         for child in list(module.children()):
             separate = self._separate(child, rank)
             if separate is not child:
-                for name in [n for n, m in module._modules.items() if m is child]:
-                    self._replaced.append((module, name, child))
-                    setattr(module, name, separate)
+                names = [name for name, member in module._modules.items() if member is child]
+                self.lent += [Lent(module._modules, name, separate) for name in names]
         return module
 
-    def undo(self) -> None:
-        """Give the user's modules their children back."""
-        for module, name, child in reversed(self._replaced):
-            setattr(module, name, child)
-        self._replaced.clear()
+    def record(self) -> None:
+        """Record the user's buffers after a step; what its forwards wrote is not copied."""
+        self._versions = [_version(one._buffers[name]) for one, name, _ in self._buffers]
+
+    def sync(self) -> None:
+        """Give the copies the values that were written to the user's buffers since the last step, as a loaded state."""
+        for (one, name, other), before in zip(self._buffers, self._versions, strict=True):
+            value, copied = one._buffers[name], other._buffers[name]
+            if _version(value) == before:
+                continue
+            if value is None or copied is None or (value.shape, value.dtype) != (copied.shape, copied.dtype):
+                other._buffers[name] = None if value is None else value.clone()
+            else:
+                with torch.no_grad():
+                    copied.copy_(value)
+        self.record()
 
 
 class Isolations:
@@ -117,6 +145,10 @@ class Isolations:
             foreign = {key: known for key, known in names.items() if key not in registered}
             isolations[rank, s] = Isolation(foreign, buffers)
         return isolations
+
+
+def _version(buffer: Tensor | None) -> tuple[int, int]:
+    return id(buffer), 0 if buffer is None else buffer._version
 
 
 def _foreign(layer: str, module: nn.Module) -> Iterator[tuple[int, Foreign]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ from penstock.stage.module import layer_state
 
 
 class LocalParameters:
-    """Parameters and buffers of one process."""
+    """Parameters and buffers of one process.
+
+    Args:
+        own_names: names of the model's parameters in its own order; empty if it was a list of layers, in whose order they
+            are then.
+    """
 
     def __init__(
         self,
@@ -28,24 +33,30 @@ class LocalParameters:
         placement: Placement,
         ties: Ties,
         rank: int | None,
+        own_names: Sequence[str],
     ) -> None:
         self.layers = layers
         self.stages = stages
         self.placement = placement
         self.ties = ties
         self.rank = rank
+        self._order = {name: n for n, name in enumerate(own_names)}
         self._places = self._find_places()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, int]]:
         """Yield (name, parameter, first rank that holds it), each parameter once, in model order."""
         first_holder = {names[0]: h[0] for names, h in zip(self.ties.groups, self.ties.holders, strict=True)}
-        seen = set()
+        found: dict[str, tuple[nn.Parameter, int]] = {}
         for index in sorted(self.stages):
             for any_name, parameter in self.stages[index].module.whole_model_parameters():
                 name = self.ties.first.get(any_name, any_name)
-                if name not in seen:
-                    seen.add(name)
-                    yield name, parameter, first_holder.get(name, self.placement.holders[index][0])
+                found.setdefault(name, (parameter, first_holder.get(name, self.placement.holders[index][0])))
+        for name in sorted(found, key=self._place):
+            yield name, *found[name]
+
+    def _place(self, name: str) -> int:
+        """Return a parameter's place in the model's own order."""
+        return self._order.get(name, len(self._order))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (name, parameter) pairs in model order."""
@@ -67,7 +78,9 @@ class LocalParameters:
             for s, stage in self.stages.items()
         }
         everywhere = world.gather_dict(names) if world is not None else names
-        order = dict.fromkeys(name for s in sorted(everywhere) for name in everywhere[s])
+        order = sorted(
+            dict.fromkeys(name for s in sorted(everywhere) for name in everywhere[s]), key=self._place
+        )
         return {name: n for n, name in enumerate(order)}, len(order)
 
     def state_dict(self) -> dict[str, Any]:

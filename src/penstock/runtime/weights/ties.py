@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from penstock.base.errors import SplitError
+from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
 from penstock.stage.layers import Layer, prefixes, whole_name
 from penstock.stage.module import StageModule
 
 
 def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
-    """Return groups of whole-model names that are one parameter, each in model order; the first is the parameter's name.
+    """Return groups of whole-model names that are one parameter, each in the order of the layers.
 
     Ties are detected by identity among layers given as modules, and declared by `Layer.tied`.
     """
@@ -54,9 +55,8 @@ def owner_of(name: str, layers: Sequence[Layer]) -> str | None:
     return starts[max(fitting, key=len)] if fitting else None
 
 
-def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Replace the parameter of this whole-model name; return the replaced one."""
-    owner, inner = module.find(name)
+def set_parameter(owner: nn.Module, inner: str, parameter: nn.Parameter, name: str) -> nn.Parameter:
+    """Replace a module's parameter, which has this name in the whole model; return the replaced one."""
     before: nn.Parameter = getattr(owner, inner)
     if before.shape != parameter.shape or before.dtype != parameter.dtype:
         raise SplitError(
@@ -70,29 +70,43 @@ def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn
 class Ties:
     """Tied weights of a model split into stages.
 
+    Args:
+        own_names: names of the model's parameters as its ``named_parameters`` gives them (default none).
+
     Attributes:
-        holders: ranks that hold each group; the copy of the first one counts.
+        groups: names of each tied weight; the first is the model's own name of it, the others are in the layers' order.
+        holders: ranks that hold each group, in the order of the layers; the copy of the first one counts.
     """
 
-    def __init__(self, layers_of_stages: Sequence[Sequence[Layer]], placement: Placement) -> None:
+    def __init__(
+        self,
+        layers_of_stages: Sequence[Sequence[Layer]],
+        placement: Placement,
+        own_names: Collection[str] = (),
+    ) -> None:
         layers = [layer for of_stage in layers_of_stages for layer in of_stage]
         stage_of = {layer.name: s for s, of_stage in enumerate(layers_of_stages) for layer in of_stage}
-        self.groups = find_ties(layers)
+        found = find_ties(layers)
+        self._stage = {name: stage_of[owner_of(name, layers) or ""] for names in found for name in names}
+        self.stages = [tuple(dict.fromkeys(self._stage[n] for n in names)) for names in found]
+        self.groups = [tuple(sorted(names, key=lambda n: n not in own_names)) for names in found]
         self.first = {name: names[0] for names in self.groups for name in names[1:]}
-        self._stage = {
-            name: stage_of[owner_of(name, layers) or ""] for names in self.groups for name in names
-        }
-        self.stages = [tuple(dict.fromkeys(self._stage[n] for n in names)) for names in self.groups]
         self.holders = [
             tuple(dict.fromkeys(rank for s in stages for rank in placement.holders[s]))
             for stages in self.stages
         ]
-        self._replaced: list[tuple[StageModule, str, nn.Parameter]] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
-        """Make each group one parameter on every rank; the ranks of this process share its memory."""
+    def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> list[Lent]:
+        """Make each group one parameter in this process.
+
+        Returns:
+            What the other ranks of this process use in a step in its place: parameters of the same memory, whose gradients
+            autograd accumulates apart.
+        """
+        lent = []
         for names, holders in zip(self.groups, self.holders, strict=True):
-            memory: nn.Parameter | None = None
+            first: nn.Parameter | None = None
             for rank in holders:
                 here = [
                     (modules[rank, self._stage[n]], n) for n in names if (rank, self._stage[n]) in modules
@@ -100,22 +114,24 @@ class Ties:
                 if not here:
                     continue
                 owner, inner = here[0][0].find(here[0][1])
-                parameter: nn.Parameter = getattr(owner, inner)
-                if memory is None:
-                    memory = parameter
+                if first is None:
+                    first = own = getattr(owner, inner)
                 else:
-                    parameter = nn.Parameter(memory.detach(), requires_grad=memory.requires_grad)
+                    own = nn.Parameter(first.detach(), requires_grad=first.requires_grad)
                 for module, name in here:
-                    before = set_parameter(module, name, parameter)
-                    if before is not parameter:
-                        self._replaced.append((module, name, before))
+                    owner, inner = module.find(name)
+                    before = set_parameter(owner, inner, first, name)
+                    if before is not first:
+                        self._replaced.append((owner, inner, before))
+                    if own is not first:
+                        lent.append(Lent(owner._parameters, inner, own))
+        return lent
 
     def undo(self) -> None:
         """Give the modules their original parameters back."""
-        for module, name, before in reversed(self._replaced):
-            owner, inner = module.find(name)
+        for owner, inner, before in reversed(self._replaced):
             before.data = getattr(owner, inner).data  # a conversion of the model has not reached the original
-            set_parameter(module, name, before)
+            setattr(owner, inner, before)
         self._replaced.clear()
 
     @property
