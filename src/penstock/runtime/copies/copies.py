@@ -126,13 +126,15 @@ class Copies:
 
     def sync_modules(self) -> None:
         """Apply changes of modules and of their buffers to the copies in this process; see `ModuleCopies.sync`."""
-        self._local_stages.separate.sync()
+        if self._local_stages.separate.copied:
+            self._local_stages.separate.sync()
         with self._local_stages.lending.in_place():
             self._module_copies.sync()
 
     def record_modules(self) -> None:
         """Record the modules after any step, failed or not; see `ModuleCopies.record`."""
-        self._local_stages.separate.record()
+        if self._local_stages.separate.copied:
+            self._local_stages.separate.record()
         self._module_copies.record()
 
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:

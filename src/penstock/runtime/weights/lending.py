@@ -1,4 +1,4 @@
-"""Objects that ranks of one process use during a step in place of the user's.
+"""Objects of ranks in threads, in place of the user's during a step.
 
 Two ranks that are threads must not accumulate into one gradient, so the second one of those that use a weight or a module
 computes with a copy of the same memory. Outside of a step the model has its own objects: code that reads it, trains it
