@@ -32,6 +32,8 @@ def expression(text: str) -> ast.expr:
         ("range(n)", None),
         ("self.head.children()", None),
         ("zip(self.blocks, self.adapters[1:], strict=True)", None),
+        ("zip(self.blocks, blocks)", None),
+        ("zip()", None),
     ],
 )
 def test_rounds(text: str, expected: list[str] | None):

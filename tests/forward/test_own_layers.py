@@ -192,6 +192,20 @@ def test_a_sample_shows_values_that_pass_through_attributes_of_blocks():
         penstock.split(net, x)
 
 
+def test_sparse_gradients_are_compared_with_the_samples():
+    net = own_models.made(own_models.WithUnused)
+    net.embedding.sparse = True
+    assert len(penstock.split(net, own_models.batch()[0])) == 6
+
+
+def test_autocast_adds_two_gradients_of_a_weight_in_its_own_precision():
+    net = own_models.made(own_models.OneBlockInThreePlaces)
+    net.blocks = net.blocks[1:]
+    x, y = own_models.batch(32)
+    with penstock.Pipeline(net, size, ranks=2, microbatches=2, autocast=torch.bfloat16) as pipe:
+        assert pipe.step(x, y).loss > 0
+
+
 def test_a_target_by_its_name_is_the_target():
     x, y = own_models.batch()
     assert penstock.split(own_models.NanoGPT(), x, targets=y).loss_fn is not None

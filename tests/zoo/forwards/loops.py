@@ -439,6 +439,7 @@ class NestedLoops(Parts):
         x = self.stem(x)
         for stage in self.stages:
             for part in stage:
+                assert x.dim() == 2
                 x = part(x)
             x = x * 0.5
         return self.head(x)
