@@ -17,6 +17,7 @@ from penstock.checkpoint.manifest import MANIFEST, Manifest, dump
 from penstock.checkpoint.read import Reader
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
+from tests.support.lanes import slow
 
 
 def sign_again(path: Path, change: Callable[[Manifest], Manifest]) -> None:
@@ -121,15 +122,12 @@ def test_a_checkpoint_that_one_process_refuses_is_loaded_by_none(tmp_path: Path,
     assert "has no sound state of the generator of cpu" in refused
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("step-00000003", ""),
-        ("step-00000003", "nothing"),
         (".step-00000003.unfinished", ""),
         (".step-00000002.unfinished", None),
-        ("step-00000001", "step-00000001"),
+        *slow(("step-00000003", ""), ("step-00000003", "nothing"), ("step-00000001", "step-00000001")),
     ],
 )
 def test_a_link_does_not_block_a_save_and_its_target_stays(
