@@ -168,7 +168,24 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "lines"), runs().items(), ids=runs())
+SLOW = (
+    "bench.overhead",
+    "bench.memory",
+    "bench.simulate",
+    "bench.faults --rows 3",
+    "bench.zoo",
+    "bench.lines",
+)
+"""One of each kind of bench: timed beside a peer, counted, computed, of faults, drawn, and of programs."""
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        pytest.param(command, lines, id=command, marks=() if command in SLOW else pytest.mark.exhaustive)
+        for command, lines in runs().items()
+    ],
+)
 def test_a_command_prints_all_its_figures(command: str, lines: list[str], tmp_path: Path):
     if command in ("bench.context", "bench.hosts") and no_hosts():
         pytest.skip(no_hosts())
