@@ -18,7 +18,7 @@ from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 TORCHRUN = "torch.distributed.run:main"
 

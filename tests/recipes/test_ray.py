@@ -58,7 +58,7 @@ def run(script: list[str], root: Path) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_workers_train_and_a_killed_one_is_replaced(tmp_path: Path):
     pytest.importorskip("ray")
     recipe = ROOT / "recipes" / "ray" / "train.py"

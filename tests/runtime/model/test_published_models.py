@@ -68,7 +68,7 @@ def test_processes_train_it_as_plain_pytorch_does(processes: LocalProcesses, lay
     assert run_cases(processes, 2, in_process, cases) == [[[], []]] * len(cases)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_trains_them_as_plain_pytorch_does():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     code = ROOT / "tests" / "support" / "published_under_torchrun.py"

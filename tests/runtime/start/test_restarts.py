@@ -129,7 +129,7 @@ def hosts(store, tmp_path) -> Iterator[Callable[..., Agent]]:
         one.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hosts_meet_again_where_one_of_them_had_not_failed_and_counts_no_restart(hosts, tmp_path):
     os.mkfifo(tmp_path / "turn")
     both = [hosts(name, "fail") for name in "ab"]
@@ -140,7 +140,7 @@ def test_hosts_meet_again_where_one_of_them_had_not_failed_and_counts_no_restart
     assert [one.ended() for one in both] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_replaced_host_joins_and_the_run_goes_on(hosts, tmp_path):
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     stepped = {one.said(): one for one in [hosts(name, "step", **apart) for name in "ab"]}
