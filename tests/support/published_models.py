@@ -7,6 +7,7 @@ towers with a contrastive loss, and a diffusion transformer. pytest rewrites tes
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -513,6 +514,8 @@ def plainly(name: str) -> Run:
 def piped(name: str, **options: Any) -> Run:
     """Train a form, as it is, by a pipeline; every process calls it."""
     form = FORMS[name]
+    # The towers' loss has the rows of a microbatch beside each other.
+    warnings.filterwarnings("ignore", "the loss of two microbatches as one")
     with penstock.Pipeline(form.model(), form.loss_fn, microbatches=MICROBATCHES, **options) as pipe:
         optimizer = sgd(pipe.parameters())
         history = []

@@ -506,7 +506,7 @@ class Remembering(Block):
         x = super().forward(x)
         if not self.begins:
             x = x + self.gate * self.notes.value
-        self.notes.value = x.detach().mean()
+        self.notes.value = x.detach().mean(-1, keepdim=True)
         return x
 
 

@@ -37,6 +37,7 @@ class Kind:
         writes: whether its forward writes into its weights.
         copies: whether copies of a stage are to give what plain PyTorch gives; if not, each copy has its own state, as the
             docs say, and it is not drawn with copies.
+        mixes: whether rows depend on each other, as in plain accumulation; the check of that is left out then.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kind:
     autocast: bool = True
     writes: bool = False
     copies: bool = True
+    mixes: bool = False
 
 
 class Inner(nn.Module):

@@ -121,7 +121,9 @@ def piped(rank: int, case: Case) -> Run:
                 reduction=counts if case.reduction == "count" else case.reduction,
                 seed=case.seed,
                 timeout=TIMEOUT,
-                execution=ExecutionOptions(first_timeout=TIMEOUT),
+                execution=ExecutionOptions(
+                    first_timeout=TIMEOUT, check_split=not any(kind.mixes for kind in case.entries)
+                ),
             ) as pipe:
                 trainee = Piped(case, pipe, layers, model)
                 for number in range(case.steps):

@@ -21,11 +21,12 @@ from penstock.forward.fragments import Flow, flows
 from penstock.forward.frames import forward_frame
 from penstock.forward.iteration import GIVEN
 from penstock.forward.liveness import reads, surely_assigned
-from penstock.forward.loss_piece import OwnLoss
+from penstock.forward.loss_piece import OwnLoss, loss_in
 from penstock.forward.module_uses import Frame, analyse
 from penstock.forward.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
 from penstock.forward.sample_check import check_sample
 from penstock.forward.unchanged import UnchangedModel
+from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.layers import BatchNames, Layer, as_layers, require_initialized, require_values
 
 
@@ -87,7 +88,8 @@ def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: 
         model: the model. Its parameters are used, and it is not changed.
         sample: arguments as for ``model(...)``: ``x``, or ``x`` and the target. They are optional.
         loss: whether the forward computes the loss from its second argument: the layers then end where it first uses the
-            target, and ``loss_fn`` of the result is the rest. By default True if `sample` has two arguments.
+            target, and ``loss_fn`` of the result is the rest. A forward of one argument returns its loss, or one of several
+            values called ``loss``. By default True if `sample` has two arguments.
         named: keyword arguments of the sample.
 
     Raises:
@@ -158,9 +160,11 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     layers = [as_layer(model, pieces, n, inputs.named, takes[n], ends[n]) for n in range(len(pieces))]
     names = BatchNames(inputs.first, inputs.target, frozenset(inputs.named))
     layers[0] = replace(layers[0], batch=names)
-    loss_fn = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
     if of_loss and inputs.target is not None:
         loss_fn = OwnLoss(model, of_loss, ends[-1], inputs.target)
+    elif own_loss:
+        loss_fn = OutputLoss(loss_in)
     rows = tuple(
         _row(layer, piece, ends[n]) for n, (layer, piece) in enumerate(zip(layers, pieces, strict=True))
     )
@@ -183,11 +187,7 @@ def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
     first, others = parameters[0].name, parameters[1:]
     target = None
     if own_loss:
-        if not others:
-            raise SplitError(
-                f"{source.owner} takes no target, so it computes no loss; give the Pipeline a loss_fn(output, target)"
-            )
-        target = others.pop(0).name
+        target = others.pop(0).name if others else None
     return _Inputs(first, target, {p.name: p.default for p in others})
 
 

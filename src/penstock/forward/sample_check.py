@@ -44,6 +44,7 @@ def check_sample(
     except gradients that are sums of another order; on a GPU, whose kernels may sum in any order, up to rounding.
 
     Args:
+        own_loss: whether the model takes the target.
         loss_fn: loss that the model computes, of the last layer's output and the target; None to compare the output, and
             the gradients of random numbers at it. A loss function of the user's own is not called: it may count its calls.
         loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
@@ -92,7 +93,7 @@ def check_sample(
         with casting:
             result = _through(alone, inputs[0], named_inputs)
             if loss_fn is not None:
-                result = loss_fn(result, inputs[1])
+                result = loss_fn(result, *inputs[1:])
         _require_equal(type(model).__name__, expected, _detached(result), close)
         _backward(result)
     ours: dict[str, list[nn.Parameter]] = {}

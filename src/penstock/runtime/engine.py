@@ -23,7 +23,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.gather_trace import gather_trace, measured_trace
 from penstock.runtime.health.hang import HangDetector, Timeout, Watchdog
 from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
-from penstock.runtime.local_stages import LocalStages, Programs
+from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
@@ -31,13 +31,16 @@ from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.world import World
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
 from penstock.trace.expert_load import ExpertLoad, join_loads
 
 T = TypeVar("T")
+
+Probe = Callable[[int, Op, Callable[[], None]], Callable[[], None]]
+"""Function from a rank, one of its ops and the function that runs it to the function that runs instead."""
 
 KEPT = 4
 """Numbers of microbatches whose programs and executors are kept."""
@@ -145,11 +148,14 @@ class Engine:
         options: StepOptions,
         split: Callable[[], LocalBatch],
         check: Callable[[LocalBatch], None] | None = None,
+        probe: Probe | None = None,
     ) -> list[Work]:
         """Run one step on this process's ranks, and return their work with its results.
 
         Args:
             check: function of the share, called once all ranks have done the step (default None).
+            probe: ``probe(rank, op, run)`` returns what runs in place of ``run()``; the step is then of forwards of the
+                first microbatches of the one before, and leaves its trace (default None).
         """
         trains = options.trains
         if self._status == "stepping":
@@ -161,18 +167,23 @@ class Engine:
             # 1. May a step run, and are the copies of modules and parameters the same?
             self._require_idle(trains)
             self._copies.sync_parameters()
-            self._step += 1
+            # The forwards of a check are a part of the step that has just ended.
+            self._step += probe is None
             self._status = "stepping"
             executors: Sequence[Executor] = ()
             works: list[Work] = []
             try:
-                with self._timeout_of_step(trains):
+                with self._timeout_of_step(trains or options.probes):
                     self._copies.before_step(trains, partial(self.wait_for_parameters, whole=False))
                     # 2. The program for this number of microbatches, the batch, and each rank's share of the work.
                     try:
                         self._require_same_number(options.microbatches)
                         with self._lending.in_place():
-                            executors = self._prepare(trains, options.microbatches)
+                            executors = (
+                                self._prepare(trains, options.microbatches)
+                                if probe is None
+                                else self._prepare_probe(probe, options.microbatches)
+                            )
                         batch = split()
                     except Exception as error:
                         if self._world is not None:  # the others wait for this rank's messages
@@ -201,7 +212,8 @@ class Engine:
             self._status = "idle"
             # 5. Did anything train?
             require_graph(reduce(or_, (work.flags for work in works)), self._step)
-            self._traced = executors
+            if probe is None:
+                self._traced = executors
             return works
 
     def _require_idle(self, trains: bool) -> None:
@@ -233,6 +245,12 @@ class Engine:
     def sync_modules(self) -> None:
         """Apply changes of modules to their copies in other threads; see `ModuleCopies`."""
         self._copies.sync_modules()
+
+    def record_modules(self) -> None:
+        """Take modules as they are now for what their copies in other threads have; see `ModuleCopies`."""
+        if self._rank_threads is not None:
+            with self._lending.in_place():
+                self._copies.record_modules()
 
     @contextmanager
     def _timeout_of_step(self, trains: bool) -> Iterator[None]:
@@ -268,8 +286,20 @@ class Engine:
         if len(self._programs) > KEPT:
             del self._programs[next(iter(self._programs))]
         if trains not in programs.executors:
-            programs.executors[trains] = self._make_executors(programs, trains)
-        executors = programs.executors[trains]
+            program = programs.train if trains else programs.evaluate
+            programs.executors[trains] = self._make_executors(program, trains)
+        return self._watched(programs.executors[trains])
+
+    def _prepare_probe(self, probe: Probe, microbatches: int) -> list[Executor]:
+        """Return executors of the first microbatches' forwards, which are not kept."""
+        last_used = next(reversed(self._programs.values()))
+        executors = self._make_executors(last_used.forwards(microbatches), False)
+        for executor in executors:
+            op = executor.program.schedule.op
+            executor.ops = [(row, probe(executor.rank, op(row), run)) for row, run in executor.ops]
+        return self._watched(executors)
+
+    def _watched(self, executors: list[Executor]) -> list[Executor]:
         # An evaluation has rows of its own, by which the watchdog describes where the rank is.
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
@@ -279,9 +309,8 @@ class Engine:
         for programs in self._programs.values():
             programs.executors.clear()
 
-    def _make_executors(self, programs: Programs, trains: bool) -> list[Executor]:
+    def _make_executors(self, program: Program, trains: bool) -> list[Executor]:
         local_stages = self.local_stages
-        program = programs.train if trains else programs.evaluate
         channels: Sequence[Channel | None] = [None]
         if self._world is not None:
             channels = [self._world.channel]

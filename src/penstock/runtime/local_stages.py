@@ -69,7 +69,11 @@ class Programs:
     @cached_property
     def evaluate(self) -> Program:
         """Program of a step of forwards only."""
-        forwards = check(self.train.schedule.forwards(), forward_only=True).program
+        return self.forwards(self.train.schedule.microbatches)
+
+    def forwards(self, microbatches: int) -> Program:
+        """Return the program of the forwards of the first microbatches."""
+        forwards = check(self.train.schedule.forwards(microbatches), forward_only=True).program
         return replace(forwards, skips=self.train.skips)
 
 

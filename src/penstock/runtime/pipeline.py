@@ -18,6 +18,7 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.runtime.batch.splitter import (
+    BatchDims,
     BatchSplitter,
     Reduction,
     arguments_of,
@@ -28,13 +29,14 @@ from penstock.runtime.batch.splitter import (
 )
 from penstock.runtime.batch.tokens import join_tokens
 from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, Work, step_result
-from penstock.runtime.engine import Engine
+from penstock.runtime.engine import Engine, Probe
 from penstock.runtime.health.hang import Timeout, require_timeout
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.measured_split import resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
+from penstock.runtime.model.row_check import RowCheck
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.agreement import require_same_pipeline
@@ -55,10 +57,12 @@ from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
+from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.compute.shifted_loss import without_shift
 from penstock.stage.layers import require_values
+from penstock.stage.microbatches import Dims
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -79,9 +83,10 @@ class Pipeline(PipelineModel):
     Args:
         model: an ``nn.Sequential``; a list of layers as `penstock.stage.layers.as_layers` takes it; a model with a forward
             of its own, as `penstock.split` takes it; or a model of Hugging Face transformers.
-        loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
-            several. None for the loss that the model's own ``forward(x, target)`` returns, or Hugging Face's own (default).
-        microbatches: number of microbatches that a batch is split into along dimension 0; a step may take another one.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target; returns a scalar tensor, the
+            mean over its microbatch, or a dictionary of several. None for the loss that the model's own
+            ``forward(x, target)`` or ``forward(x)`` returns, or Hugging Face's own (default).
+        microbatches: number of microbatches that a batch is split into (see `dims`); a step may take another one.
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
             "1f1b"). In processes, each must find the same schedule.
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
@@ -107,6 +112,9 @@ class Pipeline(PipelineModel):
             function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
             uneven the microbatches are. By default "mean", but with `causal_lm_loss`, `LinearCrossEntropy` and the own loss
             of a Hugging Face model the number of targets that they count.
+        dims: dimensions along which a step's values are split, by name: "x", "y", or the name of an argument of the model;
+            dimension 0 where a name is missing (default None). A structure says it for each part of a value, and None for a
+            keyword input means that every microbatch gets it whole, as a mask of (time, time).
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 
@@ -142,6 +150,7 @@ class Pipeline(PipelineModel):
         autocast: torch.dtype | None = None,
         seed: int = 0,
         reduction: Reduction | None = None,
+        dims: Mapping[str, Dims] | None = None,
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
@@ -162,6 +171,10 @@ class Pipeline(PipelineModel):
         # The count that comes with a loss also knows whether it shifts its targets.
         counts = callable(given.reduction) and reduction == "valid"
         self.reduction = require_reduction(given.reduction if reduction is None or counts else reduction)
+        if isinstance(loss_fn, OutputLoss) and self.reduction not in ("mean", "sum"):
+            raise ConfigError(
+                f"reduction={reduction!r} counts targets, and the loss takes none; use 'mean', which counts rows, or 'sum'"
+            )
         of_shifted = without_shift(loss_fn, self.reduction) if cp > 1 else None
         if of_shifted is not None:
             loss_fn, self.reduction = of_shifted
@@ -187,8 +200,8 @@ class Pipeline(PipelineModel):
             layers=self.layers,
             given={
                 "microbatches": microbatches, "schedule": schedule, "mesh": shape, "split": split, "timeout": self.timeout,
-                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "parallel": parallel,
-                "execution": execution, "device": None if self.device is None else self.device.type,
+                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "dims": dims,
+                "parallel": parallel, "execution": execution, "device": None if self.device is None else self.device.type,
             },
         )  # fmt: skip
         self.world = (
@@ -260,7 +273,13 @@ class Pipeline(PipelineModel):
             holds_first=self.holds_first,
             holds_last=self.holds_last,
             compares=self.in_processes and not alone,
+            takes_target=not isinstance(loss_fn, OutputLoss),
+            dims=BatchDims.given(dims, self.layers[0].batch, self._local.routes),
         )
+        if cp > 1 and dims:
+            raise ConfigError(
+                f"dims={dims!r} cannot be used with cp = {cp}, which divides dimension 1; leave it out"
+            )
         self._local.check_divided_loss(self._splitter.reduction)
         self._positions_unknown = cp > 1
         self._container = given.container
@@ -276,6 +295,16 @@ class Pipeline(PipelineModel):
                 world=self.world,
                 checker=checker,
                 autocast=autocast,
+            )
+        self._rows: RowCheck | None = None
+        if execution.check_split and microbatches * self.replicas > 1:
+            dtypes = [autocast, *(p.dtype for m in self._local.modules.values() for p in m.parameters())]
+            self._rows = RowCheck(
+                self._local.modules,
+                loss_fn,
+                world=self.world,
+                reduction=self.reduction,
+                itemsize=min([4, *(d.itemsize for d in dtypes if d is not None and d.is_floating_point)]),
             )
         self._memory = execution.memory
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
@@ -493,8 +522,12 @@ class Pipeline(PipelineModel):
         self._require_open()
         self.wait()
         self._engine.sync_modules()
-        with evaluating(self.stage_modules(), self._loss_fn):
-            return run()
+        try:
+            with evaluating(self.stage_modules(), self._loss_fn):
+                return run()
+        finally:
+            # With the modes that they have again, or copies would not follow a change to evaluation mode.
+            self._engine.record_modules()
 
     def _run(
         self,
@@ -553,6 +586,9 @@ class Pipeline(PipelineModel):
             works = self._engine.run_step(options, split, check)
         if trains:
             self._first_step = None
+            if self._rows is not None:
+                self._check_rows(self._rows, x, y, named, works[0].batch, options)
+                self._rows = None
         self.steps += trains
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
@@ -564,6 +600,31 @@ class Pipeline(PipelineModel):
                 self._positions_unknown = False
             join_tokens(works, part, self.replicas // part.parts, self.reduction == "sum")
         return works
+
+    def _check_rows(
+        self,
+        check: RowCheck,
+        x: object,
+        y: object,
+        named: Mapping[str, object],
+        batch: LocalBatch,
+        options: StepOptions,
+    ) -> None:
+        inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
+
+        def forwards(part: LocalBatch, probe: Probe) -> list[Work]:
+            given = StepOptions(
+                microbatches=len(part.weights), trains=False, number=options.number, probes=True
+            )
+            with self._random.watching():
+                return self._engine.run_step(given, lambda: part, probe=probe)
+
+        def run() -> list[Work]:
+            together = self._splitter.split_together(inputs, target, others, batch)
+            check.run(together, forwards, self._splitter.warned_of_counts)
+            return []
+
+        self._without_gradients(run)
 
     def _result(self, works: list[Work]) -> StepResult:
         holders = self.schedule.placement.holders

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.base.encoding import sendable
@@ -70,6 +70,11 @@ class ValueRoutes:
             )
             for s in range(len(stages))
         ]
+
+    @property
+    def inputs(self) -> Collection[str]:
+        """Names of the keyword inputs of all layers."""
+        return self._inputs.keys()
 
     def check_given(self, names: Iterable[str]) -> None:
         """Check the names of the keyword inputs of a step."""

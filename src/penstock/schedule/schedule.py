@@ -144,14 +144,19 @@ class Schedule:
         """Return one rank's ops in PyTorch's notation, separated by blanks."""
         return " ".join(str(op) for op in self.ops(rank))
 
-    def forwards(self) -> Schedule:
-        """Return the schedule with its forwards alone, for evaluation."""
+    def forwards(self, microbatches: int | None = None) -> Schedule:
+        """Return the schedule with its forwards alone, for evaluation.
+
+        Args:
+            microbatches: how many of the microbatches, the first ones (default all).
+        """
+        count = self.microbatches if microbatches is None else microbatches
         kept = []
         for rank in range(self.ranks):
             stage, kind, microbatch, _ = self.columns(rank)
-            forward = kind == Kind.F
+            forward = (kind == Kind.F) & (microbatch < count)
             kept.append(plain_columns(stage[forward], Kind.F, microbatch[forward]))
-        return Schedule.from_columns(self.name, self.placement, self.microbatches, kept, self.options)
+        return Schedule.from_columns(self.name, self.placement, count, kept, self.options)
 
     @staticmethod
     def from_columns(

@@ -22,6 +22,7 @@ class StageModule(nn.Module):
         takes: named values that each layer takes: name → whether it is required.
         compiled_layers: module that runs the layers as one compiled call; None if they are not compiled.
         before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
+        after: function to call with each layer's number and what it returned; None for none.
     """
 
     def __init__(self, layers: Sequence[Layer], device: torch.device | None = None, seed: int = 0) -> None:
@@ -41,6 +42,7 @@ class StageModule(nn.Module):
         self.takes = tuple(names_taken(layer) for layer in self.layers)
         self.compiled_layers: _CompiledLayers | None = None
         self.before: list[Callable[[], None]] = []
+        self.after: Callable[[int, Any], None] | None = None
         self.gives_by_layer = tuple(names_given(layer) for layer in self.layers)
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
 
@@ -68,6 +70,8 @@ class StageModule(nn.Module):
             kwargs = {k: named[k] for k in takes if k in named} if takes and named else {}
             call = partial(layer, value, **kwargs)
             value = call() if name in rng_free else _call(isolated_call, name, layer, call)
+            if self.after is not None:
+                self.after(n, value)
         return value
 
     def compile_run(self) -> None:

@@ -8,9 +8,7 @@ use it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from types import MappingProxyType, SimpleNamespace
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from penstock.base.counts import plural
-from penstock.base.errors import BatchError, PenstockError, StageShapeError
+from penstock.base.errors import PenstockError, StageShapeError
+from penstock.stage.microbatches import Microbatches
 from penstock.stage.structures import Shared, require_portable
 
 PLAIN = (type(None), bool, int, float, str)
@@ -297,86 +295,6 @@ class StageState(NamedTuple):
     value: Any
     named: dict[str, Any]
     losses: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Microbatches:
-    """A batch already split into microbatches, which may differ in shape.
-
-    Attributes:
-        parts: one value for each microbatch, in order.
-    """
-
-    parts: Sequence[object]
-
-
-def split_batch(
-    value: object, microbatches: int, what: str, device: torch.device | None = None
-) -> tuple[list[object], list[int]]:
-    """Split every tensor of a batch along dimension 0 into microbatches; other leaves go to all of them.
-
-    Where `microbatches` does not divide the batch, the first ones are larger by one row.
-
-    Args:
-        value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
-
-    Returns:
-        The microbatches, and the rows (the size of dimension 0) of each.
-    """
-    if isinstance(value, Microbatches):
-        if len(value.parts) != microbatches:
-            raise BatchError(
-                f"{what}: {plural(len(value.parts), 'microbatch')} given, but there are {microbatches}; a step takes "
-                "another number by microbatches=..."
-            )
-        moved = [_detach_to(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
-        return [part for part, _ in moved], [rows for _, rows in moved]
-    batch, size = _detach_to(value, what, device)
-    if size < microbatches:
-        raise BatchError(
-            f"{what}: a batch of {size} is too small for {plural(microbatches, 'microbatch')}; "
-            f"every one needs at least one row"
-        )
-    paths, structure = _pytree.tree_flatten_with_path(batch)
-    leaves = [leaf for _, leaf in paths]
-    for path, leaf in paths:
-        name = what + _pytree.keystr(path)
-        if isinstance(leaf, Tensor) and _OFFSETS.search(name) and _may_be_offsets(leaf):
-            raise BatchError(
-                f"{name} has the offsets of packed sequences, {leaf[:4].tolist()} and so on, not a value for each row, so "
-                "it cannot be split along dimension 0; give every microbatch its own in penstock.Microbatches"
-            )
-    split = {id(leaf): torch.tensor_split(leaf, microbatches) for leaf in leaves if isinstance(leaf, Tensor)}
-    split_leaves = [split.get(id(leaf), (leaf,) * microbatches) for leaf in leaves]
-    rows, extra = divmod(size, microbatches)
-    return (
-        [_pytree.tree_unflatten([leaf[n] for leaf in split_leaves], structure) for n in range(microbatches)],
-        [rows + (n < extra) for n in range(microbatches)],
-    )
-
-
-_OFFSETS = re.compile(r"cu_?seq|cu_?len|offset|seq_?lens|indptr", re.IGNORECASE)
-"""Names that people give to the offsets of packed sequences, such as cu_seqlens."""
-
-
-def _may_be_offsets(tensor: Tensor) -> bool:
-    """Return whether numbers are whole, and rise from 0; where all are 0, they are of rows."""
-    whole = tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and bool(tensor[0] == 0) and bool(tensor[-1] > 0) and bool((tensor.diff() >= 0).all())
-
-
-def _detach_to(value: object, what: str, device: torch.device | None) -> tuple[object, int]:
-    """Return the value without a graph, on the device, and the rows of its tensors."""
-    leaves, structure = _pytree.tree_flatten(value)
-    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if isinstance(leaf, Tensor)}
-    if len(sizes) != 1 or None in sizes:
-        reason = "no tensor" if not sizes else f"batch sizes {sorted(map(str, sizes))}"
-        raise BatchError(f"{what}: {reason}; it needs tensors that share dimension 0, the batch")
-    (size,) = sizes
-    assert size is not None
-    # ``to(None)`` leaves a tensor where it is.
-    moved = {id(leaf): leaf.detach().to(device) for leaf in leaves if isinstance(leaf, Tensor)}
-    return _pytree.tree_unflatten([moved.get(id(leaf), leaf) for leaf in leaves], structure), size
 
 
 def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:

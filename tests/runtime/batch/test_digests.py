@@ -11,7 +11,7 @@ from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.splitter import FULL_STEPS, batch_digest, digest_of, sample_digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.values import Microbatches
+from penstock.stage.microbatches import Microbatches
 from tests.support import plain
 from tests.support.lanes import exhaustive
 

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.base.errors import ConfigError
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
@@ -52,7 +53,11 @@ def an_inf_on_the_last_rank(rank: int):
     """The last rank's layer gets an infinite gradient; nothing of it reaches the first rank's."""
     torch.set_num_threads(1)
     with Pipeline(
-        [plain.model(1)[0], Stop(), OnlyHere(), plain.model(1)[0]], mean_square, microbatches=2, ranks=2
+        [plain.model(1)[0], Stop(), OnlyHere(), plain.model(1)[0]],
+        mean_square,
+        microbatches=2,
+        ranks=2,
+        execution=ExecutionOptions(check_split=False),
     ) as pipe:
         before = {n: p.detach().clone() for n, p in pipe.named_parameters()}
         scaler = GradScaler(init_scale=8.0)

@@ -51,7 +51,7 @@ class Joined(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         one, other = pair
-        return self.inner(one) + self.inner(other) * other.sum()
+        return self.inner(one) + self.inner(other) * other.sum(-1, keepdim=True)
 
 
 def model(kind: str) -> nn.Sequential:

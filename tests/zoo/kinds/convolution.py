@@ -60,7 +60,7 @@ def conv_of_one_sample():
     return Layer(lambda m, x: x + torch.tanh(m.conv(x.t()).t()), conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 
 
-@kind()
+@kind(mixes=True)
 class ConvOfWeightsFromInput(nn.Module):
     """a convolution whose kernel another layer computes"""
 
@@ -85,7 +85,7 @@ def batch_norm_cumulative():
     return nn.BatchNorm1d(WIDTH, momentum=None, affine=False)
 
 
-@kind(rows=2)
+@kind(rows=2, mixes=True)
 def batch_norm_untracked():
     """nn.BatchNorm1d that keeps no statistics"""
     return nn.BatchNorm1d(WIDTH, track_running_stats=False)

@@ -112,7 +112,7 @@ def expanded_input():
     )
 
 
-@kind()
+@kind(mixes=True)
 def one_row():
     """F.linear of a vector"""
     return Uses(lambda m, x: x + F.linear(x.mean(0), m.weight, m.bias) + F.linear(x, m.other).mean())

@@ -59,13 +59,13 @@ def deep_nesting():
     return handed(lambda h: [{"a": (h, [h * 2, None])}, ()], lambda v: v[0]["a"][0] + v[0]["a"][1][0])
 
 
-@kind()
+@kind(mixes=True)
 def scalars():
     """0-d tensors and empty ones"""
     return handed(lambda h: (h, h.mean(), h[:0], torch.tensor(2)), lambda v: v[0] * v[1] + v[2].sum() + v[3])
 
 
-@kind()
+@kind(mixes=True)
 def expanded():
     """an expanded output"""
     return handed(lambda h: h.mean(0, keepdim=True).expand(len(h), -1), lambda v: v * 1.5)

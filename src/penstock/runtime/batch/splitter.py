@@ -6,7 +6,9 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -24,7 +26,8 @@ from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_n
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames
-from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, shares_memory, split_batch
+from penstock.stage.microbatches import Dims, Microbatches, on_device, require_divisible, split_batch
+from penstock.stage.values import StageState, has_tensor, leaves_of, shares_memory
 
 Reduction = str | Callable[[Any], object]
 """``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""
@@ -179,6 +182,43 @@ def _second_parameter(function: object) -> str | None:
     )
 
 
+@dataclass(frozen=True)
+class BatchDims:
+    """Dimensions along which the values of a batch are split.
+
+    Attributes:
+        named: those of keyword inputs; dimension 0 where a name is missing.
+    """
+
+    x: Dims = 0
+    y: Dims = 0
+    named: Mapping[str, Dims] = field(default_factory=dict)
+
+    @staticmethod
+    def given(dims: Mapping[str, Dims] | None, names: BatchNames | None, routes: ValueRoutes) -> BatchDims:
+        """Return the dimensions that a user gave by name: "x", "y", or the names of the model's arguments."""
+        if dims is None:
+            return BatchDims()
+        first, target = (None, None) if names is None else (names.first, names.target)
+        if not isinstance(dims, Mapping) or not all(isinstance(name, str) for name in dims):
+            raise ConfigError(f"dims must be a mapping such as {{'x': 1, 'y': 1}}, got {dims!r}")
+        known = {"x", "y", *routes.inputs, *filter(None, (first, target))}
+        if strange := sorted(dims.keys() - known):
+            raise ConfigError(
+                f"dims has {strange[0]!r}, which is no input of the model; it may have {', '.join(sorted(known))}"
+            )
+        x, y = dims.get("x", dims.get(first or "x", 0)), dims.get("y", dims.get(target or "y", 0))
+        if x is None or y is None:
+            raise ConfigError(
+                "dims must be a dimension for x and y, which are split; None is for keyword inputs"
+            )
+        return BatchDims(x, y, {n: dim for n, dim in dims.items() if n in routes.inputs})
+
+    def of(self, name: str) -> Dims:
+        """Return the dimension of a keyword input."""
+        return self.named.get(name, 0)
+
+
 class BatchSplitter:
     """Splitter of each step's batch for one pipeline."""
 
@@ -196,6 +236,8 @@ class BatchSplitter:
         holds_first: bool,
         holds_last: bool,
         compares: bool,
+        takes_target: bool,
+        dims: BatchDims,
     ) -> None:
         self.replicas, self.replica = replicas, replica
         self._part, self._shifts = sample_part, shifts
@@ -204,14 +246,14 @@ class BatchSplitter:
         self.ignore_index = ignore_index
         # One replica warns for all, since each splits the whole batch.
         self._compares_counts = reduction == "mean" and replica == 0
+        self.warned_of_counts = False
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
         self.compares = compares
+        self._takes_target, self._dims = takes_target, dims
 
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
         """Split a step's batch into microbatches, and keep this pipeline's."""
-        inputs: list[object] = []
-        targets: list[object] = []
         parts = 1 if self._part is None else self._part.parts
         count = options.microbatches * self.replicas // parts
         given = (x, y)
@@ -220,42 +262,138 @@ class BatchSplitter:
         whole_target = y
         if self._part is not None:
             x, y, named = self._own_tokens(x, y, named)
+        inputs, rows_in = self._inputs(x, named, count)
+        targets, rows_out = self._targets(x, y, count, options, rows_in)
         # Each loss is divided by this number, so that the gradients add up to those of the mean.
         weights = [LossWeight(divisor=count * parts)] * count
-        rows_in: list[int] = []
-        rows_out: list[int] = []
-        if self.holds_first:
-            if x is None:
-                raise BatchError("the rank of the first stage needs the input x")
-            if named or self.routes.required:
-                self.routes.check_given(named)
-            inputs, rows_in = split_batch(x, count, "the input x", self.device)
-            if named:
-                inputs = self._with_named(inputs, rows_in, named)
-        if self.holds_last and y is None and (options.trains or options.log_probs):
-            raise BatchError("the rank of the last stage needs the target y")
-        if self.holds_last and y is not None:
-            targets, rows_out = split_batch(y, count, "the target y", self.device)
-            if rows_in and rows_out != rows_in:
-                raise BatchError(_unequal("target y", rows_out, rows_in))
-            if not options.log_probs:
-                weights = self._weights(targets, whole_target, rows_out, options.loss_scale)
-                if self._compares_counts and count > 1 and not self._compare_counts(targets, rows_out):
-                    self._compares_counts = False
+        if targets and not options.log_probs:
+            weights = self._weights(targets, whole_target, rows_out, options.loss_scale)
+            if self._compares_counts and count > 1 and not self._compare_counts(targets, rows_out):
+                self._compares_counts, self.warned_of_counts = False, True
         begin = self.replica // parts * options.microbatches
         local = slice(begin, begin + options.microbatches)
+        rows_before = (rows_in or rows_out)[:begin]
         return LocalBatch(
             inputs=inputs[local],
             targets=targets[local],
             weights=weights[local],
-            rows_in=tuple(rows_in[local]),
-            rows_out=tuple(rows_out[local]),
+            rows_in=self._compared(x, rows_in[local]),
+            rows_out=self._compared(y, rows_out[local]),
             first=self.replica * options.microbatches,
-            target_tensors=_tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
+            start=sum(n or 0 for n in rows_before),
+            target_tensors=self._target_tensors(x, y, named),
             ignore_index=self.ignore_index,
             digest=None if not self.compares or x is None or y is None
             else batch_digest(given, options.number, options.trains),
         )  # fmt: skip
+
+    def split_together(
+        self, x: object, y: object, named: Mapping[str, object], batch: LocalBatch
+    ) -> list[LocalBatch] | str:
+        """Split three microbatches from a batch: the first two of a step, or the halves of its only one, and both as one.
+
+        Args:
+            batch: this pipeline's share in the step.
+
+        Returns:
+            The three, or fewer at a time if the step had fewer; or why there are none, on this rank.
+        """
+        given = [value for value in (x, y, *named.values()) if isinstance(value, Microbatches)]
+        if any(one is not other for value in given for one, other in pairwise(value.parts)):
+            return "the batch was given as Microbatches, so where two are joined is not known"
+        rows = batch.rows_in or batch.rows_out
+        count = len(batch.weights)
+        cuts = [range(0)] * 3
+        if rows:
+            # Half of its rows, the larger one, where one microbatch is all that this pipeline has.
+            size = rows[0] if count > 1 else (rows[0] + 1) // 2
+            stop = sum(rows[:2])
+            if size == stop:
+                return "its microbatches have one row"
+            cuts = [range(size), range(size, stop), range(stop)]
+        cuts = [range(batch.start + cut.start, batch.start + cut.stop) for cut in cuts]
+        if self._part is not None:
+            if self._shifts:
+                y = next_targets(y, self.ignore_index)
+            x, y, named = self._own_tokens(x, y, named)
+        inputs, rows_in = self._inputs(x, named, cuts)
+        targets, rows_out = self._targets(x, y, cuts, StepOptions(), rows_in)
+        weights = [LossWeight()] * 3
+        if targets:
+            weights[:2] = loss_weights(targets[:2], rows_out[:2], self.reduction)
+        size = min(count, 3)
+        return [
+            LocalBatch(
+                inputs=inputs[part],
+                targets=targets[part],
+                weights=weights[part],
+                rows_in=self._compared(x, rows_in[part]),
+                rows_out=self._compared(y, rows_out[part]),
+                first=self.replica * size,
+                target_tensors=self._target_tensors(x, y, named),
+                ignore_index=self.ignore_index,
+            )
+            for part in (
+                {3: [slice(3)], 2: [slice(2), slice(1, 3)], 1: [slice(1), slice(1, 2), slice(2, 3)]}[size]
+            )
+        ]
+
+    def _inputs(
+        self, x: object, named: Mapping[str, object], cuts: int | Sequence[range]
+    ) -> tuple[list[object], list[int | None]]:
+        if not self.holds_first:
+            return [], []
+        if x is None:
+            raise BatchError("the rank of the first stage needs the input x")
+        if named or self.routes.required:
+            self.routes.check_given(named)
+        inputs, rows = split_batch(x, cuts, "the input x", self.device, self._dims.x)
+        return (self._with_named(inputs, cuts, rows, named) if named else inputs), rows
+
+    def _targets(
+        self,
+        x: object,
+        y: object,
+        cuts: int | Sequence[range],
+        options: StepOptions,
+        rows_in: list[int | None],
+    ) -> tuple[list[object], list[int | None]]:
+        if not self.holds_last:
+            return [], []
+        count = cuts if isinstance(cuts, int) else len(cuts)
+        if not self._takes_target and not options.log_probs:
+            if y is not None:
+                raise BatchError(
+                    "a target y was given, and the loss is of the output alone: loss_fn(output), or the model's own "
+                    "forward(x); leave y out"
+                )
+            if x is not None:
+                rows_in = rows_in or split_batch(x, cuts, "the input x", None, self._dims.x)[1]
+            elif self.reduction == "mean":
+                raise BatchError(
+                    "the rank of the last stage needs the input x for its number of rows, since the loss takes no target; "
+                    "give it x, or the Pipeline reduction='sum'"
+                )
+            return [()] * count, rows_in
+        if y is None and (options.trains or options.log_probs):
+            raise BatchError("the rank of the last stage needs the target y")
+        if y is None:
+            return [], []
+        targets, rows = split_batch(y, cuts, "the target y", self.device, self._dims.y)
+        differ = self.reduction != "mean" and (isinstance(x, Microbatches) or isinstance(y, Microbatches))
+        if rows_in and rows != rows_in and not differ:
+            raise BatchError(_unequal("target y", rows, rows_in))
+        return targets, rows
+
+    def _compared(self, value: object, rows: Sequence[int | None]) -> tuple[int, ...]:
+        """Return the rows that ranks compare; none of `Microbatches` whose rows no weight depends on."""
+        if isinstance(value, Microbatches) and self.reduction != "mean":
+            return ()
+        return tuple(_known_rows(rows))
+
+    def _target_tensors(self, x: object, y: object, named: Mapping[str, object]) -> list[Tensor] | None:
+        shares = self.holds_first and shares_memory(_tensors(x, *named.values(), y))
+        return _tensors(y) if shares else None
 
     def _own_tokens(
         self, x: object, y: object, named: Mapping[str, object]
@@ -267,7 +405,7 @@ class BatchSplitter:
         return x, cut_tokens(y, self._part, length, "the target y"), own
 
     def _weights(
-        self, targets: Sequence[object], whole: object, rows: Sequence[int], scale: float
+        self, targets: Sequence[object], whole: object, rows: Sequence[int | None], scale: float
     ) -> list[LossWeight]:
         """Return the weights of the microbatches of all replicas, for the tokens of this process."""
         if self._part is None:
@@ -282,8 +420,9 @@ class BatchSplitter:
         own = slice(self._part.index * count, (self._part.index + 1) * count)
         return loss_weights(every, list(rows) * parts, self.reduction, scale)[own]
 
-    def _compare_counts(self, targets: Sequence[object], rows: Sequence[int]) -> bool:
+    def _compare_counts(self, targets: Sequence[object], given_rows: Sequence[int | None]) -> bool:
         """Warn if microbatches that weigh by their rows have other shares of the targets that count, and return False."""
+        rows = _known_rows(given_rows)
         for leaves in zip(*map(class_targets, targets), strict=True):
             ignored = [int((leaf == self.ignore_index).sum()) for leaf in leaves]
             counts = [leaf.numel() - n for leaf, n in zip(leaves, ignored, strict=True)]
@@ -301,24 +440,35 @@ class BatchSplitter:
         return True
 
     def _with_named(
-        self, inputs: Sequence[object], rows_in: Sequence[int], named: Mapping[str, object]
+        self,
+        inputs: Sequence[object],
+        cuts: int | Sequence[range],
+        rows_in: Sequence[int | None],
+        named: Mapping[str, object],
     ) -> list[object]:
         by_name: dict[str, Sequence[object]] = {}
         for name, value in named.items():
-            if not has_tensor(value):
+            dims = self._dims.of(name)
+            if isinstance(value, Microbatches) and len(value.parts) > len(inputs):
+                value = Microbatches(
+                    value.parts[: len(inputs)]
+                )  # the same one for all, of fewer microbatches
+            if not has_tensor(value) or dims is None:
                 if type(value).__name__ == "BlockMask":
                     raise BatchError(
                         f"the keyword input {name} is a BlockMask of FlexAttention, which holds a function and cannot go to "
                         "another stage; give the tensors that it is made from, such as document numbers, and call "
                         "create_block_mask in the layers"
                     )
-                by_name[name] = [value] * len(inputs)
+                if dims is not None:
+                    require_divisible(value, f"the keyword input {name}")
+                by_name[name] = [on_device(value, self.device)] * len(inputs)
                 continue
-            by_name[name], rows = split_batch(value, len(inputs), f"the keyword input {name}", self.device)
+            by_name[name], rows = split_batch(value, cuts, f"the keyword input {name}", self.device, dims)
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(
-                    f"{_unequal(f'keyword input {name}', rows, rows_in)}; to pass it unsplit, give one value per "
-                    "microbatch in penstock.Microbatches"
+                    f"{_unequal(f'keyword input {name}', rows, rows_in)}; to pass it unsplit, give the Pipeline "
+                    f"dims={{{name!r}: None}}"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
 
@@ -327,21 +477,41 @@ def _tensors(*values: object) -> list[Tensor]:
     return [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
-def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
+def _unequal(what: str, rows: Sequence[int | None], rows_in: Sequence[int | None]) -> str:
+    if None in rows or None in rows_in:
+        return (
+            f"the {what} has {list(rows)} rows by microbatch, and the input x has {list(rows_in)} (None where its tensors "
+            "have no common dimension 0), by which reduction='mean' weighs their losses; give the Pipeline "
+            "reduction='sum', or a function that returns the weight of a microbatch's target"
+        )
     return (
-        f"the {what} has {sum(rows)} rows ({list(rows)} by microbatch), and the input x has {sum(rows_in)} "
-        f"({list(rows_in)}); both are split along dimension 0, the batch"
+        f"the {what} has {sum(_known_rows(rows))} rows ({list(rows)} by microbatch), and the input x has "
+        f"{sum(_known_rows(rows_in))} ({list(rows_in)}); both are split along dimension 0, the batch, unless "
+        "Pipeline(dims=...) says otherwise. Of Microbatches they may differ with reduction='sum', or with a function that "
+        "returns the weight of a microbatch's target"
     )
 
 
+def _known_rows(rows: Sequence[int | None]) -> list[int]:
+    """Return the rows of microbatches, which must be known, as where losses are weighed by them."""
+    if None in rows:
+        raise BatchError(
+            f"the microbatches have {list(rows)} rows (None where their tensors have no common dimension 0), by which "
+            "reduction='mean' weighs their losses; give the Pipeline reduction='sum', or a function that returns the weight "
+            "of a microbatch's target"
+        )
+    return [n for n in rows if n is not None]
+
+
 def loss_weights(
-    targets: Sequence[object], rows: Sequence[int], reduction: Reduction, scale: float = 1.0
+    targets: Sequence[object], given_rows: Sequence[int | None], reduction: Reduction, scale: float = 1.0
 ) -> list[LossWeight]:
     """Return the weights of the microbatches' losses."""
-    count = len(rows)
+    count = len(targets)
     if reduction == "sum":
         return [LossWeight(scale=scale)] * count
     if reduction == "mean":
+        rows = _known_rows(given_rows)
         if len(set(rows)) == 1:
             return [LossWeight(divisor=count, scale=scale)] * count
         return [LossWeight(n / sum(rows), scale=scale) for n in rows]

@@ -14,7 +14,8 @@ from penstock.base.errors import BatchError
 from penstock.parallel.context import SequencePart
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
-from penstock.stage.values import Microbatches, leaves_of
+from penstock.stage.microbatches import Microbatches
+from penstock.stage.values import leaves_of
 
 
 def tokens_of(*values: object) -> int:

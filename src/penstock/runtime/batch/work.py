@@ -17,7 +17,12 @@ from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of one step, the same on every rank; `number` counts the training steps done before it."""
+    """Options of one step, the same on every rank.
+
+    Attributes:
+        number: training steps done before it.
+        probes: whether it is a part of the check that the first training step ends with.
+    """
 
     microbatches: int = 1
     trains: bool = True
@@ -28,11 +33,12 @@ class StepOptions:
     number: int = 0
     reduces: bool = True
     loss_scale: float = 1.0
+    probes: bool = False
 
     @property
     def call(self) -> str:
         """Name of the method of `Pipeline` that runs the step."""
-        return "step" if self.trains else "log_probs" if self.log_probs else "evaluate"
+        return "step" if self.trains or self.probes else "log_probs" if self.log_probs else "evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class LocalBatch:
 
     Attributes:
         first: number of the first microbatch within the global batch.
+        start: rows of the global batch before it, as far as they are known.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
@@ -51,6 +58,7 @@ class LocalBatch:
     rows_in: tuple[int, ...] = ()
     rows_out: tuple[int, ...] = ()
     first: int = 0
+    start: int = 0
     target_tensors: Sequence[Tensor] | None = None
     ignore_index: int = -100
     digest: int | None = None

@@ -20,6 +20,7 @@ from penstock.runtime.model.loss_reach import modules_called, names_in
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
+from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.structures import dumps, loads
 from penstock.stage.values import Message, StageState, flatten, unpack
@@ -50,6 +51,7 @@ class FirstStepCheck:
     ) -> None:
         self._layers, self._stages, self._parameters, self._world = layers, stages, parameters, world
         self._own_loss = layers.loss_fn is not None
+        self._takes_target = self._own_loss and not isinstance(layers.loss_fn, OutputLoss)
         self._checker, self._autocast = checker, autocast
         inside = {id(module) for module in layers.model.modules()}
         reaches = not self._own_loss and any(id(module) in inside for module in modules_called(loss_fn))
@@ -139,7 +141,7 @@ class FirstStepCheck:
             value, named = (value.value, value.named) if isinstance(value, StageState) else (value, {})
             check_sample(
                 self._layers.model, self._layers, self._layers.loss_fn, (value, target), named,
-                own_loss=self._own_loss, loss_reads=self._loss_reads, stages=self._stages, tensors=tensors,
+                own_loss=self._takes_target, loss_reads=self._loss_reads, stages=self._stages, tensors=tensors,
                 autocast=self._autocast,
             )  # fmt: skip
         except SplitError as error:

@@ -13,6 +13,7 @@ from penstock.forward.own_layers import ModelLayers, split
 from penstock.forward.unchanged import UnchangedModel
 from penstock.runtime.batch.splitter import Reduction
 from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
+from penstock.stage.compute.output_loss import of_output
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, Layer, as_layers
 
@@ -35,8 +36,10 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
     loss = loss_fn if loss_fn is not None else own_loss
     if loss is None:
         raise ConfigError(
-            "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
+            "loss_fn must be given as loss_fn(output, target), or loss_fn(output), unless the model's own "
+            "forward(x, target) or forward(x) returns the loss"
         )
+    loss = of_output(loss)
     unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
     reduction: Reduction = penstock.valid_tokens if loss is penstock.causal_lm_loss else "mean"
     if isinstance(loss, LinearCrossEntropy):

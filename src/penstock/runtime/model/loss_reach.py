@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, MethodType
 from torch import nn
 
 from penstock.forward.loss_piece import OwnLoss
+from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.layers import source_of
 
 
@@ -22,6 +23,8 @@ def parts_of(function: object) -> Iterator[object]:
     if isinstance(function, partial):
         for part in (function.func, *function.args, *function.keywords.values()):
             yield from parts_of(part)
+    elif isinstance(function, OutputLoss):
+        yield from parts_of(function.function)
     elif isinstance(function, MethodType):
         yield from parts_of(function.__self__)
         yield from parts_of(function.__func__)

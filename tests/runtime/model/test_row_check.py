@@ -1,0 +1,276 @@
+"""The first step's check that rows of a batch do not depend on each other."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import ExecutionOptions, MeshShape, Pipeline, SplitError
+from penstock.runtime.workers.pool import LocalProcesses
+
+WIDTH, ROWS, TIME = 8, 6, 5
+
+
+class Attends(nn.Module):
+    """Attention over dimension 0, as of nn.MultiheadAttention without batch_first=True."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        attended: Tensor = self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x + attended
+
+
+class Recurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.inner(x)[0]
+        return states
+
+
+class TimeFirst(nn.Module):
+    """Gives time first to what follows, and the batch back at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+class OverRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class Zeros(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def made(*layers: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for layer in layers))
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, loss_fn: Any = F.mse_loss, x: Tensor | None = None, y: Any = None, **options: Any):
+    x = rows(ROWS, TIME, WIDTH) if x is None else x
+    with Pipeline(model, loss_fn, **{"microbatches": 3, "ranks": 2, **options}) as pipe:
+        return pipe.step(x, x if y is None else y)
+
+
+@pytest.mark.parametrize(
+    ("layers", "name", "microbatches"),
+    [
+        ((linear, Attends, linear), r"1 \(Attends\)", 3),
+        ((linear, linear, Recurs), r"2 \(Recurs\)", 2),
+        ((linear, OverRows, linear), r"1 \(OverRows\)", 6),
+        # A head of zeros has the same loss whatever the layers before it do.
+        ((Attends, linear, Zeros), r"0 \(Attends\)", 3),
+    ],
+    ids=["attention", "lstm", "batch mean", "zeros"],
+)
+def test_a_layer_whose_rows_depend_on_each_other_is_named(
+    layers: tuple[Any, ...], name: str, microbatches: int
+):
+    with pytest.raises(SplitError, match=rf"layer {name} gave the rows .*dims=.*No weight was changed"):
+        step(made(*layers), microbatches=microbatches)
+
+
+def told_by_replicas(rank: int) -> str:
+    with pytest.raises(SplitError) as told:
+        step(made(linear, OverRows), microbatches=1, ranks=None, mesh=MeshShape(dp=2))
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_the_only_microbatch_of_each_replica_is_cut_in_halves(processes: LocalProcesses):
+    assert all("layer 1 (OverRows)" in told for told in processes.run(2, told_by_replicas))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (lambda: Attends(True), linear, linear),
+        (TimeFirst, Attends, TimeFirst),
+        (linear, lambda: nn.BatchNorm1d(TIME), linear),
+        (nn.Flatten, lambda: nn.Unflatten(1, (TIME, WIDTH)), linear),
+    ],
+    ids=["batch first", "turned round", "batch statistics", "flattened"],
+)
+def test_rows_that_do_not_depend_on_each_other_pass(layers: tuple[Any, ...]):
+    step(made(*layers))
+
+
+def test_the_check_can_be_left_out():
+    step(made(linear, OverRows, linear), execution=ExecutionOptions(check_split=False))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (nn.MSELoss(reduction="sum"), "reduction='sum'"),
+        (lambda out, y: F.cross_entropy(out[:, 0] @ y[:, 0].T, torch.arange(len(out))), "in-batch negatives"),
+    ],
+    ids=["sum", "in-batch negatives"],
+)
+def test_a_loss_that_is_not_the_mean_of_rows_is_told(loss_fn: Any, says: str):
+    with pytest.warns(RuntimeWarning, match=rf"the loss of two microbatches as one.*{says}"):
+        step(made(linear, linear, linear), loss_fn)
+
+
+def test_weights_of_classes_are_told_once_and_exact_by_a_reduction():
+    weights = torch.arange(1.0, WIDTH + 1)
+    x, y = rows(ROWS, WIDTH), torch.tensor([0, 1, 7, 6, 5, 5])
+    loss_fn = nn.CrossEntropyLoss(weights)
+    net = made(linear, linear)
+    with warnings.catch_warnings(record=True) as told, Pipeline(net, loss_fn, microbatches=3) as pipe:
+        warnings.simplefilter("always")
+        pipe.step(x, y)
+        pipe.step(x, y)
+    (only,) = told
+    assert "function from a microbatch's target to the sum of its weights" in str(only.message)
+    found = step(net, loss_fn, x, y, reduction=lambda target: weights[target].sum()).loss
+    torch.testing.assert_close(found, loss_fn(net(x), y).detach())
+
+
+class Counts(nn.Module):
+    """A layer with state of all kinds: it must be as if it had run once for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.noise = 0, [0.0], torch.Generator().manual_seed(3)
+        self.register_buffer("sum", torch.zeros(()))
+        self.numbers = iter(range(100))
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(x.mean()))
+        self.sum.add_(1.0)
+        scale = next(self.numbers) + random.random() + torch.rand((), generator=self.noise)
+        out: Tensor = self.inner(x) * scale * self.calls
+        return out
+
+
+def test_state_in_python_is_as_in_plain_pytorch():
+    random.seed(5)
+    plain = made(Counts, linear)
+    x = rows(ROWS, WIDTH)
+    expected = torch.stack([F.mse_loss(plain(part), part) for part in (*x.chunk(3), *x.chunk(3))]).detach()
+    random.seed(5)
+    net = made(Counts, linear)
+    with Pipeline(net, F.mse_loss, microbatches=3, ranks=2) as pipe:
+        found = torch.cat([pipe.step(x, x).losses for _ in range(2)])
+    assert torch.equal(found, expected)
+    assert net[0].calls == plain[0].calls == 6
+    assert net[0].seen == plain[0].seen
+    assert torch.equal(net[0].sum, plain[0].sum)
+
+
+def test_a_loss_with_a_counter_in_its_closure_is_called_once_for_each_microbatch():
+    calls = 0
+
+    def loss_fn(out: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(out, y) * calls
+
+    step(made(linear, linear), loss_fn)
+    assert calls == 3
+
+
+class OnlyTraining(nn.Module):
+    """Returns what the loss takes in training alone, as models with auxiliary outputs do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x, x) if self.training else x
+
+
+def of_training(out: Any, y: Tensor) -> Tensor:
+    if not isinstance(out, tuple):
+        raise TypeError("only in training")
+    return F.mse_loss(out[0] + out[1], y)
+
+
+def test_a_model_that_cannot_be_evaluated_trains_and_the_warning_says_what_was_not_checked():
+    net, x = made(linear, OnlyTraining), rows(ROWS, TIME, WIDTH)
+    with Pipeline(net, of_training, microbatches=3, ranks=2) as pipe:
+        with pytest.warns(RuntimeWarning, match="did not check that the rows.*check_split=False"):
+            first = pipe.step(x, x).loss
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(pipe.step(x, x).loss, first)
+
+
+def checked(rank: int) -> list[str]:
+    told: list[str] = []
+    x = rows(ROWS, TIME, WIDTH)
+    given = (x, None) if rank == 0 else (None, x)
+    for layers, loss_fn in (
+        ((linear, linear, Attends, linear), F.mse_loss),
+        ((linear, linear, linear, OnlyTraining), of_training),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Pipeline(made(*layers), loss_fn, microbatches=2, ranks=2) as pipe:
+                try:
+                    pipe.step(*given)
+                    pipe.step(*given)
+                except SplitError as error:
+                    told.append(str(error))
+        told += [str(w.message) for w in caught]
+    return told
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_and_a_step_goes_on_after_a_check_that_failed(processes: LocalProcesses):
+    first, second = processes.run(2, checked)
+    assert len(first) == 2
+    assert len(second) == 1  # one rank warns
+    for told in (first, second):
+        assert "layer 2 (Attends)" in str(told[0])
+    assert "did not check" in str(first[1])
+    assert "only in training" in str(first[1])
+
+
+def test_time_that_comes_first_is_cut_where_dims_says():
+    net = made(Attends, Recurs, linear)
+    x = rows(TIME, ROWS, WIDTH)
+    expected = F.mse_loss(net(x), x).detach()
+    torch.testing.assert_close(step(net, x=x, dims={"x": 1, "y": 1}).loss, expected)
+
+
+def test_a_mask_of_time_by_time_is_not_cut():
+    """Where there are as many rows as tokens, a mask could be cut; the check sees that."""
+    net = made(lambda: Attends(True), lambda: Attends(True))
+    x, mask = rows(TIME, TIME, WIDTH), torch.ones(TIME, TIME).triu(1).bool()
+    expected = F.mse_loss(net[1](net[0](x, mask), mask), x).detach()
+
+    def run(**options: Any) -> Any:
+        with Pipeline(net, F.mse_loss, microbatches=1, ranks=2, **options) as pipe:
+            return pipe.step(x, x, microbatches=5, mask=mask).loss
+
+    torch.testing.assert_close(run(dims={"mask": None}), expected)
+    with pytest.raises(penstock.PenstockError):
+        run()
