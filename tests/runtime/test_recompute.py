@@ -161,10 +161,9 @@ def held_by_rank(options: dict) -> list[int]:
 def test_recompute_holds_the_layers_inputs_and_no_more():
     none, full = held_by_rank({"recompute": "none"}), held_by_rank({"recompute": "full"})
     layer, loss = ROWS * WIDTH * 4, 4
-    # 1F1B on two ranks: two microbatches in flight on the first, one on the last, with four layers each. The first
-    # layer's input is a view of the whole batch. With the value travels the auxiliary loss so far, which every layer
-    # but the third replaces.
-    assert full == [2 * (M * layer + 3 * layer + 2 * loss), 4 * layer + 3 * loss]
+    # 1F1B on two ranks: two microbatches in flight on the first, one on the last, with four layers each. With the
+    # value travels the auxiliary loss so far, which every layer but the third replaces.
+    assert full == [2 * (4 * layer + 2 * loss), 4 * layer + 3 * loss]
     assert none[0] > 4 * full[0]
     assert none[1] > 4 * full[1]
     assert held_by_rank({"recompute": 2})[0] < none[0]

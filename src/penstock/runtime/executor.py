@@ -179,8 +179,9 @@ class Executor:
             self._exchange.begin(step, self._in_forward)
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
+        batch = work.batch
         for stage in self.stages.values():
-            stage.begin(work.options.number, work.batch.first)
+            stage.begin(work.options.number, batch.first, (*batch.inputs, *batch.targets))
         self._sharded_layers.set(in_step=True)
         if self.channel is not None:
             self.channel.open(step, self.trains, self._microbatches)

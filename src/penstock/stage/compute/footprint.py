@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from penstock.stage.compute.module_buffers import snapshot_buffers
-from penstock.stage.values import Message
+from penstock.stage.values import Message, leaves_of
 
 
 class Footprint:
-    """Bytes of distinct storages, without a module's own parameters and buffers."""
+    """Bytes of distinct storages, without a module's own parameters and buffers.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        batch: values of the whole batch. Microbatches are views of its storages, so of these only the views count, and
+            each byte once.
+    """
+
+    def __init__(self, module: nn.Module, batch: Iterable[object] = ()) -> None:
         self._module = module
         self._excluded = {_key(t) for t in (*module.parameters(), *module.buffers())}
-        self._sizes: dict[int, int] = {}
+        self._batch = {_key(leaf) for value in batch for leaf in leaves_of(value) if _is_strided(leaf)}
+        self._sizes: dict[int, dict[tuple[int, int], int]] = {}  # of each storage, by ranges of addresses
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once."""
@@ -26,8 +32,17 @@ class Footprint:
             key = _key(tensor)
         except RuntimeError:  # a tensor wrapped by a torch.func transform has no storage
             return
-        if key not in self._excluded:
-            self._sizes[key] = _storage(tensor).nbytes()
+        if key in self._excluded:
+            return
+        ranges = self._sizes.setdefault(key, {})
+        if key in self._batch and _is_strided(tensor):
+            first = tensor.data_ptr()
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            end = first + (last + 1) * tensor.element_size() if tensor.numel() else first
+            ranges[first, end] = max(tensor.nbytes, ranges.get((first, end), 0))
+        else:
+            whole = _storage(tensor).nbytes()
+            ranges[key, key + whole] = whole
 
     def replace(self, copy: Tensor, original: Tensor) -> None:
         """Count a tensor's storage instead of its copy's, if that was counted."""
@@ -36,7 +51,7 @@ class Footprint:
 
     @property
     def bytes(self) -> int:
-        return sum(self._sizes.values())
+        return sum(map(_covered, self._sizes.values()))
 
     def of(self, tensors: Iterable[Tensor]) -> int:
         """Count these tensors; return the bytes of all tensors so far."""
@@ -86,6 +101,26 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
 def refuses_hooks(error: RuntimeError) -> bool:
     """Return whether an error comes from a ``torch.func`` transform under hooks on saved tensors."""
     return "support saved tensor hooks" in str(error)
+
+
+def _covered(ranges: Mapping[tuple[int, int], int]) -> int:
+    """Return the bytes in ranges of addresses that may overlap, each with the bytes of the tensor that spans it.
+
+    A tensor that is cut along another dimension than its first spans the other microbatches' bytes, too.
+    """
+    total = size = 0
+    begin = end = -1
+    for (first, last), own in sorted(ranges.items()):
+        if first >= end:
+            total += min(size, end - begin)
+            begin, end, size = first, last, 0
+        end, size = max(end, last), size + own
+    return total + min(size, end - begin)
+
+
+def _is_strided(leaf: object) -> TypeGuard[Tensor]:
+    """Return whether a leaf is a tensor whose elements have addresses."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _key(tensor: Tensor) -> int:

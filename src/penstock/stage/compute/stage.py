@@ -74,6 +74,7 @@ class Stage:
         self._dtype_device: tuple[torch.dtype, torch.device] | None = None
         self._buffers: dict[Segment, Buffers] = {}
         self._layer_bytes: dict[int, LayerBytes] = {}
+        self._batch: Sequence[object] = ()
         self._dropped_before: set[Segment] = set()
         # Compared by identity: of a stage with one layer, the segment of a policy may be equal.
         self._all_layers = Segment(0, len(module.layers), True)
@@ -92,9 +93,14 @@ class Stage:
         """Number of microbatches whose activations the stage holds, those that wait for W included."""
         return len(self._saved) + len(self._waiting)
 
-    def begin(self, step: int, first_microbatch: int = 0) -> None:
-        """Begin a step; random draws depend on its number, and on the microbatch's in the global batch."""
+    def begin(self, step: int, first_microbatch: int = 0, batch: Sequence[object] = ()) -> None:
+        """Begin a step; random draws depend on its number, and on the microbatch's in the global batch.
+
+        Args:
+            batch: values of the step that microbatches may be views of, for the count of what a microbatch holds.
+        """
         self._begun += 1
+        self._batch = batch
         self.isolation.begin()
         self._runner.begin(step, first_microbatch)
         # Between steps parameters may have changed dtype, device or shape, which an accumulator keeps from when it was made.
@@ -107,6 +113,7 @@ class Stage:
 
     def end(self) -> None:
         """End a step, after all its ops."""
+        self._batch = ()
         # With ZeRO, the functions in `before` write gathered parameters during the step, which is no fault.
         if not self.module.before:
             self.isolation.require_constant()
@@ -165,7 +172,7 @@ class Stage:
             output = self._runner.advance(self._segments[0], microbatch, state, loss_inputs, queue)
             saved.segments.append(self._graph(input_grads, output))
         else:
-            footprint = None if measured else Footprint(self.module)
+            footprint = None if measured else self._footprint()
             for segment in (self._all_layers,) if inputs_only else self._segments:
                 run = self._forward_dropped if segment.recompute else self._forward_kept
                 record, output = run(segment, microbatch, inputs, loss_inputs, queue, footprint)
@@ -240,7 +247,7 @@ class Stage:
         if (split, False) in self._saved_bytes or self.module.compiled is not None:
             graph = self._recompute(record, microbatch, saved.queue)
         else:
-            footprint = Footprint(self.module)
+            footprint = self._footprint()
             graph = footprint.run(lambda: self._recompute(record, microbatch, saved.queue))
             self._saved_bytes[split, False] = footprint.of(graph.input_grads.leaves)
         saved.segments[0] = graph
@@ -251,7 +258,7 @@ class Stage:
         measured = layer in self._layer_bytes or record.segment is self._all_layers
         if self.settings.recompute != "auto" or measured:
             return self._forward_again(record, microbatch, queue)
-        footprint, inputs = Footprint(self.module), Footprint(self.module)
+        footprint, inputs = self._footprint(), self._footprint()
         graph: SavedGraph = footprint.run(lambda: self._forward_again(record, microbatch, queue))
         kept = footprint.of(graph.input_grads.leaves)
         self._layer_bytes[layer] = LayerBytes(kept, inputs.of_messages(record.inputs))
@@ -346,12 +353,15 @@ class Stage:
         if queue is not None and queue.pending:
             self._waiting[microbatch] = queue
             if self._waiting_bytes is None:
-                self._waiting_bytes = Footprint(self.module).of(queue.tensors())
+                self._waiting_bytes = self._footprint().of(queue.tensors())
             self.held_bytes += self._waiting_bytes
         messages = grad_messages(output_grads or (), grad_counts, hooked)
         for message in messages:
             self.finite_sums += [(microbatch, finite_sum(g)) for g in message.leaves if g is not None]
         return messages
+
+    def _footprint(self) -> Footprint:
+        return Footprint(self.module, self._batch)
 
     def _require(self, microbatch: int) -> SavedMicrobatch:
         if microbatch not in self._saved:
@@ -377,6 +387,7 @@ class Stage:
                 queue.clear()
         self._saved.clear()
         self._waiting.clear()
+        self._batch = ()
         self.finite_sums.clear()
         self.held_bytes = 0
 
