@@ -227,6 +227,68 @@ def test_between_steps_sharded_weights_are_like_whole_ones(processes: LocalProce
         assert f"which shard={shard!r} does not divide; use shard='optimizer'" in refused
 
 
+class Bounded(nn.Linear):
+    """Keeps its weight in bounds: in place, or by another tensor; neither changes the weight's version."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(16, 16)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.weight.data.clamp_(min=-0.05)
+        else:
+            self.weight.data = self.weight.data.clamp(min=-0.05)
+        return super().forward(x)
+
+
+class Rotation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs() * self.scale
+
+
+def written(rank: int, shard: str, how: str) -> tuple:
+    """Steps of layers that write into their weights, and of a program that does before the optimizer's step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Bounded(True), Rotation(), Bounded(False), nn.Linear(16, 16))
+    x, y = torch.randn(ROWS, 16), torch.randn(ROWS, 16)
+    options = {"microbatches": ROWS // 2, "mesh": MeshShape(1, 2), "timeout": 120}
+    parallel = ParallelOptions(bucket_bytes=1000, shard=shard)
+    with Pipeline(net, nn.functional.mse_loss, parallel=parallel, **options) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(float(pipe.step(x, y).loss))
+            absent = [p.isnan().all().item() for p in pipe.parameters()]
+            pipe.gather_weights()
+            for p in pipe.parameters():
+                if how == "in place":
+                    p.data.mul_(0.5)
+                elif how == "given":
+                    p.data = p.data * 0.5
+            optimizer.step()
+        return losses, pipe.full_state_dict(), absent
+
+
+@pytest.mark.slow
+def test_what_layers_and_programs_write_into_weights_is_kept_as_without_shards(processes: LocalProcesses):
+    hows = ("not", "in place", "given")
+    shards = ("none", "optimizer", "gradients", "weights")
+    told = iter(run_cases(processes, 2, written, [(shard, how) for how in hows for shard in shards]))
+    for _ in hows:
+        whole = next(told)
+        for shard in shards[1:]:
+            for ours, theirs in zip(next(told), whole, strict=True):
+                assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+                assert_equal(ours[1], theirs[1], "weights", 1e-5)
+                assert set(ours[2]) == {shard == "weights"}
+
+
 def traced(rank: int, sharding: dict[str, Any]) -> tuple:
     """What the traces of a step and of an evaluation tell, and what the Program says of them."""
     with pipe_on(None, "breadth-first", sharding) as pipe:

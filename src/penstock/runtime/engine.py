@@ -184,6 +184,7 @@ class Engine:
                                 if probe is None
                                 else self._prepare_probe(probe, options.microbatches)
                             )
+                        self.take_written_parameters()
                         batch = split()
                     except Exception as error:
                         if self._world is not None:  # the others wait for this rank's messages

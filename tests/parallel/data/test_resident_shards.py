@@ -96,6 +96,51 @@ def test_values_are_not_numbers_while_they_are_away():
     assert bucket.part.tolist() == [5.0, 2.0, 3.0]
 
 
+def test_what_was_written_into_values_or_given_in_their_place_is_there_when_they_come_back():
+    bucket = bucket_of([torch.tensor([1.0]), torch.tensor([[2.0, 3.0]])])
+    one, other = (entry.parameter for entry in bucket.entries)
+    bucket.reshard()
+    bucket.unshard()
+    one.data.mul_(4.0)  # as a layer writes that keeps its weight in bounds
+    other.data = other.data + 1.0
+    bucket.reshard()
+    assert bucket.part.tolist() == [4.0, 3.0, 4.0]
+    bucket.unshard()
+    bucket.part.fill_(7.0)  # an optimizer's update, which is newer than the values
+    bucket.reshard(keep=False)
+    assert bucket.part.tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_write_while_values_are_away_is_refused_by_name_and_dropped(dtype):
+    bucket = bucket_of([torch.ones(1, dtype=dtype), torch.ones(2, 2, dtype=dtype)])
+    one, other = (entry.parameter for entry in bucket.entries)
+    bucket.reshard()
+    for write in (
+        lambda: one.fill_(5.0),
+        lambda: one.data.fill_(5.0),
+        lambda: other[0, 0].fill_(5.0),
+        lambda: setattr(other, "data", torch.zeros(2, 2, dtype=dtype)),
+    ):
+        with torch.no_grad():
+            write()
+        with pytest.raises(
+            PenstockError, match=r"parameter p[01] .*written while its values were not in memory"
+        ):
+            bucket.written()
+        bucket.written()
+        assert all(bool(p.isnan().all()) for p in (one, other))
+    bucket.unshard()
+    assert [p.abs().sum().item() for p in (one, other)] == [1.0, 4.0]
+
+
+def test_values_given_another_dtype_are_refused_with_both():
+    bucket = bucket_of([torch.ones(2)], comes_and_goes=False)
+    bucket.entries[0].parameter.data = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(PenstockError, match=r"parameter p0 was torch.float32 .* made torch.float64"):
+        bucket.written()
+
+
 def test_values_that_stay_are_left_alone():
     bucket = bucket_of([torch.ones(3)], comes_and_goes=False)
     bucket.reshard()

@@ -4,8 +4,9 @@ Parameters of one stage are in buckets. Each replica keeps its part of every buc
 updates it. `unshard` gathers a stage's values from the other replicas, `reshard` drops them, and `complete` sums its
 gradients and drops all but this replica's part (see `penstock.schedule.residency`). Replicas call these in the same order.
 
-A parameter without its values keeps its shape, but all its elements are one NaN: what reads it by mistake is not finite,
-which a step refuses, and a write into it is an error.
+A parameter without its values keeps its shape, but all its elements are one NaN (0 if it has whole numbers): what reads it
+by mistake is not finite, which a step refuses, and a write into it is an error. What is written into values while they are
+in memory, by layers or between steps, goes into this replica's part before they are dropped.
 
 Sums of several reductions are added up in fp32 if gradients have 16 bits.
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import TransportError
+from penstock.base.errors import PenstockError, TransportError
 from penstock.parallel.data import replica_checks
 from penstock.parallel.data.bucket import BucketEntry, ReductionStream, bucket_order, make_slot
 from penstock.parallel.data.buckets import FrozenParameters
@@ -28,7 +29,7 @@ from penstock.parallel.data.layout import BucketPlan, plan_buckets
 from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
 from penstock.parallel.data.replica_checks import StepReport
 from penstock.parallel.data.shard_slice import ShardSlice
-from penstock.parallel.data.shards import ShardedParameter, Shards
+from penstock.parallel.data.shards import ShardedParameter, Shards, take_back
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
 
 CollectiveKind = Literal["unshard", "reduce"]
@@ -82,12 +83,14 @@ class StageBucket:
             set_local(entry.parameter, memory)
             self._memory.append(memory)
         _release(self._grads)
+        self._marked = self._values.is_floating_point() or self._values.is_complex()
         self._absent = torch.full(
             (),
-            float("nan") if self._values.is_floating_point() else 0,
+            float("nan") if self._marked else 0,
             dtype=self._values.dtype,
             device=plan.device,
         )
+        self._versions: list[int] = []  # of parameters without their values
         self.comes_and_goes, self.full = comes_and_goes, True
         own = part_of(self._values, reducer.rank, reducer.size)
         self.part = own.clone() if comes_and_goes else own
@@ -118,20 +121,55 @@ class StageBucket:
         if begun is not None:
             self._end("unshard", *begun)
 
-    def reshard(self) -> None:
-        """Drop the values but this replica's part."""
+    def reshard(self, keep: bool = True) -> None:
+        """Drop the values but this replica's part.
+
+        Args:
+            keep: whether this replica's part takes over what was written (default True); False if the part is newer.
+        """
         if not self.full or not self.comes_and_goes:
             return
         self.wait()
-        for entry in self.entries:
-            set_local(entry.parameter, self._absent.expand(local(entry.parameter).shape))
+        if keep:
+            self.written()
+        self._drop_values()
         _release(self._values)
         self.full = False
 
+    def _drop_values(self) -> None:
+        for entry in self.entries:
+            set_local(entry.parameter, self._absent.expand(local(entry.parameter).shape))
+        self._versions = [entry.parameter._version for entry in self.entries]
+
     def written(self) -> None:
-        """Take over this replica's part of values that were written."""
-        if self.comes_and_goes and self.full:
+        """Take over this replica's part of values that were written.
+
+        Raises:
+            PenstockError: if a parameter was written while its values were not in memory.
+        """
+        if not self.full:
+            self._require_absent()
+            return
+        for entry, memory in zip(self.entries, self._memory, strict=True):
+            take_back(entry, memory)
+        if self.comes_and_goes:
             self.part.copy_(part_of(self._values, self.reducer.rank, self.reducer.size))
+
+    def _require_absent(self) -> None:
+        absent, pointer = self._absent, self._absent.data_ptr()
+        # A write through `.data` is not counted; what it writes into is looked at where that waits for no device.
+        overwritten = absent.device.type == "cpu" and bool((absent == absent).item()) and self._marked
+        for entry, version in zip(self.entries, self._versions, strict=True):
+            parameter = entry.parameter
+            moved = parameter.numel() and local(parameter).data_ptr() != pointer
+            if overwritten or moved or parameter._version != version:
+                self._absent.fill_(float("nan") if self._marked else 0)
+                self._drop_values()
+                which = f"{entry.name} or another" if overwritten else entry.name
+                raise PenstockError(
+                    f"parameter {which} was written while its values were not in memory (shard='weights'); call "
+                    "pipe.gather_weights() on all ranks first. What was written is dropped"
+                )
 
     def reduce(self) -> None:
         """Start to sum the gradients, which leave their parameters."""
@@ -252,7 +290,7 @@ class ResidentShards(Shards):
         self.sharded_weights = weights
         self._left: deque[Collective] = deque()
         self._step = 0
-        self._active = self._lent = False
+        self._active = False
 
     def begin(self, step: int, collectives: Iterable[Collective], now: Callable[[], Any]) -> None:
         """Begin a step, whose calls of `unshard` and `complete` are given in their order, with a clock for its record."""
@@ -261,9 +299,6 @@ class ResidentShards(Shards):
             bucket.now = now
             for spans in bucket.spans.values():
                 spans.clear()
-        if self._lent:  # values that were read may have been written, too
-            self.written()
-            self._lent = False
         # The same on every replica, whatever was read since the last step.
         for bucket in self.buckets:
             bucket.reshard()
@@ -402,10 +437,9 @@ class ResidentShards(Shards):
     def collect(self) -> None:
         for bucket in self.buckets:
             if bucket.comes_and_goes:
-                bucket.reshard()
+                bucket.reshard(keep=False)
             elif bucket.trains:
                 bucket.collect()
-        self._lent = False
 
     def wait_all(self) -> None:
         for bucket in self.buckets:
@@ -415,7 +449,6 @@ class ResidentShards(Shards):
         for bucket in self.buckets:
             bucket.unshard()
         self.wait_all()
-        self._lent = True
 
     def in_memory(self, parameter: Tensor) -> bool:
         each = self.find(parameter)

@@ -131,7 +131,7 @@ class Shards(ABC):
 
     @abstractmethod
     def written(self) -> None:
-        """Take over values that were written into parameters, all of them in memory."""
+        """Take over values that were written into parameters, or that a program gave them by ``p.data = ...``."""
 
     sharded_weights = False
     """True if this replica keeps only a part of the values between steps."""
@@ -194,6 +194,7 @@ class OptimizerShards(Shards):
             named, reducer, sharded=True, groups=by_dtype, owners=owners, reducers=reducers, **options
         )
         self._flats: list[Tensor] = []
+        self._memory: dict[int, Tensor] = {}  # of the values, by parameter
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}  # all-gathers in progress, by bucket
         self._unused_sums = False
@@ -213,6 +214,7 @@ class OptimizerShards(Shards):
         memory = flat.as_strided(view.shape, view.stride(), view.storage_offset())
         memory.copy_(local(entry.parameter).detach())
         set_local(entry.parameter, memory)
+        self._memory[entry.index] = memory
         rank, owner = bucket.reducer.rank, bucket.plan.owner
         each = flat.numel() // bucket.reducer.size
         begin, end = rank * each, (rank + 1) * each
@@ -284,7 +286,8 @@ class OptimizerShards(Shards):
         return wait
 
     def written(self) -> None:
-        pass  # shards share the parameters' memory
+        for entry, _, _ in self.sharded:
+            take_back(entry, self._memory[entry.index])  # which the shards share
 
     def _wait(self, number: int) -> None:
         handle = self._coming.pop(number, None)
@@ -292,6 +295,21 @@ class OptimizerShards(Shards):
             with self._streams[number].use():
                 handle.wait()
             self._streams[number].join()
+
+
+def take_back(entry: BucketEntry, memory: Tensor) -> None:
+    """Give a parameter its place in a buffer back, with its values, if a program gave it other memory."""
+    values = local(entry.parameter).detach()
+    if values.data_ptr() == memory.data_ptr() or not memory.numel():
+        return
+    if (values.shape, values.dtype, values.device) != (memory.shape, memory.dtype, memory.device):
+        raise PenstockError(
+            f"parameter {entry.name} was {memory.dtype} of shape {tuple(memory.shape)} on {memory.device} when the pipeline "
+            f"divided it among the replicas, and was made {values.dtype} of shape {tuple(values.shape)} on "
+            f"{values.device}; do that before the Pipeline and its optimizer are built"
+        )
+    memory.copy_(values)
+    set_local(entry.parameter, memory)
 
 
 def _piece(entry: BucketEntry, elements: ShardSlice, memory: Tensor) -> Tensor:

@@ -256,6 +256,8 @@ class PipelineOptimizer:
 
     def _apply(self, rank: int) -> None:
         main = self.main_weights[rank]
+        if self.shards is not None:
+            self.shards.written()
         main.lend_gradients()
         self.optimizers[rank].step()
         main.round_into_parameters()

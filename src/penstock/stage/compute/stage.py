@@ -114,9 +114,7 @@ class Stage:
     def end(self) -> None:
         """End a step, after all its ops."""
         self._batch = ()
-        # With ZeRO, the functions in `before` write gathered parameters during the step, which is no fault.
-        if not self.module.before:
-            self.isolation.require_constant()
+        self.isolation.require_constant()
 
     def forward(
         self, microbatch: int, inputs: Messages, split: bool = False, inputs_only: bool = False
