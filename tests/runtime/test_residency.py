@@ -289,6 +289,52 @@ def test_what_layers_and_programs_write_into_weights_is_kept_as_without_shards(p
                 assert set(ours[2]) == {shard == "weights"}
 
 
+class Reads(nn.Module):
+    """A layer whose weight gradients need weights: as inputs of products, or in a hook."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.keys, self.values = how, nn.Linear(16, 16), nn.Linear(16, 16)
+        self.down, self.up = (nn.Parameter(torch.randn(4, 16) / 4) for _ in range(2))
+        if how == "hook":
+            weight = self.keys.weight
+            weight.register_hook(lambda grad: grad + 0.01 * weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "merged":
+                weight = self.keys.weight + self.up.t() @ self.down
+                return self.values(nn.functional.linear(x, weight, self.keys.bias))
+            case "queries":
+                return x + torch.softmax(x @ self.keys(self.up).t(), -1) @ self.values(self.down)
+        return self.values(self.keys(x))
+
+
+def reading(rank: int, schedule: str, sharding: dict[str, Any]) -> tuple:
+    torch.manual_seed(0)
+    net = nn.Sequential(*map(Reads, ("merged", "queries", "hook", "merged")))
+    x, y = torch.randn(ROWS, 16), torch.randn(ROWS, 16)
+    options = {"microbatches": ROWS // 2, "mesh": REPLICAS, "schedule": schedule, "timeout": 120}
+    parallel = ParallelOptions(bucket_bytes=1000, **sharding)
+    with Pipeline(net, nn.functional.mse_loss, parallel=parallel, **options) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        losses = []
+        for _ in range(2):
+            losses.append(float(pipe.step(x, y).loss))
+            optimizer.step()
+        return losses, pipe.full_state_dict()
+
+
+@pytest.mark.slow
+def test_weights_that_w_would_read_may_be_sharded(processes: LocalProcesses):
+    cases = [(name, way) for name in ("zb-v", "v-half") for way in ({"shard": "optimizer"}, WEIGHTS)]
+    told = iter(run_cases(processes, 4, reading, cases))
+    for whole, divided in zip(told, told, strict=True):
+        for ours, theirs in zip(divided, whole, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+            assert_equal(ours[1], theirs[1], "weights", 1e-5)
+
+
 def traced(rank: int, sharding: dict[str, Any]) -> tuple:
     """What the traces of a step and of an evaluation tell, and what the Program says of them."""
     with pipe_on(None, "breadth-first", sharding) as pipe:

@@ -23,6 +23,8 @@ class StageModule(nn.Module):
         compiled_layers: module that runs the layers as one compiled call; None if they are not compiled.
         before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
         after: function to call with each layer's number and what it returned; None for none.
+        released: function that tells of a tensor whether it is in the memory of weights that may be gone while W runs; None
+            if no weights go.
     """
 
     def __init__(self, layers: Sequence[Layer], device: torch.device | None = None, seed: int = 0) -> None:
@@ -43,6 +45,7 @@ class StageModule(nn.Module):
         self.compiled_layers: _CompiledLayers | None = None
         self.before: list[Callable[[], None]] = []
         self.after: Callable[[int, Any], None] | None = None
+        self.released: Callable[[torch.Tensor], bool] | None = None
         self.gives_by_layer = tuple(names_given(layer) for layer in self.layers)
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
 

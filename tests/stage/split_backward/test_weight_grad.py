@@ -128,6 +128,41 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(*x.shape[:-1], 4)
 
 
+class Inputs(nn.Module):
+    """A layer that gives a product one of its weights as the input; `how` says which, and how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(16, 16)
+        self.weight = nn.Parameter(randn(4, 16) / 4, requires_grad=how != "frozen")
+        self.other = nn.Parameter(randn(4, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "merged":  # as LoRA is
+                return F.linear(x, self.inner.weight + self.weight.t() @ self.other, self.inner.bias)
+            case "queries":
+                return x + self.inner(self.weight[None]).mean(1)
+        return x + torch.softmax(x @ self.other.t(), -1) @ self.inner(self.weight)
+
+
+class Kernels(nn.Module):
+    """A stack of kernels, and one that is stored in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.turned = nn.Parameter(randn(2, 4, 4, 3)), nn.Parameter(randn(4, 4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(F.conv1d(x, self.stack[1]).relu(), self.turned.transpose(0, 1))
+
+
+def by_columns() -> nn.Module:
+    layer = Conv1D()
+    layer.weight = nn.Parameter(randn(4, 8).t())
+    return layer
+
+
 CASES = {
     "linear and norm": (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)), (5, 8), 2),
     "no bias, 4-d": (nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 4)), (2, 5, 7, 8), 2),
@@ -150,6 +185,12 @@ CASES = {
     "experts, bmm": (Experts("bmm", transposed=True), (12, 16), 2),
     "experts, grouped": (Experts("grouped"), (12, 16), 2),
     "experts, grouped, transposed": (Experts("grouped", transposed=True), (12, 16), 2),
+    "addmm, by columns": (by_columns(), (2, 3, 8), 1),
+    "stacked kernels": (Kernels(), (2, 4, 9), 2),
+    "merged weights": (Inputs("merged"), (5, 16), 1),
+    "queries": (Inputs("queries"), (5, 16), 1),
+    "a table as input": (Inputs("table"), (5, 16), 2),
+    "frozen input": (Inputs("frozen"), (5, 16), 2),
     "experts, one by one": (Experts("loop"), (12, 16), None),
     "experts, one by one, transposed": (Experts("loop", transposed=True), (12, 16), None),
 }  # fmt: skip
@@ -163,6 +204,38 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
     return deferred
 
 
+class Gone:
+    """A model's weights in one memory, as with sharded weights, which is released while W runs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.parameters = [*net.parameters()]
+        self.memory = torch.cat([p.detach().flatten() for p in self.parameters])
+        self.places, start = [], 0
+        for p in self.parameters:
+            place = self.memory[start : start + p.numel()].as_strided(p.shape, p.stride(), start)
+            self.places.append(place.copy_(p.detach()))
+            start += p.numel()
+        self.give()
+
+    def released(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
+
+    def give(self) -> None:
+        for p, place in zip(self.parameters, self.places, strict=True):
+            p.data = place
+
+    def __enter__(self) -> None:
+        self.values = self.memory.clone()
+        for p in self.parameters:
+            p.data = torch.full((), float("nan"), dtype=p.dtype).expand(p.shape)
+        self.memory.untyped_storage().resize_(0)
+
+    def __exit__(self, *error: object) -> None:
+        self.memory.untyped_storage().resize_(self.values.nbytes)
+        self.memory.copy_(self.values)
+        self.give()
+
+
 def copied(net: nn.Module) -> nn.Module:
     copy_ = copy.deepcopy(net)
     for mine, other in zip(net.parameters(), copy_.parameters(), strict=True):
@@ -170,14 +243,15 @@ def copied(net: nn.Module) -> nn.Module:
     return copy_
 
 
-def halves(net: nn.Module, inputs: list[torch.Tensor], context, parameters) -> int:
+def halves(net: nn.Module, inputs: list[torch.Tensor], context, parameters, gone: Gone | None = None) -> int:
     """Run plainly and in halves; assert equality; return the number of uses that the last microbatch deferred."""
+    released = gone.released if gone is not None else None
     plain, shared, deferred = copied(net), set(), 0
     for x in inputs:
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         with context():
             plain(leaves[0]).float().square().mean().backward()
-        queue = WeightGradQueue(shared)
+        queue = WeightGradQueue(shared, released=released)
         with context():
             with defer_weight_grads(queue, parameters):
                 y = net(leaves[1])
@@ -186,7 +260,8 @@ def halves(net: nn.Module, inputs: list[torch.Tensor], context, parameters) -> i
         deferred = len(queue.pending)
         if x.is_floating_point():
             assert torch.equal(leaves[0].grad, leaves[1].grad)
-        queue.accumulate({})
+        with gone or contextlib.nullcontext():
+            queue.accumulate({})
         assert queue.pending == []
         for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
             assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
@@ -204,6 +279,37 @@ def test_halves_equal_the_whole(name: str):
 def test_halves_equal_the_whole_under_autocast(name: str):
     net, shape, _ = CASES[name]
     assert both(copy.deepcopy(net), [randn(*shape) for _ in range(3)], bfloat16_autocast) > 0
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_halves_equal_the_whole_if_w_runs_while_the_weights_are_gone(name: str, context):
+    net, shape, expected = CASES[name]
+    net = copy.deepcopy(net)
+    context = bfloat16_autocast if context == "bfloat16" else context
+    deferred = halves(net, [randn(*shape) for _ in range(3)], context, [*net.parameters()], Gone(net))
+    if expected is not None and context is not bfloat16_autocast:
+        assert deferred == expected - isinstance(net, Inputs)
+
+
+def test_a_hook_sees_its_weight_if_w_runs_while_the_weights_are_gone():
+    x, found = randn(5, 8), []
+    for released in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        one, other = (layer.weight for layer in net)
+        one.register_hook(lambda grad, w=one: grad * (w.detach() > 0) + 0.1 * w.detach())
+        other.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad + p.detach()))
+        gone = Gone(net)
+        queue = WeightGradQueue(released=gone.released if released else None)
+        with defer_weight_grads(queue, [*net.parameters()]):
+            loss = net(x).square().mean()
+        loss.backward()
+        assert len(queue.pending) == (0 if released else 2)
+        with gone if released else contextlib.nullcontext():
+            queue.accumulate({})
+        found.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def bfloat16_autocast():

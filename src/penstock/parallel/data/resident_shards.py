@@ -47,6 +47,7 @@ class StageBucket:
         stage: stage that has them; None if several ranks or stages do.
         trains: whether they have gradients.
         part: this replica's part of the values.
+        memory: number of the values' memory, which stays when it is released and allocated again.
         now: clock during a step, on CUDA of the stream that it is called in; None between steps.
         spans: by kind, moments of start and end of the step's collectives, in their order. A collective ends when it is
             waited for, if it was done before.
@@ -83,6 +84,7 @@ class StageBucket:
             set_local(entry.parameter, memory)
             self._memory.append(memory)
         _release(self._grads)
+        self.memory = _memory_of(self._values)
         self._marked = self._values.is_floating_point() or self._values.is_complex()
         self._absent = torch.full(
             (),
@@ -288,6 +290,7 @@ class ResidentShards(Shards):
         for bucket in self.buckets:
             self._of_stage.setdefault(bucket.stage, []).append(bucket)
         self.sharded_weights = weights
+        self._memories = {bucket.memory for bucket in self.buckets if bucket.comes_and_goes}
         self._left: deque[Collective] = deque()
         self._step = 0
         self._active = False
@@ -337,6 +340,10 @@ class ResidentShards(Shards):
         """Wait for the reductions so far, and drop what they have summed but this replica's part."""
         for bucket in self.buckets:
             bucket.settle()
+
+    def come_and_go(self, tensor: Tensor) -> bool:
+        """Return whether the elements of a tensor are values that come and go."""
+        return tensor.layout is torch.strided and _memory_of(local(tensor)) in self._memories
 
     def wait(self, stage: int) -> None:
         """Wait for a stage's values."""
@@ -474,6 +481,11 @@ def _shard(bucket: StageBucket, entry: BucketEntry, start: int) -> ShardedParame
         shard = nn.Parameter(bucket.piece(elements, start, bucket.part))
         shard.grad_dtype = gradient_dtype(entry.parameter)
     return ShardedParameter(entry, elements, shard)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata  # as torch's own weak references to storages
+    return number
 
 
 def _allocate(tensor: Tensor) -> None:

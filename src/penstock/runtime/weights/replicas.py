@@ -133,7 +133,7 @@ class ReplicaReduction:
         if self.shards is not None and wait:
             self.shards.gather_all()
         for module in self._modules.values():
-            module.before = []
+            module.before, module.released = [], None
 
     @contextlib.contextmanager
     def step(

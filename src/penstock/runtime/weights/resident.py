@@ -82,6 +82,7 @@ class ResidentReduction(ReplicaReduction):
         self._moments, self._clock = 0, clock(None, 0)
         for module in modules.values():
             module.before = [self.resident.waiter(layer.parameters()) for layer in module.layers]
+            module.released = self.resident.come_and_go if self.resident.sharded_weights else None
 
     def set_timeout(self, seconds: float) -> None:
         self.resident.set_timeout(seconds)

@@ -6,6 +6,9 @@ a hook on the function's node in the graph. The hook queues the operands of the 
 gradient. I is then an ordinary backward without a walk over the graph, and W works through the queue. Weights used in any
 other way (norms, custom functions) get their gradients in I.
 
+Where weights are sharded over replicas, they may be gone when W runs. So what W would read of them gets its gradient in I,
+too: a use whose input is a weight or a view of one, and a weight with hooks, which may read it.
+
 W uses the formulas in `weight_uses`. `split_check` verifies them on the first microbatch of every stage.
 """
 
@@ -28,6 +31,7 @@ from penstock.stage.split_backward.intercepted import (
     intercept,
     of_thread,
     owner_of,
+    plain_of,
     release,
     view_of,
 )
@@ -109,6 +113,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             and not use.weight.is_complex()
             and _saved_tensor_hooks() == self._saved_hooks
             and not _in_transform()
+            and not (self.queue.released and self.queue.released(plain_of(use.x)))
         )
 
     def _can_defer_parameter(self, parameter: Tensor) -> bool:
@@ -118,6 +123,9 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             and parameter.is_leaf
             and parameter.requires_grad
             and id(parameter) not in self.queue.excluded
+            and not (
+                self.queue.released and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+            )
         )
 
     def _defer(self, use: WeightUse) -> Tensor:
@@ -165,6 +173,8 @@ def _enqueue(
     (grad,) = grads
     if grad is None:
         return
+    if queue.released and queue.released(grad):  # a function of the user's returned a weight
+        grad = grad.clone()
     if not queue.running:
         queue.pending.append((formula, x, version, grad, grad._version))
     elif queue.check is not None:

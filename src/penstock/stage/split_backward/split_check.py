@@ -76,11 +76,11 @@ class SplitChecks:
             self._running = None
         pattern = (self._modes, tuple((x.dtype, x.dim()) if isinstance(x, Tensor) else None for x in leaves))
         if pattern in self._checked:
-            return WeightGradQueue(self._excluded)
+            return WeightGradQueue(self._excluded, released=self.module.released)
         if self._running is not None:  # the check of an earlier microbatch waits for its backward
             return None
         self._running = pattern
-        return WeightGradQueue(self._excluded, SplitCheck())
+        return WeightGradQueue(self._excluded, SplitCheck(), self.module.released)
 
     def end(self, queue: WeightGradQueue) -> None:
         """End a check, after the microbatch's full backward."""

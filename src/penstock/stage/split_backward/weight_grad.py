@@ -63,14 +63,22 @@ class WeightGradQueue:
 
     Args:
         excluded: ids of parameters that must not be deferred (default none).
+        released: function that tells of a tensor whether it may be gone when W runs (default None, no tensor); see
+            `penstock.stage.module.StageModule`.
 
     Attributes:
         pending: (formula, input, version of the input at its use, output gradient, its version) of every use.
     """
 
-    __slots__ = ("check", "excluded", "on_input", "pending", "running")
+    __slots__ = ("check", "excluded", "on_input", "pending", "released", "running")
 
-    def __init__(self, excluded: set[int] | None = None, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        excluded: set[int] | None = None,
+        check: Check | None = None,
+        released: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        self.released = released
         self.excluded = set() if excluded is None else excluded
         self.pending: list[tuple[WeightFormula, Tensor, int, Tensor, int]] = []
         self.on_input: Callable[[Tensor], None] | None = None

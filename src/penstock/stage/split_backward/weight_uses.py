@@ -1,7 +1,8 @@
 """Functions that own weights, and the formulas of their weights' gradients.
 
 The formulas are those of PyTorch's own backward (derivatives.yaml and FunctionsManual.cpp: mm, addmm, bmm, _grouped_mm,
-convolution, embedding), so the gradients are bit-identical.
+convolution, embedding), so the gradients are bit-identical. A weight may be gone when they run, if it is sharded over
+replicas: they read its shape only, and what they need of its layout is noted at the use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.stage.split_backward.intercepted import plain_of
 from penstock.stage.split_backward.weight_grad import WeightUse
 
 
@@ -58,7 +60,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> WeightU
     """Return the `WeightUse` of y = x W + b, as in Hugging Face's GPT-2."""
     if options or input.dim() != 1:
         return None
-    return WeightUse(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
+    return WeightUse(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input, _by_columns(mat2)))
 
 
 def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,27 +68,33 @@ def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x, weight)
 
 
-def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return _pairs(weight, bias, _right_factor(weight, x, grad), grad.sum(0))
+def _addmm_weights(
+    weight: Tensor, bias: Tensor, by_columns: bool, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    return _pairs(weight, bias, _right_factor(by_columns, x, grad), grad.sum(0))
 
 
-def _right_factor(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+def _by_columns(weight: Tensor) -> bool:
+    """Return whether matrices are stored by columns, as their gradients are then."""
+    return weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]
+
+
+def _right_factor(by_columns: bool, x: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of W in x W, of matrices, in the layout that PyTorch computes it in."""
     x = x.to(grad.dtype)
-    if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
-        return grad.t().mm(x).t()
-    return x.t().mm(grad)
+    return grad.t().mm(x).t() if by_columns else x.t().mm(grad)
 
 
 def _matmul(input: Tensor, other: Tensor) -> WeightUse | None:
     """Return the `WeightUse` of y = x W, with any number of leading dimensions of x."""
     if not _folds(input) or other.dim() != 2 or _is_sharded(other):
         return None
-    return WeightUse(input, other, None, _without_bias(torch.matmul), partial(_matmul_weights, other))
+    formula = partial(_matmul_weights, other, _by_columns(other))
+    return WeightUse(input, other, None, _without_bias(torch.matmul), formula)
 
 
-def _matmul_weights(weight: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(weight, _right_factor(weight, _rows(x), _rows(grad)))]
+def _matmul_weights(weight: Tensor, by_columns: bool, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(weight, _right_factor(by_columns, _rows(x), _rows(grad)))]
 
 
 def _bmm(input: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
@@ -113,11 +121,13 @@ def _grouped(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **opti
     def call(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
         return torch._grouped_mm(x, weight, offs=offs)
 
-    return WeightUse(mat_a, mat_b, None, call, partial(_grouped_weights, mat_b, offs))
+    return WeightUse(mat_a, mat_b, None, call, partial(_grouped_weights, mat_b, _by_columns(mat_b), offs))
 
 
-def _grouped_weights(weight: Tensor, offs: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    if weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]:
+def _grouped_weights(
+    weight: Tensor, by_columns: bool, offs: Tensor, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    if by_columns:
         return [(weight, torch._grouped_mm(grad.t(), x, offs=offs).transpose(-2, -1))]
     return [(weight, torch._grouped_mm(x.t(), grad, offs=offs))]
 
@@ -182,19 +192,29 @@ def _convolution(dimensions: int, function: Any) -> Callable[..., WeightUse | No
 
         sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
         options = (*sizes, False, [0] * dimensions, groups)
-        return WeightUse(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
+        formula = partial(_convolution_weights, weight, weight.stride(), bias, options)
+        return WeightUse(input, weight, bias, call, formula)
 
     return make_use
 
 
 def _convolution_weights(
-    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
+    weight: Tensor,
+    strides: tuple[int, ...],
+    bias: Tensor | None,
+    options: tuple[Any, ...],
+    x: Tensor,
+    grad: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
     sizes = None if bias is None else list(bias.shape)
+    values = plain_of(weight).detach()
+    if not _is_sharded(values) and not (values.stride() == strides and values.untyped_storage().nbytes()):
+        # The weight is gone. Its values are not read, but PyTorch chooses a kernel by its layout.
+        values = torch.empty_strided(values.shape, strides, dtype=grad.dtype, device=grad.device)
     _, of_weight, of_bias = torch.ops.aten.convolution_backward(
         grad,
         x.to(grad.dtype),
-        weight.detach().to(grad.dtype),
+        values.to(grad.dtype),
         sizes,
         *options,
         [False, True, bias is not None],
