@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -155,6 +155,15 @@ class Exchanges:
     """The collectives of two processes, as `divide_experts` takes them."""
 
     size = 2
+
+    def prepare(self, calls: Sequence[str], width: int) -> None:
+        self._calls, self._width = calls, width
+
+    def meet(self, call: str, rows: Tensor) -> Tensor:
+        given = rows.new_zeros(self.size, 1 + self._width)
+        given[:, 0] = self._calls.index(call)
+        given[:, 1 : 1 + rows.shape[1]] = rows
+        return self.all_to_all(given, [1, 1], [1, 1])[:, 1 : 1 + rows.shape[1]]
 
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         out = values.new_empty(sum(received), *values.shape[1:])

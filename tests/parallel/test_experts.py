@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -20,8 +22,8 @@ from penstock.parallel.experts import TensorRanks, _Joined, _Part
 from penstock.runtime.local_stages import require_same_stacks
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
-from tests.support.groups import run_cases
-from tests.support.mixtures import CLASSES, LoopedExperts, batch, loss_of, mixture
+from tests.support.groups import outcome, run_cases
+from tests.support.mixtures import CLASSES, LoopedExperts, MixtureBlock, batch, loss_of, mixture
 
 
 class Case(NamedTuple):
@@ -129,6 +131,20 @@ class Scaled(LoopedExperts):
         return super().forward(hidden_states, top_k_index, top_k_weights * self.scale[top_k_index])
 
 
+class Limited(LoopedExperts):
+    """Drops tokens of an expert beyond its share of them and a quarter more, or beyond a number."""
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        most = self.most or int(1.25 * top_k_index.numel() / self.num_experts)
+        chosen = nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
+        place = (chosen.cumsum(0) * chosen).sum(1).view(top_k_index.shape)
+        return super().forward(hidden_states, top_k_index, top_k_weights * (place <= most))
+
+
 class Paired(LoopedExperts):
     """Returns more than the output."""
 
@@ -144,9 +160,17 @@ class Tempered(LoopedExperts):
         self.temperature = nn.Parameter(torch.ones(1))
 
 
-OWN: dict[str, type[LoopedExperts]] = {"a buffer": Scaled, "a pair": Paired, "a temperature": Tempered}
+OWN: dict[str, Callable[[], LoopedExperts]] = {
+    "a buffer": Scaled,
+    "a capacity": Limited,
+    "a capacity of 20 tokens": partial(Limited, 20),
+    "a pair": Paired,
+    "a temperature": Tempered,
+}
 WRONG = {
     "a buffer": "1.experts gives other values if its experts are divided",
+    "a capacity": "1.experts gives other values if its experts are divided",
+    "a capacity of 20 tokens": "1.experts gives other values if its experts are divided",
     "a pair": "1.experts returns a tuple",
     "a temperature": "1.experts has num_experts, but other parameters or another forward",
     "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",
@@ -347,6 +371,58 @@ def test_a_replica_that_fails_does_not_leave_the_others_waiting_for_its_experts(
         assert all("a layer of the user's failed" in text for _, text, _ in by_rank), by_rank
         assert {kind for kind, *_ in by_rank} <= {"StageError", PeerError.__name__, "PenstockError"}, by_rank
         assert len({loss for *_, loss in by_rank}) == 1
+
+
+class Apart(MixtureBlock):
+    """A block that calls other experts on replica 1, as where its tokens decide; `how` says which."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.other = how, LoopedExperts(8)
+        self.alike = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = not self.alike and torch.distributed.get_rank() % 2 == 1
+        match self.how:
+            case "others" if there:
+                rows = x.reshape(-1, x.shape[-1])
+                index = torch.zeros(len(rows), 1, dtype=torch.int64)
+                return x + self.other(rows, index, rows.new_ones(len(rows), 1)).view_as(x)
+            case "twice" if there:
+                return super().forward(super().forward(x))
+            case "never" if there:
+                return x
+            case "for nothing" if there:
+                return x + 0 * super().forward(x).detach()
+        return super().forward(x)
+
+
+def apart(rank: int, how: str, place: int, call: str) -> tuple[str, float]:
+    """Return the error where replicas take other layers of experts, and the loss of the next step."""
+    net = mixture()
+    net[place] = block = Apart(how)
+    with Pipeline(net, loss_of, microbatches=2, mesh=MeshShape(dp=2, ep=2), timeout=120) as pipe:
+        told = outcome(getattr(pipe, call), *batch())
+        block.alike = True
+        pipe.zero_grad()
+        return told, float(pipe.step(*batch()).loss)
+
+
+APART = {
+    ("others", 2, "step"): "0 is in the forward of 2.experts, microbatch 0; process 1 is in the forward of 2.other",
+    ("twice", 4, "step"): "0 is in the backward of 4.experts, microbatch 0; process 1 is in the forward of 4.experts",
+    ("never", 1, "evaluate"): "0 is in the forward of 1.experts, microbatch 0; process 1 is in the forward of 2.experts",
+    ("never", 4, "evaluate"): "0 is in the forward of 4.experts, microbatch 0; process 1 is in the forward of 1.experts, "
+    "microbatch 1",
+    ("for nothing", 2, "step"): "0 is in the backward of 2.experts, microbatch 0; process 1 is in the backward of 1.experts",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_replicas_in_other_layers_of_experts_are_told_so_at_once_and_go_on(processes: LocalProcesses):
+    for words, by_rank in zip(APART.values(), run_cases(processes, 2, apart, [*APART]), strict=True):
+        assert all(f"in different places: process {words}" in text for text, _ in by_rank), by_rank
+        assert len({loss for _, loss in by_rank}) == 1
 
 
 def train(rank: int, folder: str, sizes: dict[str, int] | None, steps: int) -> Result:

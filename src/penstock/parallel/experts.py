@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,18 @@ class Exchange(Protocol):
 
     size: int
     """Number of processes."""
+
+    def prepare(self, calls: Sequence[str], width: int) -> None:
+        """Take note of the calls that `meet` may be given, and of the numbers in its longest row."""
+
+    def meet(self, call: str, rows: Tensor) -> Tensor:
+        """Send one row of `rows`, int64 in host memory, to each process, and return the row that each sent.
+
+        Exchanges of tokens begin with it. Their sizes follow from it, and a process in another layer has other tokens.
+
+        Raises:
+            PenstockError: if another process is in another call; on all of them.
+        """
 
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
@@ -101,6 +113,9 @@ def divide_experts(
         kinds.setdefault((type(module), *(p.shape for p in module.parameters())), (name, module))
     for name, module in kinds.values():  # one of each kind, since a call reads all weights
         _require_separable(name, module, exchange.size)
+    numbers: list[Any] = [module.num_experts for _, module in found.values()]
+    calls = [call(name) for name, _ in found.values() for call in (_forward_of, _backward_of)]
+    exchange.prepare(calls, max(numbers, default=0) // exchange.size)
     done: dict[Tensor, nn.Parameter] = {}
     for full_name, module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -160,12 +175,17 @@ def _require_separable(name: str, module: nn.Module, parts: int) -> None:
         chosen = min(2, number)
         rows = torch.randn(_PROBED, width, generator=generator, device="cpu").to(stack)
         drawn = torch.rand(_PROBED, number, generator=generator, device="cpu")
+        drawn[:, 0] += 1  # all rows come to one expert, more than a capacity lets it take
         index = drawn.topk(chosen).indices.to(stack.device)
         weights = torch.rand(_PROBED, chosen, generator=generator, device="cpu").to(stack)
+        every = rows, index, weights
+        # Those of two replicas, which come to an expert together.
+        halves = zip(*(x.chunk(2) for x in every), strict=True)
         with torch.no_grad(), torch.random.fork_rng(devices):
             try:
-                expected, again = (
-                    _with_stacks(module, stacks, number, probes=True)(rows, index, weights) for _ in range(2)
+                expected, again, *apart = (
+                    _with_stacks(module, stacks, number, probes=True)(*given)
+                    for given in (every, every, *halves)
                 )
             except Exception:  # other rows than these are expected
                 continue
@@ -175,6 +195,7 @@ def _require_separable(name: str, module: nn.Module, parts: int) -> None:
                 )
             if not torch.equal(expected, again) or not expected.isfinite().all():
                 return
+            expected = torch.cat(apart)
             total, each = torch.zeros_like(expected), number // parts
             for part in range(parts):
                 token, place = torch.where(index // each == part)
@@ -299,15 +320,14 @@ class DividedExperts:
                 f"{self._name} got the expert {len(counts) - 1}, and has 0 to {self._number - 1}; give a token that no "
                 "expert is to compute a weight of 0"
             )
-        ones = [1] * exchange.size
         # In host memory, where they are needed, and where a wait sees that another process has failed.
         leaving = counts.view(exchange.size, self._each).cpu()
-        arriving = exchange.all_to_all(leaving, ones, ones)
+        arriving = exchange.meet(_forward_of(self._name), leaving)
         exchange.count(self._name, arriving.sum(0))
         sent = leaving.sum(1).tolist()
         received = arriving.sum(1).tolist()
         pairs = rows[order // k], weights.reshape(-1, 1)[order]
-        there, scores = _AllToAll.apply(exchange, sent, received, *pairs)  # type: ignore[no-untyped-call]
+        there, scores = _AllToAll.apply(exchange, sent, received, None, *pairs)  # type: ignore[no-untyped-call]
         local = torch.arange(self._each, device=rows.device).repeat(exchange.size)
         local = local.repeat_interleave(arriving.reshape(-1).to(rows.device), output_size=sum(received))
         if not len(local):
@@ -317,7 +337,7 @@ class DividedExperts:
             out = self._own_experts()(there, local.new_zeros(1, 1), scores)[:0]
         else:
             out = self._own_experts()(there, local[:, None], scores)
-        (back,) = _AllToAll.apply(exchange, received, sent, out)  # type: ignore[no-untyped-call]
+        (back,) = _AllToAll.apply(exchange, received, sent, _backward_of(self._name), out)  # type: ignore[no-untyped-call]
         unsorted = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         total: Tensor = back[unsorted].view(-1, k, back.shape[-1]).sum(1).to(rows.dtype)
         return total
@@ -328,20 +348,31 @@ class DividedExperts:
         return _with_stacks(self._module, stacks, self._each)
 
 
+def _forward_of(name: str) -> str:
+    return f"the forward of {name}"
+
+
+def _backward_of(name: str) -> str:
+    return f"the backward of {name}"
+
+
 class _AllToAll(torch.autograd.Function):
-    """Rows to other processes, and their gradients back."""
+    """Rows to other processes, and their gradients back; `call` is what the backward begins, if it is the first of it."""
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, sent: list[int], received: list[int], *values: Tensor
+        ctx: Any, exchange: Exchange, sent: list[int], received: list[int], call: str | None, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.args = exchange, received, sent
+        ctx.args = exchange, received, sent, call
         return tuple(exchange.all_to_all(x.contiguous(), sent, received) for x in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, sent, received = ctx.args
+        exchange, sent, received, call = ctx.args
+        if call is not None:
+            exchange.meet(call, torch.zeros(exchange.size, 0, dtype=torch.int64))
         return (
+            None,
             None,
             None,
             None,

@@ -37,7 +37,7 @@ from penstock.runtime.weights.resident import ResidentReduction, collectives_of
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.runtime.workers.streams import device_of
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Program
 from penstock.stage.compute.stage import Stage
 
@@ -155,7 +155,7 @@ class Executor:
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
         if self._exchange is not None:
-            self._exchange.begin(step, self._in_forward)
+            self._exchange.begin(step, self._present_op)
             self._exchange.tell(text)
             self._exchange.note_failure()
         if self.channel is not None:
@@ -176,7 +176,7 @@ class Executor:
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
         if self._exchange is not None:
-            self._exchange.begin(step, self._in_forward)
+            self._exchange.begin(step, self._present_op)
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         batch = work.batch
@@ -186,8 +186,8 @@ class Executor:
         if self.channel is not None:
             self.channel.open(step, self.trains, self._microbatches)
 
-    def _in_forward(self) -> bool:
-        return bool(self.program.schedule.kind[self.progress[ROW]] == Kind.F)
+    def _present_op(self) -> Op:
+        return self.program.schedule.op(int(self.progress[ROW]))
 
     def _run_ops(self) -> None:
         progress = self.progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from penstock.base.errors import PeerError, PenstockError
 from penstock.parallel.context import Masks
 from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.workers.collectives import Collectives
+from penstock.schedule.ops import Kind, Op
 from penstock.trace.expert_load import ProcessLoad
 
 sendable(ProcessLoad)  # marked here, since `trace` must not import torch, and the encoding does
@@ -45,25 +46,27 @@ class LayerExchange:
         self.size = dist.get_world_size(self.groups["ep"]) if "ep" in self.groups else 1
         self._make_groups, self._collectives, self._store = make_groups, collectives, store
         self._step = 0
-        self._in_forward: Callable[[], bool] = lambda: False
+        self._op: Callable[[], Op] | None = None
         self._tokens: dict[str, Tensor] = {}
+        self._calls: list[str] = []
+        self._width = 0
         self.masks: Masks = {}
         # By device, None for the host, the moments at which exchanges of tokens began and ended.
         self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
 
-    def begin(self, step: int, in_forward: Callable[[], bool]) -> None:
+    def begin(self, step: int, op: Callable[[], Op]) -> None:
         """Begin a step; every process of the run calls it.
 
         Args:
-            in_forward: function that tells whether the present op is a forward, and no recompute.
+            op: function that tells the present op.
         """
         if self._failed:
             for axis, make in self._make_groups.items():
                 dist.destroy_process_group(self.groups[axis])
                 self.groups[axis] = make()
             self._failed = False
-        self._step, self._in_forward = step, in_forward
+        self._step, self._op = step, op
         self._tokens.clear()
         self._moments.clear()
         self.masks.clear()
@@ -74,6 +77,8 @@ class LayerExchange:
         self._active = True
         try:
             yield
+            if self._calls:
+                self.meet(_END, torch.zeros(self.size, 0, dtype=torch.int64))
         except Exception as error:
             self.tell(str(error))
             raise
@@ -102,7 +107,7 @@ class LayerExchange:
 
     def count(self, name: str, tokens: Tensor) -> None:
         """Add tokens that came to this process's experts of a module, by expert, in host memory."""
-        if self._in_forward():
+        if self._op is not None and self._op().kind == Kind.F:
             before = self._tokens.get(name)
             self._tokens[name] = tokens if before is None else before + tokens
 
@@ -116,6 +121,35 @@ class LayerExchange:
         sharers = tuple(dist.get_process_group_ranks(self.groups["ep"]))
         tokens = {name: counts.tolist() for name, counts in self._tokens.items()}
         return ProcessLoad(sharers, dist.get_rank(), tokens, seconds)
+
+    def prepare(self, calls: Sequence[str], width: int) -> None:
+        """Take note of the calls that `meet` may be given, and of the numbers in its longest row."""
+        self._calls, self._width = [_END, *calls], width
+
+    def meet(self, call: str, rows: Tensor) -> Tensor:
+        """Send one row of `rows`, int64 in host memory, to each process, and return the row that each sent.
+
+        All processes of the group are in the same call then, or all of them raise.
+        """
+        ones = [1] * self.size
+        # Of one size, whatever the call, or processes in different ones could not exchange their numbers.
+        given = torch.zeros(self.size, 2 + self._width, dtype=torch.int64)
+        given[:, 0] = self._calls.index(call)
+        given[:, 1] = self._op().microbatch if self._op is not None else 0
+        given[:, 2 : 2 + rows.shape[1]] = rows
+        got = self.all_to_all(given, ones, ones)
+        if (got[:, :2] != given[:, :2]).any():
+            ranks = dist.get_process_group_ranks(self.groups["ep"])
+            places = [
+                f"process {rank} is in {self._calls[number]}, microbatch {microbatch}"
+                for rank, (number, microbatch, *_) in zip(ranks, got.tolist(), strict=True)
+            ]
+            raise PenstockError(
+                f"the processes that divide experts are in different places: {'; '.join(places)}. In each microbatch all "
+                "replicas must call the same layers of experts, equally often and in one order, whatever their tokens; "
+                "draw what is left out alike on all of them (a seed of the step), or leave ep at 1"
+            )
+        return got[:, 2 : 2 + rows.shape[1]]
 
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
@@ -186,6 +220,7 @@ class LayerExchange:
         return finished
 
 
+_END = "the end of the step"
 _WAITED_FOR = {
     "ep": "to whose experts tokens were sent",
     "cp": "which has the other tokens of the same samples",
