@@ -132,14 +132,14 @@ class Scaled(LoopedExperts):
 
 
 class Limited(LoopedExperts):
-    """Drops tokens of an expert beyond its share of them and a quarter more, or beyond a number."""
+    """Drops tokens of an expert beyond its share of them and three quarters more, or beyond a number."""
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
         self.most = most
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        most = self.most or int(1.25 * top_k_index.numel() / self.num_experts)
+        most = self.most or int(1.75 * top_k_index.numel() / self.num_experts)
         chosen = nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
         place = (chosen.cumsum(0) * chosen).sum(1).view(top_k_index.shape)
         return super().forward(hidden_states, top_k_index, top_k_weights * (place <= most))
