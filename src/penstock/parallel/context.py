@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,11 @@ class PartExchange(Protocol):
 
     Attributes:
         masks: those that layers of a step share, by queries, keys and dtype.
+        microbatches: number of a replica's microbatches in the step.
     """
 
     masks: Masks
+    microbatches: int
 
     def start_gather(self, part: Tensor) -> Finish:
         """Gather the tensors of all processes, along a new dimension 0."""
@@ -107,20 +109,66 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 class Division:
     """The division of samples that the layers at work on a thread compute with.
 
-    Attributes:
+    Args:
         part: this process's part of each sample.
-        asked: whether a layer has asked for its part or for positions.
         exchange: collectives of the processes that divide a sample.
+        layer: name of the layer at work.
+        rows, tokens: of a microbatch in this part; 0 if they are not known.
+
+    Attributes:
+        asked: whether a layer has asked for its part or for positions.
+        met: number of exchanges that have begun.
+        attends: whether attention is being computed.
     """
 
-    def __init__(self, part: SequencePart, exchange: PartExchange) -> None:
+    def __init__(
+        self, part: SequencePart, exchange: PartExchange, layer: str = "", rows: int = 0, tokens: int = 0
+    ) -> None:
         self.part = part
-        self.asked = False
         self.exchange = exchange
+        self.layer = layer
+        self.asked, self.met, self.attends = False, 0, False
+        self._rows, self._tokens = rows, tokens
+
+    def meet(self, what: str) -> None:
+        """Require that the processes which divide these samples are at the same place, before they exchange tensors.
+
+        Of two processes at different ones, each would take the other's tensors for those that it waits for, or gloo would
+        end both, since their sizes differ.
+        """
+        self.met += 1
+        own = f"layer {self.layer}, {what}".encode()[:_PLACE].ljust(_PLACE)
+        every = self.exchange.start_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))()
+        if bool((every != every[0]).any()):
+            places = [bytes(row.tolist()).decode(errors="replace").strip() for row in every]
+            raise PenstockError(
+                f"the processes that divide the tokens of samples (cp) are at different places: {'; '.join(places)}. A "
+                "layer decides by its own tokens, or by numbers that each process draws for itself, what it runs; draw "
+                "such numbers by torch's functions in a shape without tokens, or leave cp at 1"
+            )
+
+    def draws_alike(self, shape: Sequence[int]) -> bool:
+        """Return whether random numbers of a shape are of samples and not of tokens, so that all parts draw the same."""
+        rows, tokens = self._rows, self._tokens
+        if self.attends or not tokens or {tokens, self.part.whole_length(tokens)} & {*shape[1:]}:
+            return False
+        return not shape or not (shape[0] % (rows * tokens) == 0 or shape[0] == tokens != rows)
+
+    def random_key(self, key: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+        """Return the key of random numbers of a shape, from (seed, step, microbatch, layer) of this part.
+
+        What is drawn for a sample is the same in all parts, as in one process, and what is drawn for tokens is not.
+        """
+        if not self.draws_alike(shape):
+            return *key, "tokens"
+        seed, step, microbatch, layer = key
+        replica, number = divmod(microbatch, self.exchange.microbatches)
+        return seed, step, replica // self.part.parts * self.exchange.microbatches + number, layer
 
     def whole(self, own: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence from this part's tokens, along dimension `dim`; gradients are summed to their tokens."""
         _require_no_checkpoint()
+        self.meet(f"values {tuple(own.shape)}")
         (part,), sums = _cut(own.movedim(dim, -2), 1)
         return self._joined(part, self.exchange.start_gather(part.detach())(), sums).movedim(-2, dim)
 
@@ -154,6 +202,7 @@ class Division:
             raise PenstockError(f"{key.shape[-2]} keys have {value.shape[-2]} values; leave cp at 1")
         _require_no_checkpoint()
         both = torch.cat([key, value], -1)
+        self.meet(f"keys and values {tuple(both.shape)}")
         groups = _groups(both, query, self.part.parts)
         parts, sums = _cut(both, groups)
         masks = [mask] * groups
@@ -171,6 +220,8 @@ class Division:
         return torch.cat(out, dim) if groups > 1 else out[0]
 
 
+_PLACE = 160
+"""Bytes of the name of a place in a layer."""
 _thread = threading.local()
 
 
@@ -204,10 +255,10 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
 
 
 @contextmanager
-def dividing(part: SequencePart, exchange: PartExchange) -> Iterator[Division]:
+def dividing(division: Division) -> Iterator[Division]:
     """Return a context in which attention on this thread is over whole samples, and layers have a part of each."""
     before = current_division()
-    _thread.division = division = Division(part, exchange)
+    _thread.division = division
     try:
         with _DividedAttention(division):
             yield division
@@ -226,7 +277,12 @@ class _DividedAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _attention(self._division, *args, **(kwargs or {}))
+            # Numbers that it draws are of tokens, whatever their shape: it takes some queries at a time.
+            self._division.attends = True
+            try:
+                return _attention(self._division, *args, **(kwargs or {}))
+            finally:
+                self._division.attends = False
         if func in _OTHER_ATTENTION:
             raise PenstockError(
                 f"{func.__name__} is not divided over the tokens of a sample; call scaled_dot_product_attention, or leave "

@@ -155,7 +155,7 @@ class Executor:
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
         if self._exchange is not None:
-            self._exchange.begin(step, self._present_op)
+            self._exchange.begin(step, self._microbatches, self._present_op)
             self._exchange.tell(text)
             self._exchange.note_failure()
         if self.channel is not None:
@@ -176,7 +176,7 @@ class Executor:
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
         if self._exchange is not None:
-            self._exchange.begin(step, self._present_op)
+            self._exchange.begin(step, self._microbatches, self._present_op)
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         batch = work.batch

@@ -191,12 +191,12 @@ class LocalStages:
                 "positions than in whole samples; call it where the model makes positions, or leave cp at 1"
             )
 
-    def check_divided_loss(self, reduction: str | Callable[[Any], object]) -> None:
+    def check_divided_loss(self, weight: Callable[[Any], object] | None) -> None:
         """Have the first loss compared with that of whole samples, if samples are divided."""
         if self._world is None or (part := self._world.sample_part) is None or self.exchange is None:
             return
         for stage in self.stages.values():
-            stage.wrap_loss(partial(DividedLoss, part=part, exchange=self.exchange, reduction=reduction))
+            stage.wrap_loss(partial(DividedLoss, part=part, exchange=self.exchange, weight=weight))
 
     def programs_for(self, program: Program) -> Programs:
         """Return what another number of microbatches needs; its schedule may split backwards where the first does not."""

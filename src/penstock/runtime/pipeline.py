@@ -23,6 +23,7 @@ from penstock.runtime.batch.splitter import (
     Reduction,
     arguments_of,
     classes_of,
+    counted_by,
     ignore_index_of,
     require_no_graph,
     require_reduction,
@@ -175,6 +176,10 @@ class Pipeline(PipelineModel):
             raise ConfigError(
                 f"reduction={reduction!r} counts targets, and the loss takes none; use 'mean', which counts rows, or 'sum'"
             )
+        if isinstance(loss_fn, OutputLoss) and cp > 1:
+            raise ConfigError(
+                f"the loss takes no target, by whose tokens cp = {cp} weighs the parts of a sample; leave cp at 1"
+            )
         of_shifted = without_shift(loss_fn, self.reduction) if cp > 1 else None
         if of_shifted is not None:
             loss_fn, self.reduction = of_shifted
@@ -268,7 +273,8 @@ class Pipeline(PipelineModel):
             shifts=of_shifted is not None,
             device=self.device,
             reduction=self.reduction,
-            ignore_index=ignore_index_of(loss_fn, self.reduction),
+            ignore_index=(ignore_index := ignore_index_of(loss_fn, self.reduction)),
+            counts=counted_by(loss_fn, ignore_index),
             routes=self._local.routes,
             holds_first=self.holds_first,
             holds_last=self.holds_last,
@@ -280,7 +286,7 @@ class Pipeline(PipelineModel):
             raise ConfigError(
                 f"dims={dims!r} cannot be used with cp = {cp}, which divides dimension 1; leave it out"
             )
-        self._local.check_divided_loss(self._splitter.reduction)
+        self._local.check_divided_loss(self._splitter.weight)
         self._positions_unknown = cp > 1
         self._container = given.container
         self._first_step: FirstStepCheck | None = None

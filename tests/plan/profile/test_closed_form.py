@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import Finish, SequencePart, dividing
+from penstock.parallel.context import Division, Finish, SequencePart, dividing
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.tensor import tensor_parallel
@@ -221,7 +221,7 @@ class OneOf:
     """Exchange of equal parts, so that one process is enough."""
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.masks = parts, {}
+        self.parts, self.masks, self.microbatches = parts, {}, 1
 
     def start_gather(self, part: torch.Tensor) -> Finish:
         return lambda: torch.stack([part] * self.parts)
@@ -237,7 +237,7 @@ def test_with_divided_samples_torch_saves_the_closed_form(samples: int, sequence
     shape, own = OF_BUILT_IN, sequence // cp
     _, block, _ = (layer.build() for layer in layers(BUILT_IN))
     value = torch.randn(samples, own, shape.hidden, requires_grad=True)
-    with dividing(SequencePart(0, cp), OneOf(cp)):
+    with dividing(Division(SequencePart(0, cp), OneOf(cp))):
         saved, _ = saved_by_torch(block, value)
     rotary = 2 * 4 * own * shape.head_size / 2
     masks = 4 * (own // 2) ** 2 * (1 + 2 * cp)

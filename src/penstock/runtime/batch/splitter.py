@@ -97,6 +97,31 @@ def ignore_index_of(loss_fn: object, reduction: object) -> int:
     return -100
 
 
+def counted_by(loss_fn: object, ignore_index: int) -> Callable[[object], float]:
+    """Return a function from a target to what a mean of a loss function divides by, as far as it is known.
+
+    It is the number of targets that are not ignored, or the sum of their classes' weights, which a module or a partial has.
+    Targets without one tensor of integers all count 1.
+    """
+    parts = [*parts_of(loss_fn), *(inner for m in modules_called(loss_fn) for inner in m.modules())]
+    found = [part.weight for part in parts if isinstance(part, nn.CrossEntropyLoss | nn.NLLLoss)]
+    found += [part.keywords.get("weight") for part in parts if isinstance(part, partial)]
+    weights = [weight for weight in found if isinstance(weight, Tensor) and weight.dim() == 1]
+
+    def count(target: object) -> float:
+        tensors = class_targets(target)
+        if len(tensors) != 1:
+            return 1.0
+        counting = tensors[0][tensors[0] != ignore_index]
+        return (
+            float(weights[0].to(counting.device)[counting].sum())
+            if len(weights) == 1
+            else float(counting.numel())
+        )
+
+    return count
+
+
 def _count_valid(ignore_index: int, target: object) -> int:
     """Return the number of a target's entries that are not ignored."""
     tensors = class_targets(target)
@@ -232,6 +257,7 @@ class BatchSplitter:
         device: torch.device | None,
         reduction: Reduction,
         ignore_index: int,
+        counts: Callable[[object], float],
         routes: ValueRoutes,
         holds_first: bool,
         holds_last: bool,
@@ -243,7 +269,9 @@ class BatchSplitter:
         self._part, self._shifts = sample_part, shifts
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
-        self.ignore_index = ignore_index
+        # Of a part's target among those of the same samples; none for a sum.
+        self.weight = self.reduction if callable(self.reduction) else counts if reduction == "mean" else None
+        self.ignore_index, self._counts = ignore_index, counts
         # One replica warns for all, since each splits the whole batch.
         self._compares_counts = reduction == "mean" and replica == 0
         self.warned_of_counts = False
@@ -268,8 +296,10 @@ class BatchSplitter:
         weights = [LossWeight(divisor=count * parts)] * count
         if targets and not options.log_probs:
             weights = self._weights(targets, whole_target, rows_out, options.loss_scale)
-            if self._compares_counts and count > 1 and not self._compare_counts(targets, rows_out):
-                self._compares_counts, self.warned_of_counts = False, True
+            if self._compares_counts and self._takes_target and count > 1:
+                whole = split_batch(whole_target, count, "the target y", None, self._dims.y)[0]
+                self.warned_of_counts = not self._compare_counts(whole, rows_out)
+                self._compares_counts = not self.warned_of_counts
         begin = self.replica // parts * options.microbatches
         local = slice(begin, begin + options.microbatches)
         rows_before = (rows_in or rows_out)[:begin]
@@ -418,6 +448,15 @@ class BatchSplitter:
                 cut_tokens(whole, part, length, "the target y"), count, "the target y", None
             )[0]
         own = slice(self._part.index * count, (self._part.index + 1) * count)
+        if self.reduction == "mean" and len(set(counts := [self._counts(each) for each in every])) > 1:
+            known = _known_rows(rows)
+            # Parts weigh by what counts in them, and microbatches by their rows.
+            totals = [sum(counts[n::count]) for n in range(count)]
+            shares = [c / t if t else 1 / parts for c, t in zip(counts[own], totals, strict=True)]
+            return [
+                LossWeight(n / sum(known) * share, scale=scale)
+                for n, share in zip(known, shares, strict=True)
+            ]
         return loss_weights(every, list(rows) * parts, self.reduction, scale)[own]
 
     def _compare_counts(self, targets: Sequence[object], given_rows: Sequence[int | None]) -> bool:

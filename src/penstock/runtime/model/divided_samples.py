@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penstock.base.errors import ConfigError, PenstockError, describe_error
-from penstock.parallel.context import PartExchange, SequencePart, dividing
+from penstock.parallel.context import Division, Finish, PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
-from penstock.stage.compute.linear_cross_entropy import IGNORED
+from penstock.stage.compute.linear_cross_entropy import PostponedLogits
+from penstock.stage.module import modes_of
 from penstock.stage.named import Context, names_given, within
+from penstock.stage.rng.isolated_rng import isolated_rng, random_keys
 
-_PROBED = 2
-"""Tokens of each chunk in the check: the least that have a first and a last one."""
+_PROBED = 8
+"""Most tokens of each chunk that are compared with those of whole samples."""
 _NEAR = {8: 1e-9, 4: 2e-5, 2: 5e-2, 1: 1.0}
 """By bytes of an element, the difference that another order of sums explains, of the largest value."""
 
@@ -60,7 +66,8 @@ class DividedLayer:
 
     The first call also computes a few tokens of the batch twice, in float32: whole on each process, and divided. A layer
     that gives other values then does something along the sequence that is not divided, such as positions that it counts
-    itself, a convolution, or a state.
+    itself, a convolution, or a state. The first call in each mode, such as training, also runs the layer with other first
+    and last tokens, and the same keys and random numbers: values of the tokens between them may not change.
 
     Attributes:
         asked: whether a call has asked for positions.
@@ -70,41 +77,82 @@ class DividedLayer:
         self._name, self._part, self._exchange = name, part, exchange
         self._layer = layer
         self._forward: Callable[..., Any] = layer.forward
-        self._checked = self.asked = False
+        self._checked: set[tuple[bool, ...]] = set()  # modes
+        self.asked = self._exchanges = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output for this process's tokens."""
-        if not self._checked:
+        modes = modes_of([self._layer])
+        if modes not in self._checked:
             self._check(args, kwargs)
-            self._checked = True
-        with dividing(self._part, self._exchange) as division:
+            self._checked.add(modes)
+        with self._dividing(args, self._exchange) as division:
             out = self._forward(*args, **kwargs)
+            if self._exchanges or division.met:  # a process that left its exchanges out is found here
+                division.meet("at its end")
         self.asked |= division.asked
         return out
 
-    def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
-        leaves, structure = _pytree.tree_flatten((args, kwargs))
-        lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
-        if not lengths or lengths[0] < 2 * _PROBED:
-            return
-        few = [_widened(_few(x, lengths[0])) for x in leaves]
-        size = 2 * _PROBED
-        whole = [_whole(x, size, self._part, self._exchange) for x in few]
-        modes = [(module, module.training) for module in self._layer.modules()]
-        devices = [x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda][:1]
-        self._layer.eval()
+    @contextmanager
+    def _dividing(self, args: Any, exchange: PartExchange) -> Iterator[Division]:
+        shape = (0, 0) if (main := _main(args)) is None else main.shape[:2]
+        division = Division(self._part, exchange, self._name, *shape)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), _in_float32(self._layer):
-                expected, divided = self._probe(structure, whole, few)
+            with dividing(division), random_keys(division.random_key):
+                yield division
         finally:
-            for module, training in modes:
-                module.training = training
+            self._exchanges |= division.met > 0
+
+    def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
+        main = _main(args)
+        if main is None or main.shape[1] < 2:
+            return
+        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        dims = [_token_dim(x, main, self._exchange) for x in leaves]
+        with torch.no_grad():
+            if not self._checked:
+                modes = [(module, module.training) for module in self._layer.modules()]
+                self._layer.eval()
+                try:
+                    self._compare_few(leaves, dims, structure, 2 * _probed(main.shape[1]))
+                finally:
+                    for module, training in modes:
+                        module.training = training
+            # Named values stay, as masks say which tokens count.
+            given = len(_pytree.tree_leaves(args))
+            ends = [_other_ends(x) if dim == 1 else x for x, dim in zip(leaves[:given], dims, strict=False)]
+            self._require_apart((leaves, ends + leaves[given:]), structure, main.shape[1])
+
+    def _compare_few(self, leaves: list[Any], dims: list[int | None], structure: Any, size: int) -> None:
+        few = [_few(x, dim) for x, dim in zip(leaves, dims, strict=True)]
+        whole = [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
+        expected = self._leaves_of(whole, structure, None)
+        divided = self._leaves_of(few, structure, self._exchange)
         for one, other in zip(expected, divided, strict=True):
-            if not isinstance(one, Tensor) or one.dim() < 2 or one.shape[1] != size * self._part.parts:
-                continue
-            one = self._part.cut(one)
-            if one.shape != other.shape or _differ(one, other):
-                raise self._refusal("gives other values")
+            for dim in _dims(other):
+                if (other.shape[dim], *one.shape[dim : dim + 1]) == (size, size * self._part.parts):
+                    one = self._part.cut(one, dim)
+                    if one.shape != other.shape or _differ(one, other):
+                        raise self._refusal("gives other values")
+                    break
+
+    def _require_apart(self, inputs: tuple[list[Any], list[Any]], structure: Any, length: int) -> None:
+        """Require the same values for inputs with other ends, whose tokens are not near those that are compared."""
+        kept = KeptExchange(self._exchange)
+        # Bits may also differ by rounding, of experts that get other numbers of tokens.
+        for widens in (False, True):
+            outputs = []
+            for leaves in inputs:
+                outputs.append(self._leaves_of(leaves, structure, kept, widens))
+                kept.given = Counter()
+            both = [(a, b) for a, b in zip(*outputs, strict=True) if a.dim() > 1 and a.shape[1] == length]
+            if all(a.shape == b.shape and torch.equal(a[:, 1:-1], b[:, 1:-1]) for a, b in both):
+                return
+        if any(a.shape != b.shape or _differ(a[:, 1:-1], b[:, 1:-1]) for a, b in both):
+            mode = "in training " if self._layer.training else ""
+            raise self._refusal(
+                f"{mode}lets tokens change each other outside of attention: it gives other values"
+            )
 
     def _refusal(self, what: str) -> ConfigError:
         kind = next(
@@ -112,42 +160,49 @@ class DividedLayer:
         )
         return ConfigError(
             f"layer {self._name} ({kind}) {what} if the tokens of its samples are divided (cp). It may only use other "
-            "tokens in scaled_dot_product_attention, and positions from penstock.sequence_positions(length); leave cp at 1"
+            "tokens in scaled_dot_product_attention, positions from penstock.sequence_positions(length), and random numbers "
+            "from torch; leave cp at 1"
         )
 
-    def _of_part(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _leaves_of(
+        self, leaves: list[Any], structure: Any, exchange: PartExchange | None, widens: bool = True
+    ) -> list[Any]:
+        """Return the leaves of the layer's output; for whole samples if there is no exchange."""
+        args, kwargs = _pytree.tree_unflatten([_widened(x) for x in leaves] if widens else leaves, structure)
+        context = Context(dict(kwargs), {}, frozenset(names_given(self._layer)))
+        divides = nullcontext() if exchange is None else self._dividing(args, exchange)
+        before = _python_draws()
         try:
-            with dividing(self._part, self._exchange):
-                return self._forward(*args, **kwargs)
-        except PenstockError:
-            raise
+            with (
+                within(context),
+                isolated_rng(0, 0, 0, self._name),
+                _own_tensors(self._layer, widens),
+                divides,
+            ):
+                out = self._forward(*args, **kwargs)
         except Exception as error:  # of attention by matrix products, which has other shapes than it expects
+            if exchange is None or isinstance(error, PenstockError):
+                raise
             raise self._refusal(f"fails with {describe_error(error)}") from error
-
-    def _probe(self, structure: Any, whole: list[Any], few: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the leaves of the layer's output for whole samples, and for this part of them."""
-        outputs = []
-        for leaves, divides in ((whole, False), (few, True)):
-            args, kwargs = _pytree.tree_unflatten(leaves, structure)
-            with within(Context(dict(kwargs), {}, frozenset(names_given(self._layer)))) as context:
-                out = self._of_part(args, kwargs) if divides else self._forward(*args, **kwargs)
-            if context.losses:
-                raise ConfigError(
-                    f"layer {self._name} adds a loss ({', '.join(context.losses)}), which with cp would be that of one "
-                    "process's tokens; leave it out, or leave cp at 1"
-                )
-            outputs.append([local(x) if isinstance(x, Tensor) else x for x in _pytree.tree_leaves(out)])
-        return outputs[0], outputs[1]
+        if _python_draws() != before:
+            raise self._refusal("draws from random or numpy.random, which differ in the processes, and so")
+        if context.losses:
+            raise ConfigError(
+                f"layer {self._name} adds a loss ({', '.join(context.losses)}), which with cp would be that of one "
+                "process's tokens; leave it out, or leave cp at 1"
+            )
+        return [_own(x) for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
 class DividedLoss:
     """A loss function of a part of each sample's tokens; called as the function itself.
 
     The first call whose few tokens have a loss also computes it for all processes' tokens together. A function that gives
-    another value then uses other tokens, as one that shifts its targets does.
+    another value then uses other tokens, as one that shifts its targets does, or counts others than are known. So that it
+    counts some of one part alone, values that the targets have are also put in the place of others.
 
     Args:
-        reduction: "mean", "sum", or a function from a target to its weight.
+        weight: function from a target to its weight; None for a sum.
     """
 
     def __init__(
@@ -155,77 +210,154 @@ class DividedLoss:
         function: Callable[[Any, Any], Any],
         part: SequencePart,
         exchange: PartExchange,
-        reduction: str | Callable[[Any], object],
+        weight: Callable[[Any], object] | None,
     ) -> None:
         self._function, self._part, self._exchange = function, part, exchange
-        self._reduction = reduction
+        self._weight = weight
         self._checked = False
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return the loss of this process's tokens."""
-        if self._reduction == "mean":
-            _require_all_count(target)
         if not self._checked:
-            self._check(output, target)
+            with torch.no_grad(), torch.random.fork_rng([]):
+                self._check(output, target)
         return self._function(output, target)
 
     def _check(self, output: Any, target: Any) -> None:
         leaves, structure = _pytree.tree_flatten((output, target))
         lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
-        if not lengths or lengths[0] < 2 * _PROBED:
+        if not lengths:
             self._checked = True
             return
-        few = [_widened(_few(x, lengths[0])) for x in leaves]
-        whole = [_whole(x, 2 * _PROBED, self._part, self._exchange) for x in few]
-        with torch.no_grad(), torch.random.fork_rng([]):
-            expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
-        every = self._exchange.start_gather(torch.stack([own[0], own[1]])[None])()[:, 0]
-        total = (every[:, 0] * every[:, 1]).nansum() / (
-            1.0 if self._reduction == "sum" else every[:, 1].sum()
-        )
+        dims = [1 if 1 in _dims(x) and x.shape[1] == lengths[0] else None for x in leaves]
+        few = [_few(x, dim) for x, dim in zip(leaves, dims, strict=True)]
+        targets = len(leaves) - len(_pytree.tree_leaves(target))
+        few[:targets] = [_unequal(x) for x in few[:targets]]
+        whole = [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
         # Without a target that counts there is no loss to compare.
+        self._checked = self._compare(few, whole, structure)
+        for n in range(targets, len(leaves)):
+            for value in self._values_in(leaves[n]) if dims[n] else ():
+                filled = few[n].clone()
+                if self._part.index == 0:
+                    filled[:, 1:] = value
+                others = [*few[:n], filled, *few[n + 1 :]]
+                joined = _whole(filled, 1, self._part, self._exchange)
+                self._compare(others, [*whole[:n], joined, *whole[n + 1 :]], structure)
+
+    def _values_in(self, target: Tensor) -> list[float]:
+        """Return values that are likely not to count: 0, and the least, the most frequent and the last of each part."""
+        if target.is_complex():
+            return []
+        values = local(target).double() if target.is_floating_point() else local(target).long()
+        picks = torch.stack([values.min(), values.flatten().mode().values, values[-1, -1].flatten()[-1]])
+        every = self._exchange.start_gather(picks)()
+        return sorted({0, *every.flatten().tolist()})
+
+    def _compare(self, few: list[Any], whole: list[Any], structure: Any) -> bool:
+        """Compare the loss of whole samples with that of parts; return whether there is one."""
+        expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
+        every = self._exchange.start_gather(torch.stack(own)[None])()[:, 0]
+        total = (every[:, 0] * every[:, 1]).nansum() / (1.0 if self._weight is None else every[:, 1].sum())
         if not bool(expected[0].isfinite()) or not bool(expected[1]):
-            return
-        self._checked = True
-        near = 1e-2 if few[0].dtype.itemsize < 4 else 1e-4
-        if bool((total - expected[0]).abs() > near * expected[0].abs().clamp(min=1e-3)):
+            return False
+        if bool((total - expected[0]).abs() > 1e-4 * expected[0].abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
-                "targets, or use other tokens, or its reduction may count others (reduction='valid' counts all that are not "
-                "ignored, penstock.valid_tokens those of a loss that shifts). Give shifted targets; or leave cp at 1"
+                "targets, or use other tokens, and what it counts must be known: the ignore_index and class weights that it "
+                "has as a module or a partial, or the reduction (reduction='valid' counts all that are not ignored, "
+                "penstock.valid_tokens those of a loss that shifts, and a function returns the weight of a target). Give "
+                "shifted targets, or such a function; or leave cp at 1"
             )
+        return True
 
     def _value(self, values: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
         """Return the loss of some tokens, and its weight, as float64."""
         returned = self._function(*values)
         loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
-        weight: Any = self._reduction(values[1]) if callable(self._reduction) else 1.0
+        weight: Any = 1.0 if self._weight is None else self._weight(values[1])
         return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
 
 
-def _require_all_count(target: object) -> None:
-    """Require targets that all count, since processes with other numbers of them would weigh the same."""
-    for leaf in _pytree.tree_leaves(target):
-        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
-            raise ConfigError(
-                f"a target has {IGNORED}, which losses leave out, so parts of a sample (cp) have other numbers of tokens "
-                "that count, and the mean of their means is not the mean; give reduction='valid'"
-            )
+class KeptExchange:
+    """An exchange whose tensors are gathered in a first run, and are the same in later ones.
+
+    Attributes:
+        given: number of tensors of each shape that the present run has had; None in the first run.
+    """
+
+    def __init__(self, exchange: PartExchange) -> None:
+        self.masks, self.microbatches = exchange.masks, exchange.microbatches
+        self.start_sum = exchange.start_sum
+        self.given: Counter[Hashable] | None = None
+        self._exchange = exchange
+        self._kept: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+
+    def start_gather(self, part: Tensor) -> Finish:
+        """Gather the tensors of all processes, or return those of the first run, in the part's dtype."""
+        key = tuple(part.shape), part.is_floating_point()
+        if self.given is None:
+            self._kept[key].append(self._exchange.start_gather(part)())
+            return lambda: self._kept[key][-1]
+        self.given[key] += 1
+        return partial(self._kept[key][self.given[key] - 1].to, part.dtype)
+
+
+def _own(output: Tensor) -> Tensor:
+    """Return this process's values of a layer's output, summed where they are partial, and the head's input for logits."""
+    output = output.hidden if isinstance(output, PostponedLogits) else output
+    if is_dtensor(output):
+        from torch.distributed.tensor import Replicate
+
+        placements = [Replicate() if p.is_partial() else p for p in output.placements]
+        output = output.redistribute(placements=placements)
+    return local(output)
+
+
+def _python_draws() -> tuple[object, ...]:
+    """Return the states of generators that are not torch's."""
+    state: Any = numpy.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]
+
+
+def _other_ends(leaf: Tensor) -> Tensor:
+    """Return a tensor of shape (rows, tokens, ...) with another first and last token; bools as they are."""
+    own = local(leaf.detach())
+    changed, ends = own.clone(), own[:, [0, -1]]
+    if own.is_floating_point() or own.is_complex():
+        changed[:, [0, -1]] = ends.flip(-1) + 1
+    elif own.dtype != torch.bool:  # numbers that are there are allowed
+        most = own.amax(1, keepdim=True)
+        changed[:, [0, -1]] = torch.where(ends == most, own.amin(1, keepdim=True), most)
+    return _like(leaf, changed)
+
+
+def _unequal(output: Any) -> Any:
+    """Return the output of a few tokens, varied if all are equal, as of a head of zeros, so that their losses differ."""
+    if 1 not in _dims(output) or not output.is_floating_point() or bool((output != output[:, :1]).any()):
+        return output
+    noise = torch.rand(output.shape, generator=torch.Generator().manual_seed(0))
+    return output + 0.05 * noise.to(output)
 
 
 @contextmanager
-def _in_float32(layer: nn.Module) -> Iterator[None]:
-    """Return a context in which a layer computes in float32: the rounding of bf16 would hide what a state changes."""
+def _own_tensors(layer: nn.Module, widens: bool) -> Iterator[None]:
+    """Return a context in which a layer writes into copies of its buffers, and may compute in float32.
+
+    The rounding of bf16 would hide what a state changes.
+    """
     tables = [table for module in layer.modules() for table in (module._parameters, module._buffers)]
     own: list[tuple[dict[str, Any], str, Tensor]] = [
         (table, name, value) for table in tables for name, value in table.items() if value is not None
     ]
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest" if widens else precision)
+    casts = [not widens and torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     try:
         for table, name, value in own:
-            table[name] = _widened(value.detach())
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            copied = value if isinstance(value, nn.Parameter) else value.clone()
+            table[name] = _widened(copied.detach()) if widens else copied
+        with torch.autocast("cpu", enabled=casts[0]), torch.autocast("cuda", enabled=casts[1]):
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -239,11 +371,50 @@ def _widened(value: Any) -> Any:
     return value.float() if halves and (type(value) is Tensor or is_dtensor(value)) else value
 
 
-def _whole(few: Any, size: int, part: SequencePart, exchange: PartExchange) -> Any:
-    """Return the tokens of all parts, of a tensor with `size` of them; other values as they are."""
-    if not isinstance(few, Tensor) or few.dim() < 2 or few.shape[1] != size:
-        return few
-    return _like(few, part.join(exchange.start_gather(local(few))(), 1))
+def _probed(length: int) -> int:
+    """Return the number of tokens of each chunk that are compared with whole samples, of a part's `length` tokens."""
+    return min(_PROBED, length // 2)
+
+
+def _main(args: Any) -> Tensor | None:
+    """Return the tensor of shape (rows, tokens, ...) among arguments: the largest, as others may be tables without rows."""
+    tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 1]
+    return max(tensors, key=Tensor.numel, default=None)
+
+
+def _dims(leaf: object) -> list[int]:
+    """Return the dimensions of a tensor that may be its tokens: 1, or the first of a table that all rows share."""
+    if not isinstance(leaf, Tensor):
+        return []
+    first = next((d for d, size in enumerate(leaf.shape) if size != 1), 0)
+    return [d for d in dict.fromkeys((1, first)) if d < leaf.dim()]
+
+
+def _token_dim(leaf: Any, main: Tensor, exchange: PartExchange) -> int | None:
+    """Return the dimension of a tensor that is the tokens; None for other values.
+
+    Other dimensions than 1 have the length by chance, as rows do, unless the processes have different values.
+    """
+    dims = _dims(leaf)
+    if leaf is not main and dims and (leaf.shape[0] not in (1, len(main)) or leaf.dim() == 2):
+        dims = dims[::-1] if leaf.is_floating_point() or leaf.is_complex() else dims
+    lengths = [dim for dim in dims if leaf.shape[dim] == main.shape[1]]
+    return next(
+        (d for d in lengths if d == 1 or bool((every := _gathered(leaf, exchange)).ne(every[0]).any())), None
+    )
+
+
+def _gathered(part: Tensor, exchange: PartExchange) -> Tensor:
+    """Return a tensor of all parts along a new dimension 0."""
+    own = local(part.detach())
+    if own.is_complex():
+        return torch.view_as_complex(exchange.start_gather(torch.view_as_real(own))())
+    return exchange.start_gather(own)()
+
+
+def _whole(few: Any, dim: int | None, part: SequencePart, exchange: PartExchange) -> Any:
+    """Return the tokens of all parts, of a tensor with those of one; other values as they are."""
+    return few if dim is None else _like(few, part.join(_gathered(few, exchange), dim))
 
 
 def _like(model: Tensor, values: Tensor) -> Tensor:
@@ -255,12 +426,13 @@ def _like(model: Tensor, values: Tensor) -> Tensor:
     return DTensor.from_local(values, model.device_mesh, model.placements, run_check=False)
 
 
-def _few(leaf: object, length: int) -> object:
-    """Return the first tokens of each chunk of a tensor, detached; other values as they are."""
-    if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+def _few(leaf: Any, dim: int | None) -> Any:
+    """Return the first tokens of each chunk of a tensor in float32, and its first row; other values as they are."""
+    if dim is None:
         return leaf
-    chunks = local(leaf.detach())[:1].chunk(2, 1)
-    return _like(leaf, torch.cat([chunk[:, :_PROBED] for chunk in chunks], 1).contiguous())
+    own = local(leaf.detach())[:1] if dim == 1 else local(leaf.detach())
+    chunks = [chunk.narrow(dim, 0, _probed(own.shape[dim])) for chunk in own.chunk(2, dim)]
+    return _widened(_like(leaf, torch.cat(chunks, dim).contiguous()))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -37,6 +37,7 @@ class LayerExchange:
     Attributes:
         size: number of processes that divide the experts.
         masks: of attention, which layers of a step share.
+        microbatches: number of a replica's microbatches in the step.
     """
 
     def __init__(
@@ -51,14 +52,16 @@ class LayerExchange:
         self._calls: list[str] = []
         self._width = 0
         self.masks: Masks = {}
+        self.microbatches = 1
         # By device, None for the host, the moments at which exchanges of tokens began and ended.
         self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
 
-    def begin(self, step: int, op: Callable[[], Op]) -> None:
+    def begin(self, step: int, microbatches: int, op: Callable[[], Op]) -> None:
         """Begin a step; every process of the run calls it.
 
         Args:
+            microbatches: number of a replica's.
             op: function that tells the present op.
         """
         if self._failed:
@@ -66,7 +69,7 @@ class LayerExchange:
                 dist.destroy_process_group(self.groups[axis])
                 self.groups[axis] = make()
             self._failed = False
-        self._step, self._op = step, op
+        self._step, self.microbatches, self._op = step, microbatches, op
         self._tokens.clear()
         self._moments.clear()
         self.masks.clear()

@@ -15,7 +15,9 @@ numbers starts from a seed that is computed from its key, the same on every rank
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from types import FunctionType
 from typing import Any
@@ -50,6 +52,26 @@ def digest_seed(data: bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
+KeyOf = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
+"""Returns the key of what is drawn, from that of the context, (seed, step, microbatch, layer), and a shape."""
+_thread = threading.local()
+
+
+def _same(key: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+    return key
+
+
+@contextmanager
+def random_keys(key_of: KeyOf) -> Iterator[None]:
+    """Return a context in which this thread's random numbers also depend on the shape of what is drawn."""
+    before = getattr(_thread, "key_of", _same)
+    _thread.key_of = key_of
+    try:
+        yield
+    finally:
+        _thread.key_of = before
+
+
 class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
     """Context in which random draws come from generators of one key, one per device, made at the first draw.
 
@@ -67,7 +89,7 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
         super().__init__()
         self._key = (seed, step, microbatch, layer)
         self._on_draw = on_draw
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generators: dict[tuple[torch.device, Hashable], torch.Generator] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,17 +104,25 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
         """True if there has been a draw."""
         return bool(self._generators)
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator on a device (with an index, like a tensor's device), made at the first call."""
+    def generator(self, device: torch.device, shape: Sequence[int]) -> torch.Generator:
+        """Return the generator on a device (with an index, like a tensor's device), made at the first call.
+
+        Args:
+            shape: of what is drawn.
+        """
         if self._on_draw is not None:
             self._on_draw()
-        generator = self._generators.get(device)
+        key = getattr(_thread, "key_of", _same)(self._key, shape)
+        generator = self._generators.get((device, key))
         if generator is None:
-            generator = self._generators[device] = torch.Generator(device).manual_seed(seed_of(*self._key))
+            generator = self._generators[device, key] = torch.Generator(device).manual_seed(seed_of(*key))
         return generator
 
 
 # Functions that take a generator.
+
+_Place = tuple[torch.device, Sequence[int]]
+"""Device and shape of what is drawn."""
 
 
 def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -111,23 +141,25 @@ def _device_of_new(kwargs: dict[str, Any]) -> torch.device:
 
 
 def _with_generator(
-    mode: isolated_rng, device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: isolated_rng, place: _Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if device.type == "meta" or _has_generator(args, kwargs):
+    if place[0].type == "meta" or _has_generator(args, kwargs):
         return func(*args, **kwargs)
-    return func(*args, **{**kwargs, "generator": mode.generator(device)})
+    return func(*args, **{**kwargs, "generator": mode.generator(*place)})
 
 
 def _new(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call torch.rand or its kin, which have no input tensor."""
-    return _with_generator(mode, _device_of_new(kwargs), func, args, kwargs)
+    # A sequence among the arguments is the shape; otherwise, as in torch.rand(2, 3), all of them are.
+    shape = next((x for x in (kwargs.get("size"), *args) if isinstance(x, tuple | list)), args)
+    return _with_generator(mode, (_device_of_new(kwargs), shape), func, args, kwargs)
 
 
 def _from_tensor(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call Tensor.normal_, torch.bernoulli or their kin; torch.normal may have no tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            return _with_generator(mode, value.device, func, args, kwargs)
+            return _with_generator(mode, (value.device, value.shape), func, args, kwargs)
     return _new(mode, func, args, kwargs)
 
 
@@ -148,7 +180,8 @@ def _rand_like(fill: Callable[..., Tensor]) -> Replacement:
         if empty.device.type == "meta":
             return func(*args, **kwargs)
         bounds = [*args[1:], *(kwargs[name] for name in _BOUNDS if kwargs.get(name) is not None)]
-        return fill(empty, *bounds, generator=mode.generator(empty.device)).requires_grad_(requires_grad)
+        generator = mode.generator(empty.device, empty.shape)
+        return fill(empty, *bounds, generator=generator).requires_grad_(requires_grad)
 
     return replaced
 

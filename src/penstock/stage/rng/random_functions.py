@@ -10,7 +10,7 @@ does: several times batch × heads × queries × keys elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 class Source(Protocol):
     """A source of draws."""
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator to draw from on a device."""
+    def generator(self, device: torch.device, shape: Sequence[int]) -> torch.Generator:
+        """Return the generator to draw a tensor of a shape from, on a device."""
 
 
 Replacement = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -49,9 +49,13 @@ class _Masked(torch.autograd.Function):
 def _dropped(source: Source, x: Tensor, p: float, inplace: bool = False) -> Tensor:
     """Compute dropout in training with 0 < p < 1."""
     if x.device.type == "cpu" or inplace:
-        noise = torch.empty_like(x).bernoulli_(1 - p, generator=source.generator(x.device)).div_(1 - p)
+        noise = (
+            torch.empty_like(x).bernoulli_(1 - p, generator=source.generator(x.device, x.shape)).div_(1 - p)
+        )
         return x.mul_(noise) if inplace else x * noise
-    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=source.generator(x.device))
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(
+        1 - p, generator=source.generator(x.device, x.shape)
+    )
     masked: Tensor = _Masked.apply(x, mask, 1 / (1 - p))  # type: ignore[no-untyped-call]  # torch does not annotate it
     return masked
 
@@ -83,7 +87,7 @@ def _dropout(alpha: bool = False, features: bool = False, inplace: bool = False)
             noise = torch.empty_like(input)
             if features:
                 noise = input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
-            noise.bernoulli_(1 - p, generator=source.generator(input.device))
+            noise.bernoulli_(1 - p, generator=source.generator(input.device, noise.shape))
             if not alpha:
                 noise.div_(1 - p)
                 return input.mul_(noise) if inplace else input * noise
@@ -106,7 +110,7 @@ def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: di
         if _draws_none(input, p, train is not False):
             return func(input, p, train)
         mask = torch.empty_like(input, dtype=torch.bool)
-        mask.bernoulli_(1 - p, generator=source.generator(input.device))
+        mask.bernoulli_(1 - p, generator=source.generator(input.device, mask.shape))
         return input * mask * (1 / (1 - p)), mask
 
     return dropout(*args, **kwargs)
@@ -224,7 +228,9 @@ def _pool(dimensions: int) -> Replacement:
         x: Tensor = args[0]
         rows = 1 if x.dim() == dimensions + 1 else x.shape[0]
         shape = (rows, x.shape[-dimensions - 1], dimensions)
-        samples = torch.rand(shape, dtype=x.dtype, device=x.device, generator=source.generator(x.device))
+        samples = torch.rand(
+            shape, dtype=x.dtype, device=x.device, generator=source.generator(x.device, shape)
+        )
         return func(*args, **{**kwargs, "_random_samples": samples})
 
     return replaced

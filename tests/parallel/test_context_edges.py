@@ -1,0 +1,328 @@
+"""What dividing samples over processes must take or refuse: padding, statistics, far tokens, decisions and tables."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import MeshShape, Pipeline, sequence_positions
+from penstock.base.errors import PenstockError
+from penstock.parallel.context import Division, SequencePart
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.parallel.test_context import CLASSES, ROWS, TOKENS, WIDTH, Attention, Positions, batch
+from tests.support.groups import run_cases
+
+PAD = 0
+
+
+def padded(sequence: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """A batch whose rows end in padding, which other parts have more of."""
+    x, y = batch(sequence=sequence)
+    y = y.clamp(min=1)
+    for row, length in enumerate((3, 20, 32, 7, 12, 29, 5, 17)):
+        y[row, length:] = PAD
+    return x, y
+
+
+def model(*more: nn.Module, zero: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, CLASSES)
+    if zero:
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    return nn.Sequential(nn.Embedding(CLASSES, WIDTH), Positions(), *more, Attention(), head)
+
+
+class Flat(nn.Module):
+    """Cross entropy of tokens."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(**options)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        out: Tensor = self.inner(logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+def flat(logits: Tensor, labels: Tensor, **options: object) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+WEIGHTS = torch.linspace(0.1, 3, CLASSES)
+
+
+def unseen_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != PAD
+    each = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    return (each * counts).sum() / counts.sum()
+
+
+def unseen_weights(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(logits, labels, weight=WEIGHTS)
+
+
+KNOWN: dict[str, Callable[..., Tensor]] = {
+    "module": Flat(ignore_index=PAD),
+    "keyword": partial(flat, ignore_index=PAD),
+    "weights": Flat(weight=WEIGHTS),
+    "both": Flat(weight=WEIGHTS, ignore_index=PAD),
+    "weights of a partial": partial(flat, weight=WEIGHTS),
+}
+UNSEEN: dict[str, Callable[..., Tensor]] = {"padding": unseen_padding, "weights": unseen_weights}
+
+
+def first_loss(
+    net: nn.Module, loss: Callable[..., Tensor], sequence: int = TOKENS, seed: int = 0
+) -> tuple[float, Tensor]:
+    """Return loss and a gradient of a step."""
+    with Pipeline(net, loss, microbatches=2, mesh=MeshShape(cp=2), timeout=60, seed=seed) as pipe:
+        found = pipe.step(*padded(sequence)).loss
+        gradient = next(p.grad.clone() for p in pipe.parameters() if p.grad is not None)
+    assert found is not None
+    return found.item(), gradient
+
+
+def known(rank: int, name: str) -> tuple[float, Tensor]:
+    return first_loss(model(), KNOWN[name])
+
+
+@pytest.mark.slow
+def test_parts_weigh_by_what_the_loss_counts_in_them(processes: LocalProcesses):
+    for (name, loss), ranks in zip(
+        KNOWN.items(), run_cases(processes, 2, known, [(n,) for n in KNOWN]), strict=True
+    ):
+        net, (x, y) = model(), padded()
+        expected = sum(loss(net(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)) / 2
+        expected.backward()
+        for found, gradient in ranks:
+            assert found == pytest.approx(expected.item(), rel=1e-6), name
+            torch.testing.assert_close(gradient, net[0].weight.grad)
+
+
+class Norms(nn.Module):
+    """Batch statistics of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x.flatten(0, 1)).view_as(x)
+        return out
+
+
+class Centred(nn.Module):
+    """Mixes tokens in training only, after dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x - x.mean(1, keepdim=True), 0.5) if self.training else x
+
+
+class Reaching(nn.Module):
+    """Adds the token some places before."""
+
+    def __init__(self, back: int) -> None:
+        super().__init__()
+        self.back = back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * F.pad(x, (0, 0, self.back, 0))[:, : x.shape[1]]
+
+
+class ByPython(nn.Module):
+    """Leaves its inner layer out by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if not self.training or random.random() < 0.5 else x
+
+
+class ByTokens(ByPython):
+    """Leaves its inner layer out by what its tokens are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In the first step both do, and in the second one of them.
+        return self.inner(x) if not bool((x == 7).any()) else x
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], int, str]] = [
+    ("statistics", Norms, TOKENS, r"layer 2 \(Norms\) in training lets tokens change each other"),
+    ("centred", Centred, TOKENS, r"layer 2 \(Centred\) in training lets tokens change each other"),
+    ("8 back", partial(Reaching, 8), TOKENS, r"layer 2 \(Reaching\) gives other values"),
+    ("40 back", partial(Reaching, 40), 256, r"layer 2 \(Reaching\) .*lets tokens change each other"),
+    ("python", ByPython, TOKENS, r"layer 2 \(ByPython\) draws from random or numpy.random"),
+]
+
+
+def refused(rank: int, make: Callable[[], nn.Module], sequence: int) -> tuple[str, bool]:
+    layer = make()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    try:
+        net = model(layer)
+        net[1].table = nn.Embedding(sequence, WIDTH)
+        first_loss(net, flat, sequence)
+    except PenstockError as error:
+        return str(error), all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    return "no error", False
+
+
+@pytest.mark.slow
+def test_layers_that_mix_tokens_are_refused_by_name(processes: LocalProcesses):
+    cases = [(make, sequence) for _, make, sequence, _ in REFUSED]
+    for (what, _, _, message), ranks in zip(REFUSED, run_cases(processes, 2, refused, cases), strict=True):
+        for told, untouched in ranks:
+            assert re.search(message, told), (what, told)
+            assert untouched, what
+
+
+def unseen(rank: int, name: str, zero: bool) -> str:
+    try:
+        first_loss(model(zero=zero), UNSEEN[name])
+    except PenstockError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_what_a_loss_counts_unseen_is_found_in_the_first_step(processes: LocalProcesses):
+    """Also with a head of zeros, whose tokens all have the same loss."""
+    for ranks in run_cases(processes, 2, unseen, [(name, zero) for name in UNSEEN for zero in (False, True)]):
+        assert all("the loss function gives another value" in told for told in ranks), ranks
+
+
+class DropPath(nn.Module):
+    """Leaves samples out, and whole layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.left = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty(len(x), 1, 1).bernoulli_(0.5).div_(0.5)
+        x = x + self.inner(x) * kept
+        return self.left(x) if bool(torch.rand([]) < 0.5) else x
+
+
+def dropped(rank: int, seed: int) -> tuple[float, Tensor]:
+    return first_loss(model(DropPath(), DropPath()), flat, seed=seed)
+
+
+@pytest.mark.slow
+def test_decisions_about_samples_are_those_of_one_process(processes: LocalProcesses):
+    for seed, ranks in enumerate(run_cases(processes, 2, dropped, [(seed,) for seed in range(3)])):
+        with Pipeline(model(DropPath(), DropPath()), flat, microbatches=2, ranks=1, seed=seed) as pipe:
+            expected = pipe.step(*padded()).loss
+            wanted = next(p.grad.clone() for p in pipe.parameters() if p.grad is not None)
+        for found, gradient in ranks:
+            assert found == pytest.approx(expected.item(), rel=1e-6)
+            torch.testing.assert_close(gradient, wanted)
+
+
+def mismatched(rank: int) -> str:
+    net = model(ByTokens())
+    with Pipeline(net, flat, microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe:
+        x, y = batch()
+        pipe.step(x, y)
+        with torch.no_grad():
+            net[1].table.weight[-1] = 7 - net[0].weight[x[0, -1]]  # a token of the first process alone
+        try:
+            pipe.step(x, y)
+        except PenstockError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_parts_that_leave_out_different_layers_are_told_so(processes: LocalProcesses):
+    for told in processes.run(2, mismatched):
+        assert "are at different places: layer 2, " in told, told
+
+
+class Rotary(nn.Module):
+    """A block that takes tables of all tokens, without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor, table: Tensor, turned: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turned
+        out: Tensor = self.inner(torch.view_as_real(pairs).flatten(2) + table)
+        return out
+
+
+class Tables(nn.Module):
+    """A model that makes its tables once, and gives them to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(Rotary() for _ in range(2))
+        angles = torch.outer(torch.arange(TOKENS), 0.1 ** torch.linspace(0, 2, WIDTH // 2))
+        self.register_buffer("angles", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.angles[self.positions(x)]
+        table = torch.cat([turned.real, turned.imag], -1)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, table, turned)
+        out: Tensor = self.head(x)
+        return out
+
+    def positions(self, x: Tensor) -> Tensor:
+        return sequence_positions(x.shape[1])
+
+
+class Miscounted(Tables):
+    def positions(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1])
+
+
+def with_tables(rank: int, kind: type[Tables], sequence: int) -> tuple[float, str]:
+    torch.manual_seed(0)
+    net = kind()
+    try:
+        with Pipeline(net, flat, microbatches=1, mesh=MeshShape(cp=2), timeout=60) as pipe:
+            loss = pipe.step(*batch(sequence=sequence)).loss
+            return (0.0 if loss is None else loss.item()), ""
+    except PenstockError as error:
+        return 0.0, str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the first step did not check")
+def test_tables_of_tokens_without_rows_are_taken(processes: LocalProcesses):
+    """Also where there are as many tokens in a part as rows, or as the table is wide."""
+    lengths = TOKENS, ROWS * 2, WIDTH * 2
+    cases = [*((Tables, length) for length in lengths), (Miscounted, TOKENS)]
+    *right, wrong = run_cases(processes, 2, with_tables, cases)
+    for length, ranks in zip(lengths, right, strict=True):
+        torch.manual_seed(0)
+        net, (x, y) = Tables(), batch(sequence=length)
+        for found, told in ranks:
+            assert found == pytest.approx(flat(net(x), y).item(), rel=1e-6), told
+    assert all("(Miscounted)" in told and "gives other values" in told for _, told in wrong), wrong
+
+
+@pytest.mark.parametrize(
+    ("shape", "alike"),
+    [
+        ((), True), ((1,), True), ((4,), True), ((4, 1, 1), True), ((4, 1, 6), True), ((3, 5), True),
+        ((4, 8, 6), False), ((4, 8), False), ((32, 6), False), ((4, 2, 8, 16), False), ((8,), False), ((64, 3), False),
+    ],
+)  # fmt: skip
+def test_numbers_of_samples_are_told_from_those_of_tokens_by_their_shape(shape: tuple[int, ...], alike: bool):
+    """Of 4 rows of 8 tokens, which are half of the samples'."""
+    assert Division(SequencePart(0, 2), None, "0", 4, 8).draws_alike(shape) == alike
