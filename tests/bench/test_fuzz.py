@@ -26,3 +26,9 @@ def test_spoiled_files_are_refused_clearly_or_read(outcomes, kind):
     assert outcome.others == []
     assert outcome.cases == outcome.refused + outcome.read == COUNT
     assert outcome.refused > COUNT // 10
+
+
+def test_offsets_beyond_the_memory_of_a_column_are_refused_before_its_values_are_read():
+    """Of them pyarrow reads whatever is there, and may end the process."""
+    outcome = fuzz("data", [97])
+    assert (outcome.refused, outcome.others) == (1, [])

@@ -16,7 +16,7 @@ from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 _NEWEST = "penstock/newest"
 _POLL_INTERVAL = 0.05  # seconds
@@ -56,11 +56,8 @@ def _is_answered(store: Any, name: str, token: str, deadline: float) -> bool:
     while store.get(_NEWEST).decode() == name:
         if monotonic() > deadline:
             raise RuntimeError("rank 0 did not come in time, or not all the other ranks did")
-        try:
-            store.wait([answer], timedelta(seconds=_POLL_INTERVAL))
-        except DistStoreError:
-            continue  # not yet
-        if token in store.get(answer).decode().split():
+        # An earlier start's has not the token. Torch would print a line for each wait that ends without an answer.
+        if store.check([answer]) and token in store.get(answer).decode().split():
             return True
-        sleep(_POLL_INTERVAL)  # the answer is an earlier start's; rank 0 of this one has yet to come
+        sleep(_POLL_INTERVAL)
     return False

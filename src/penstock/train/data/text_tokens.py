@@ -96,7 +96,9 @@ def _rows(folder: Path, config: DataConfig) -> Iterator[tuple[list[str], float]]
     texts = loaded.select_columns([field]).with_format("arrow")
     for start in range(0, len(loaded), _BATCH):
         try:
-            rows = texts[start : start + _BATCH][field].to_pylist()
+            read = texts[start : start + _BATCH]
+            read.validate(full=True)  # of offsets beyond its memory, pyarrow would read whatever is there
+            rows = read[field].to_pylist()
         except Exception as error:
             raise DataError(f"cannot read the data set in {folder}, after row {start:,}: {error}") from error
         for number, row in enumerate(rows, start + 1):
