@@ -10,6 +10,7 @@ from operator import or_
 from typing import Literal, TypeVar
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from penstock.base.counts import require_count
@@ -129,7 +130,7 @@ class Engine:
             yield
             return
         try:
-            with self._world.peer_registry.calling(name):
+            with self._world.peer_registry.calling(name), self.naming(name):
                 yield
         except CallOrderError as error:
             if self._status == "idle":  # a step that runs tells them itself
@@ -142,6 +143,19 @@ class Engine:
                 "failed" if self._status == "idle" else self._status
             )  # so that close does not wait again
             raise
+
+    @contextmanager
+    def naming(self, call: str) -> Iterator[None]:
+        """Return a context in which the error of a connection that ends names the process that is gone.
+
+        Torch makes some collectives itself, as where a tensor that is sharded becomes whole.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise self._world.collectives.connection_error(f"call {call}", error) from error
 
     def run_step(
         self,

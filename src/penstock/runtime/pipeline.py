@@ -42,6 +42,7 @@ from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
+from penstock.runtime.start.refusals import print_traceback_once
 from penstock.runtime.validation import (
     LossScale,
     device_type,
@@ -155,6 +156,7 @@ class Pipeline(PipelineModel):
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
+        print_traceback_once()
         require_count("microbatches", microbatches)
         require_count("virtual_stages", 1 if virtual_stages is None else virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)

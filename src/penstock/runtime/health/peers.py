@@ -171,6 +171,10 @@ class PeerRegistry:
         late = [rank for rank, progress in sorted(others.items()) if progress[CALLS] < number]
         return f"rank {', '.join(map(str, late))} did not call {self.call}" if late and self.calls else ""
 
+    def left(self) -> str:
+        """Name the processes that have closed their pipeline; empty if none is seen to have."""
+        return ", ".join(entry.name for entry, page in self._others if page.progress[_CLOSED])
+
     def find_failed(self, patience: float = 0.0) -> str | None:
         """Describe the process that is stopped or gone, and its error; None if none is seen to be.
 

@@ -27,6 +27,9 @@ class StageWeights(Protocol):
     def stage_modules(self) -> list[StageModule]:
         """Return the modules of all stages, copies included."""
 
+    def naming(self, call: str) -> AbstractContextManager[None]:
+        """Return a context in which the error of a connection that ends names the process that is gone."""
+
     def wait_for_parameters(self, whole: bool) -> None:
         """Wait for weights that are being collected; see `penstock.runtime.engine.Engine`."""
 
@@ -93,7 +96,8 @@ class PipelineModel:
         The tensors are those that train, not copies. A tied weight has the first of its names alone.
         """
         self.gather_weights()
-        return self._parameters.state_dict()
+        with self._weights.naming("pipe.state_dict()"):
+            return self._parameters.state_dict()
 
     def sharded_state(self) -> dict[str, Any]:
         """Return `state_dict` with sharded tensors as they are, for what makes them whole one at a time."""

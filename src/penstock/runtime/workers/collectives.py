@@ -101,7 +101,7 @@ class Collectives:
         try:
             work = start()
         except RuntimeError as error:  # the connection was broken already
-            raise self._connection_error(action, error, visit) from error
+            raise self.connection_error(action, error, visit) from error
         if values.is_cuda:
             # NCCL's own watchdog has the group's timeout; with one here the host would wait for NCCL.
             return lambda: work.wait()
@@ -131,7 +131,7 @@ class Collectives:
                 except RuntimeError as error:
                     if not is_gloo_timeout(error):
                         self.peer_registry.require_same_call()  # their sizes may differ
-                        raise self._connection_error(action, error, visit) from error
+                        raise self.connection_error(action, error, visit) from error
                     if monotonic() > deadline:
                         raise self._timeout_error(action, seconds, visit) from error
                 self.peer_registry.require_all()
@@ -142,10 +142,16 @@ class Collectives:
             self.peer_registry.report_error(str(error))
             raise
 
-    def _connection_error(self, action: str, error: RuntimeError, visit: Visit | None) -> PeerError:
+    def connection_error(self, action: str, error: RuntimeError, visit: Visit | None = None) -> PeerError:
+        """Return the error that names the process whose connection has ended, as far as it is known."""
         failed = self.peer_registry.find_failed(patience=1.0)
         if failed:
             return PeerError(f"{failed}, while the other processes were to {action}")
+        if left := self.peer_registry.left():
+            return PeerError(
+                f"{left} closed the pipeline, or left its block, before the processes were to {action}; make this call on "
+                "every rank, and close the pipeline after it"
+            )
         missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
         missing = missing or "another process closed the connection"
         return PeerError(f"{missing}, when the processes were to {action}: {first_line(error)}")
