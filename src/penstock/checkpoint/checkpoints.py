@@ -72,7 +72,7 @@ class Checkpoints:
         optimizer: optimizer of the pipeline, saved with it: a `PipelineOptimizer`, or a torch optimizer over
             ``pipe.parameters()`` that has a state for each parameter (default none). Its groups must be the same on every
             rank, in the same order; a group may have no parameter on some ranks.
-        scheduler: learning-rate scheduler of a torch optimizer, saved with it (default none).
+        scheduler: learning-rate scheduler of the optimizer, which you step yourself, saved with it (default none).
         keep_last: number of the newest checkpoints to keep after a save (default 3); 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too (default 0: none).
         keep_frozen: whether a save also writes the parameters that are not trained (default True). With False it writes a
@@ -302,18 +302,18 @@ def _with_state(
 
     def make() -> list[str]:
         """Return what must be the same on every process: the kind of optimizer, and the options of each group."""
-        if scheduler is not None and (optimizer is None or isinstance(optimizer, PipelineOptimizer)):
+        if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ConfigError(
-                "scheduler goes with a torch optimizer, which must be given, too; a PipelineOptimizer has its own "
-                "(lr_scheduler=...)"
+                "the scheduler must be one of the optimizer that is saved, which must be given, too; it is of another one"
             )
         if optimizer is None:
             return ["no optimizer"]
-        made.append(
-            optimizer
-            if isinstance(optimizer, PipelineOptimizer)
-            else TorchOptimizer(pipe, optimizer, scheduler)
-        )
+        if isinstance(optimizer, PipelineOptimizer):
+            if scheduler is not None:
+                optimizer.keep_scheduler(scheduler)
+            made.append(optimizer)
+        else:
+            made.append(TorchOptimizer(pipe, optimizer, scheduler))
         groups = common(made[0])["groups"]
         return [type(optimizer).__name__, *map(repr, groups)]
 
@@ -371,10 +371,6 @@ class TorchOptimizer:
         if pipe.shards is not None:
             raise ConfigError(
                 "this pipeline is updated by a PipelineOptimizer (zero=True); give that one to Checkpoints"
-            )
-        if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ConfigError(
-                "the scheduler must be one of the optimizer that is saved; it is of another one"
             )
         # What a save could not keep is refused now, not at the first save.
         self.parts(pipe.rank)

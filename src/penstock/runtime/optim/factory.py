@@ -125,7 +125,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the learning-rate scheduler of one rank's optimizer."""
+    """Return the learning-rate scheduler that a PipelineOptimizer steps itself."""
     made = make(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(
@@ -134,8 +134,8 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau needs a measurement at every step; use it with a torch optimizer over pipe.parameters(), "
-            "which Checkpoints saves with it (scheduler=), or change the learning rates in `optimizers` yourself"
+            "ReduceLROnPlateau needs a measurement at every step; make it of the PipelineOptimizer and step it yourself, "
+            "with a number that is the same on every rank, and give it to Checkpoints(..., scheduler=...)"
         )
     if made.optimizer is not optimizer:
         raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")

@@ -7,6 +7,7 @@ largest rank. Ranks exchange only the norm of the gradients and whether there is
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
@@ -34,6 +35,7 @@ from penstock.runtime.optim.factory import (
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
+from penstock.runtime.optim.shared_groups import SharedOptions, shared_groups
 from penstock.runtime.start.agreement import require_same_arguments
 from penstock.stage.split_backward.intercepted import has_local_uses
 
@@ -58,10 +60,12 @@ class OptimizerStep:
     lr: tuple[float, ...]
 
 
-class PipelineOptimizer:
+class PipelineOptimizer(torch.optim.Optimizer):
     """A torch optimizer over all stages of a pipeline; call `step` after every ``pipe.step``.
 
-    In processes every process makes one, with the same arguments.
+    In processes every process makes one, with the same arguments. A scheduler of ``torch.optim.lr_scheduler`` or of
+    transformers takes it like any optimizer, and a program may write options into its ``param_groups``, on every process
+    alike: the next update compares what was changed.
 
     Args:
         pipe: pipeline whose parameters are trained.
@@ -89,6 +93,8 @@ class PipelineOptimizer:
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
+        param_groups: the groups in the order of `groups`, each with this process's parameters and the options of all ranks.
+        state: state of every tensor that this process updates: a parameter, its main weight, or its shard.
         optimizers: torch optimizers by rank of this process.
         steps: number of updates applied.
         skipped: number of updates skipped.
@@ -170,21 +176,57 @@ class PipelineOptimizer:
             )
             for rank, of_rank in self._groups.items()
         }
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
 
         def build_all() -> None:
             for rank, of_rank in updated.items():
-                self.optimizers[rank] = build(
+                self._optimizers[rank] = build(
                     pipe, optimizer, self.main_weights[rank], of_rank, options, defaults
                 )
 
         run_each(build_all, None if pipe.world is None else pipe.world.gather)
+        super().__init__(shared_groups(self._groups, pipe.parameters()), {})
+        self._options = SharedOptions(self, list(self._optimizers.values()))
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
-        self.schedulers = [build_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
+        self._own_scheduler = None if lr_scheduler is None else build_scheduler(lr_scheduler, self)
+        self.schedulers = [] if self._own_scheduler is None else [self._own_scheduler]
         pipe.scaler = self.scaler
         self._balance = ExpertBalance(pipe)
         self._set_accumulated(0)
+
+    @property
+    def optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        """Torch optimizers by rank of this process, with what was written into `param_groups`."""
+        self._options.give()
+        return self._optimizers
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """State of every tensor that this process updates."""
+        found = {p: entries for made in self._optimizers.values() for p, entries in made.state.items()}
+        return defaultdict(dict, found)
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        """Do nothing: torch's constructor sets an empty state, and each rank's optimizer has its own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group; only the constructor adds groups."""
+        if "_options" in vars(self):
+            raise ConfigError(
+                "a PipelineOptimizer takes no more groups; give all of them to its constructor (groups=[...])"
+            )
+        super().add_param_group(param_group)
+
+    def keep_scheduler(self, scheduler: LRScheduler) -> None:
+        """Have the state of a scheduler that the program makes and steps itself in that of this optimizer."""
+        if self._own_scheduler is not None:
+            raise ConfigError(
+                "the PipelineOptimizer has a scheduler of its own (lr_scheduler or lr_factor), whose state it keeps; use "
+                "either that one or another"
+            )
+        self.schedulers = [scheduler]
 
     def _updated(self, group: Named) -> Named:
         """Return the parameters of a group that are updated here, or with ZeRO their shards."""
@@ -194,17 +236,23 @@ class PipelineOptimizer:
         updated = [(name, p if entry is None else entry.shard) for name, p, entry in sharded]
         return [(name, p) for name, p in updated if p is not None]
 
-    def step(self) -> OptimizerStep:
+    def step(self, closure: None = None) -> OptimizerStep:  # type: ignore[override]  # torch returns the closure's loss
         """Count the gradients of the last ``pipe.step``; on every `accumulate`-th call, update the weights.
 
         Every process calls it. The order is: unscale, take the mean, clip, update, step the learning rate. A skipped
         update leaves weights, optimizer state and learning rate unchanged. Gradients are dropped after an update.
 
         Raises:
+            ConfigError: if `param_groups` were not changed alike on every process, or have other parameters; on every
+                process, and the weights are unchanged. Also for a `closure`.
             NonFiniteError: if `clip` is given and the norm is infinite or NaN, and no scaler has skipped the update; the
                 weights are unchanged, and the gradients are dropped.
             PenstockError: if another PipelineOptimizer was made for the pipeline since.
         """
+        if closure is not None:
+            raise ConfigError(
+                "step of a PipelineOptimizer takes no closure; call pipe.step(x, y), then optimizer.step()"
+            )
         if self.pipe.shards is not self.shards:
             raise PenstockError(
                 "a later PipelineOptimizer was made for this pipeline and gets its gradients; use that one"
@@ -230,6 +278,7 @@ class PipelineOptimizer:
         return tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
 
     def _update(self) -> Tensor | None:
+        self._options.require_same(self.pipe.world)
         if self.accumulate > 1:
             self.pipe.on_ranks(self._average)
         norm = None
@@ -244,8 +293,9 @@ class PipelineOptimizer:
                 )
         self.pipe.on_ranks(self._apply)
         self._balance.update()
-        for scheduler in self.schedulers:
-            scheduler.step()
+        self._options.take()
+        if self._own_scheduler is not None:
+            self._own_scheduler.step()
         return norm
 
     @torch.no_grad()
@@ -259,15 +309,19 @@ class PipelineOptimizer:
         if self.shards is not None:
             self.shards.written()
         main.lend_gradients()
-        self.optimizers[rank].step()
+        self._optimizers[rank].step()
         main.round_into_parameters()
         if self.shards is not None:
             self.shards.collect()
             if not self._overlaps:
                 self.shards.wait_all()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, accumulated ones included; `step` does it after an update."""
+        if not set_to_none:
+            raise ConfigError(
+                "zero_grad of a PipelineOptimizer drops the gradients; leave set_to_none=False out"
+            )
         self._set_accumulated(0)
         self._balance.clear()
         self.pipe.zero_grad()
@@ -306,8 +360,7 @@ class PipelineOptimizer:
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this process holds, main weights included."""
         mains = [main for weights in self.main_weights.values() for main in weights.by_name.values()]
-        states = [entries for made in self.optimizers.values() for entries in made.state.values()]
-        tensors = [t for entries in states for t in entries.values() if isinstance(t, Tensor)]
+        tensors = [t for entries in self.state.values() for t in entries.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.itemsize for t in (*mains, *tensors))
 
     def _require_applied(self) -> None:
@@ -327,6 +380,7 @@ class PipelineOptimizer:
         """
         self.pipe.wait()
         optimizer_state.restore(self, state)
+        self._options.take()
         self.zero_grad()
 
     def parts(self, rank: int) -> list[Named]:

@@ -42,11 +42,14 @@ class StatefulOptimizer(Protocol):
     """Attributes of a `PipelineOptimizer` that its state is made of, and its state."""
 
     pipe: Pipeline
-    optimizers: dict[int, torch.optim.Optimizer]
     main_weights: dict[int, MainWeights]
     schedulers: list[LRScheduler]
     steps: int
     skipped: int
+
+    @property
+    def optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        """Torch optimizers by rank of this process."""
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -94,23 +97,23 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
         "steps": optimizer.steps,
         "skipped": optimizer.skipped,
         "groups": [
-            {k: _numbers(v) for k, v in group.items() if k not in ("params", "param_names")}
+            {k: numbers(v) for k, v in group.items() if k not in ("params", "param_names")}
             for group in first.param_groups
         ],
         "parameters": {},
         "state": {},
         "main_weights": {},
-        "lr_scheduler": _numbers(optimizer.schedulers[0].state_dict()) if optimizer.schedulers else None,
+        "lr_scheduler": numbers(optimizer.schedulers[0].state_dict()) if optimizer.schedulers else None,
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
 
 
-def _numbers(value: Any) -> Any:
+def numbers(value: Any) -> Any:
     """Return options with numbers in place of 0-d tensors, such as a learning rate for compiled optimizers."""
     if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
+        return {key: numbers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_numbers(item) for item in value)
+        return type(value)(numbers(item) for item in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -30,10 +30,21 @@ Facts = Mapping[str, str]
 # Differences that an error shows, and characters of each value.
 _SHOWN, _LONGEST = 5, 120
 _OPS = "ops of rank"
+_ALIKE = "Start all of them with the same config, arguments, files and versions, and give each run its own MASTER_PORT"
 
 
-def require_same(facts: Facts, collectives: Collectives) -> None:
-    """Check that all processes have the same facts, or raise on all of them; every process calls it."""
+def require_same(
+    facts: Facts,
+    collectives: Collectives,
+    what: str = "the processes of this run differ",
+    missing: str = "not there",
+    advice: str = _ALIKE,
+) -> None:
+    """Check that all processes have the same facts, or raise on all of them; every process calls it.
+
+    Args:
+        what, missing, advice: for the error: what it says first, of a fact that a process does not have, and last.
+    """
     action = "compare what they were started with"
     told = collectives.gather(
         (_digest(repr(sorted(facts.items())).encode()), socket.gethostname()), None, action
@@ -48,16 +59,14 @@ def require_same(facts: Facts, collectives: Collectives) -> None:
     listed = ", ".join(map(str, alike[:8])) + (", …" if len(alike) > 8 else "")
     there = f"rank{'s' if len(alike) > 1 else ''} {listed} (host {told[odd[0]][1]})"
     differences = [
-        f"{name} is {_shown(first.get(name))} on rank 0 (host {told[0][1]}) and {_shown(other.get(name))} on {there}"
+        f"{name} is {_shown(first.get(name, missing))} on rank 0 (host {told[0][1]}) and "
+        f"{_shown(other.get(name, missing))} on {there}"
         for name in names[:_SHOWN]
     ]
     if len(names) > _SHOWN:
         differences.append(f"and {len(names) - _SHOWN:,} more")
     kind = ScheduleError if all(name.startswith(_OPS) for name in names) else ConfigError
-    raise kind(
-        f"the processes of this run differ: {'; '.join(differences)}. Start all of them with the same config, arguments, "
-        "files and versions, and give each run its own MASTER_PORT"
-    )
+    raise kind(f"{what}: {'; '.join(differences)}. {advice}")
 
 
 def require_same_pipeline(
@@ -132,7 +141,5 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _shown(value: str | None) -> str:
-    if value is None:
-        return "not there"
+def _shown(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]} …"
