@@ -146,6 +146,32 @@ def test_a_causal_model_of_transformers(family: str):
     assert close(found, expected)
 
 
+@pytest.mark.parametrize("loss_fn", [None, LinearCrossEntropy(shift=True)])
+def test_labels_of_a_causal_model_are_shifted_as_by_a_step(loss_fn: Any):
+    net = hf_models.model("llama")
+    ids, labels, mask = hf_models.batch()
+    given = {"input_ids": ids, "attention_mask": mask}
+    expected = F.pad(plain(net, ids[:, :-1], labels[:, 1:], attention_mask=mask[:, :-1]), (0, 1))
+    with Pipeline(net, loss_fn, ranks=2, microbatches=2) as pipe:
+        found = pipe.log_probs({**given, "labels": labels})
+        loss = pipe.evaluate({**given, "labels": labels}).loss
+    assert close(found, expected)
+    torch.testing.assert_close(-found.sum() / (labels[:, 1:] != -100).sum(), loss)
+
+
+@pytest.mark.parametrize("loss_fn", [None, ppo_loss])
+def test_tokens_judged_at_their_own_positions_are_refused(loss_fn: Any):
+    net = hf_models.model("llama")
+    ids, _, mask = hf_models.batch()
+    with Pipeline(net, loss_fn, ranks=2, microbatches=2) as pipe:
+        for y in (ids, ids.masked_fill(mask == 0, -100)):
+            with pytest.raises(BatchError, match="y equals the tokens x"):
+                pipe.log_probs(ids, y, attention_mask=mask)
+        if loss_fn is not None:  # which may shift or not
+            with pytest.raises(BatchError, match="in place of the loss function's target"):
+                pipe.log_probs({"input_ids": ids, "labels": ids})
+
+
 def test_autocast_is_that_of_the_steps():
     net = model()
     x, y = batch(8)

@@ -387,14 +387,18 @@ class Pipeline(PipelineModel):
     ) -> Tensor:
         """Return log p of the classes y at each position, in eval mode and without gradients; whole logits never exist.
 
-        Nothing is shifted: ``y[b, t]`` is the class that the output at position t is judged by. Of a causal model with
-        tokens `ids`, ``pipe.log_probs(ids[:, :-1], ids[:, 1:])`` is log p of each token but the first. The loss function is
-        not called. The head is the last ``nn.Linear`` of the last layer, as in `LinearCrossEntropy`, and the result equals
-        that of ``log_softmax(logits.float(), -1)`` to summation order. With ``compile="stage"``, or where the model needs
-        its logits, they exist for a microbatch.
+        ``y[b, t]`` is the class that the output at position t is judged by, and is not shifted. Of a causal model with
+        tokens `ids`, ``pipe.log_probs(ids[:, :-1], ids[:, 1:])`` is log p of each token but the first. A mapping's labels
+        are shifted where `step` shifts them, as for causal models of Hugging Face with their own loss:
+        ``pipe.log_probs({"input_ids": ids, "labels": labels})`` has log p of ``labels[b, t + 1]`` at position t, and 0 at
+        the last.
+
+        The loss function is not called. The head is the last ``nn.Linear`` of the last layer, as in `LinearCrossEntropy`,
+        and the result equals that of ``log_softmax(logits.float(), -1)`` to summation order. With ``compile="stage"``, or
+        where the model needs its logits, they exist for a microbatch.
 
         Args:
-            x, microbatches, named: those of `step`; a batch that is a mapping has no target in it.
+            x, microbatches, named: those of `step`; a mapping has a target only in place of `y`.
             y: int64 tensor of shape (batch, tokens); -100 where no class counts. In processes only the rank of the last
                 stage needs it; with replicas each takes its rows of the global batch.
 
@@ -402,7 +406,8 @@ class Pipeline(PipelineModel):
             Tensor of the shape of the global batch's y, in fp32; 0 where y is -100; the same on every rank.
 
         Raises:
-            BatchError: if y is not such a tensor, does not fit the output, or has a class beyond the vocabulary.
+            BatchError: if y is not such a tensor, does not fit the output, has a class beyond the vocabulary, or is x itself
+                for a causal model.
             PenstockError: if the last layer has no head, or a step is under way; and what `step` raises.
         """
         works = self._without_gradients(partial(self._run, "log_probs", x, y, named, microbatches))
@@ -579,10 +584,11 @@ class Pipeline(PipelineModel):
                     f"microbatches={options.microbatches}, but recompute='auto' chooses the layers for the "
                     f"{self.microbatches} of the pipeline; give recompute='full' or a number"
                 )
-            given = None if log_probs else y
-            inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, given, named)
+            given, names = None if log_probs else y, self.layers[0].batch
+            inputs, target, others = arguments_of(names, self._loss_fn, x, given, named)
             if log_probs:
-                target = classes_of(y, target)
+                own_loss = None if names is None or names.loss is None else names.loss[0]
+                target = classes_of(inputs, y, target, self._loss_fn, own_loss)
             if trains:
                 self._parameters.require_same()
                 without_grads = [] if input_grads else [("x", inputs)]

@@ -178,18 +178,31 @@ def arguments_of(
     return x, y, others
 
 
-def classes_of(y: object, own_target: object) -> object:
-    """Return y if it can be the targets of `Pipeline.log_probs`, or None on a rank without it.
+def classes_of(x: object, y: object, own_target: object, loss_fn: object, own_loss: object) -> object:
+    """Return the classes at the positions of the output for `Pipeline.log_probs`, or None on a rank without them.
 
     Args:
         own_target: target that is given with the model's arguments, by its name.
+        loss_fn, own_loss: loss function of the pipeline, and the model's own; None if it has none.
     """
-    if own_target is not None:
+    shifts, own_shifts = (getattr(loss, "without_shift", None) is not None for loss in (loss_fn, own_loss))
+    if own_target is not None and (y is not None or not shifts):
         raise BatchError(
             "log_probs takes y, the class at each position of the output, in place of the loss function's target, which the "
-            "model may shift; leave the target out of the batch, log_probs(batch, y)"
+            "loss may shift; leave the target out of the batch, log_probs(batch, y)"
         )
+    y = own_target if y is None else y
     if y is None or (isinstance(y, Tensor) and y.dtype == torch.int64 and y.dim() == 2):
+        if own_target is not None:
+            return next_targets(y, -100)
+        if (shifts or own_shifts) and isinstance(x, Tensor) and y is not None and x.shape == y.shape:
+            counts = y != -100
+            if counts.any() and torch.equal(x[counts], y[counts]):
+                raise BatchError(
+                    "y equals the tokens x, so each would be judged at its own position, and this model's output predicts "
+                    "the next one; call log_probs(ids[:, :-1], ids[:, 1:]), or log_probs({'input_ids': ids, 'labels': ids}) "
+                    "with the model's own loss, which shifts the labels"
+                )
         return y
     got = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
     raise BatchError(f"y must be an int64 tensor of shape (batch, tokens) for log_probs, got {got}")
