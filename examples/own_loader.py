@@ -96,7 +96,7 @@ def main() -> None:
             for tokens, labels in loader:
                 result = pipe.step(tokens, labels)
                 optimizer.step()
-            if pipe.rank == 0:
+            if pipe.is_main:
                 print(f"epoch {epoch + 1}  loss {result.loss:.4f}")
         tokens, labels = collate([data[n] for n in range(BATCH)])
         result = pipe.evaluate(tokens, labels, outputs=True)

@@ -51,7 +51,7 @@ def main() -> None:
             points, which = spirals(generator)
             result = pipe.step(points, which)  # forward and backward of every microbatch
             update = optimizer.step()
-            if pipe.rank == 0 and (step + 1) % 50 == 0:
+            if pipe.is_main and (step + 1) % 50 == 0:
                 print(f"step {step + 1}  loss {result.loss:.4f}  gradient norm {update.grad_norm:.3f}")
         points, which = spirals(generator)
         result = pipe.evaluate(points, outputs=True)

@@ -52,7 +52,7 @@ def train_on_worker(options: dict[str, Any]) -> None:
                 optimizer.step()
                 if (step + 1) % options["checkpoint_every"] == 0:
                     checkpoints.save()
-                if pipe.rank == 0:
+                if pipe.is_main:
                     line = {"step": step + 1, "loss": float(result.loss), "resumed": newest is not None}
                     with (runs / "metrics.jsonl").open("a") as file:
                         print(json.dumps(line), file=file)

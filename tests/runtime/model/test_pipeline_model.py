@@ -58,6 +58,7 @@ def assert_close(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_threads_give_the_state_under_all_names_of_tied_weights(schedule: str):
     options = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
     with trained(own_models.NanoGPT, schedule, **options) as pipe:
+        assert pipe.is_main
         state = pipe.full_state_dict()
         first = next(pipe.parameters())
     assert_close(state, plain(own_models.NanoGPT, MICROBATCHES))
@@ -73,6 +74,7 @@ def in_process(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with trained(own_models.NanoGPT, schedule, dp, zero) as pipe:
         state = pipe.full_state_dict(rank0_only=only)
+        assert pipe.is_main == (rank == 0)  # and not the first rank of another replica
         pipe.load_state_dict(pipe.full_state_dict())
         net = own_models.NanoGPT()
         net.load_state_dict(pipe.full_state_dict())

@@ -163,7 +163,12 @@ class PipelineModel:
                     pass
 
     def _keeps(self, rank0_only: bool) -> bool:
-        return not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
+        return not rank0_only or self.is_main
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for all: rank 0 of the first replica, or the one process of the run."""
+        return self._world is None or (self._world.is_first and self._world.rank == 0)
 
     @property
     def tied_names(self) -> dict[str, str]:
