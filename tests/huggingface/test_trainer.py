@@ -212,6 +212,21 @@ class OwnLog(penstock.PipelineTrainerMixin, Trainer):
         super().log({**logs, "own": 1.0}, *more)
 
 
+def test_the_wrong_order_of_bases_says_so():
+    class Logs(transformers.Trainer):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    class WithArguments(transformers.Trainer):
+        def __init__(self, model: Any, args: Any, factor: float = 1.0) -> None:
+            super().__init__(model, args)
+
+    for bases in ((Logs, penstock.PipelineTrainerMixin), (WithArguments, penstock.PipelineTrainer)):
+        with pytest.raises(penstock.ConfigError, match=r"Write class Mine\(PipelineTrainerMixin, \.\.\.\)"):
+            type("Mine", bases, {})
+    type("Mine", (Logs, penstock.PipelineTrainer), {})  # a method that calls super() comes before
+
+
 def test_the_mixin_serves_subclasses(tmp_path: Path):
     (seen,) = logged(trainer(model(), arguments(tmp_path, max_steps=1), PIPELINE, OwnLog))
     assert seen["own"] == 1.0

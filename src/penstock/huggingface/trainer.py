@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
@@ -127,6 +128,18 @@ class PipelineTrainerMixin:
     """
 
     pipe: Pipeline
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class whose constructor or methods are a Trainer's and not the pipeline's, by the order of its bases."""
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[1 : cls.__mro__.index(PipelineTrainerMixin)]:
+            takes = signature(base).parameters.values() if "__init__" in vars(base) else ()
+            takes_pipeline = not takes or any(p.name == "pipeline" or p.kind is p.VAR_KEYWORD for p in takes)
+            if base is transformers.Trainer or not takes_pipeline:
+                raise ConfigError(
+                    f"PipelineTrainerMixin must come before {base.__name__} among the bases of {cls.__name__}; after it, "
+                    f"the pipeline's methods are not reached. Write class {cls.__name__}(PipelineTrainerMixin, ...)"
+                )
 
     def __init__(
         self, model: Any = None, args: Any = None, *others: Any, pipeline: Mapping[str, Any], **kwargs: Any
@@ -396,7 +409,7 @@ class PipelineTrainerMixin:
         """Return the loss of a batch of an evaluation, and its logits, if they are asked for.
 
         Args:
-            return_outputs: also return a dictionary with the loss and the logits (default False).
+            return_outputs: also return the model's output, with the loss and the logits (default False).
             num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
         batch = self._batch(inputs)
@@ -412,7 +425,7 @@ class PipelineTrainerMixin:
         if not return_outputs:
             return result.loss
         logits = self._joined(result)[: batch.rows] if keep else None
-        return result.loss, {"loss": result.loss, "logits": logits}
+        return result.loss, CausalLMOutput(loss=result.loss, logits=logits)
 
     def _joined(self, result: StepResult) -> Tensor:
         """Return the logits of an evaluation's batch, with those of all replicas; every process calls it."""
