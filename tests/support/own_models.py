@@ -256,6 +256,16 @@ class LossAlone(Parts):
         return self.criterion(out.view(-1, VOCABULARY), y.view(-1))
 
 
+class LossInOneStatement(LossAlone):
+    """The head, and what else has weights, beside the target."""
+
+    def forward(self, x, y):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), self.norm(x).mean() + self.criterion(self.head(self.norm(x)).transpose(1, 2), y)
+
+
 class LossOfEveryBlock(Parts):
     def forward(self, x, y):
         x = self.embedding(x)
@@ -476,14 +486,34 @@ class Random(Parts):
         return self.head(self.norm(x))
 
 
+class TorchsEncoder(Parts):
+    """The blocks in torch's own stack."""
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
+
+    def forward(self, x):
+        padded = x == 0
+        return self.head(self.blocks(self.embedding(x), src_key_padding_mask=padded))
+
+
+class CausalEncoder(TorchsEncoder):
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        x = self.blocks(self.embedding(x), mask)
+        return self.head(x)
+
+
 WITH_OUTPUT: list[Callable[[], nn.Module]] = [
     FromTheEmbedding, Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
     NumbersWithin, Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
-    with_free_variables,
+    with_free_variables, TorchsEncoder, CausalEncoder,
 ]  # fmt: skip
 """Models whose ``model(x)`` is compared."""
 
-WITH_LOSS: list[Callable[[], nn.Module]] = [NanoGPT, Wrapped, LossAlone, LossOfEveryBlock, LossInAMethod]
+WITH_LOSS: list[Callable[[], nn.Module]] = [NanoGPT, Wrapped, LossAlone, LossInOneStatement, LossOfEveryBlock, LossInAMethod]
 """Models whose ``model(x, y)`` gives the loss."""
 
 SUMMED: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.own_models import SEQUENCE, WIDTH, Block, Looped, Parts
+from tests.support.own_models import SEQUENCE, WIDTH, Block, Looped, Parts, TorchsEncoder
 
 
 class InARow(Parts):
@@ -335,8 +335,8 @@ class TargetBeforeTheBlocks(InARow):
 
 class HeadBesideTheTarget(InARow):
     def forward(self, x, y):
-        x = self.blocks(self.embedding(x))
-        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+        x, y = self.blocks(self.embedding(x)), y.flatten()
+        return F.cross_entropy(self.head(x).flatten(0, 1), y)
 
 
 class WeightTravels(InARow):
@@ -414,15 +414,19 @@ class Sly(Block):
         return super().forward(x) * self.others[0].inner.weight.mean()
 
 
-class TorchsEncoder(Parts):
+class TorchsDecoder(Parts):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(WIDTH, 1), 2, enable_nested_tensor=False
-        )
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 1), 2)
 
     def forward(self, x):
-        return self.head(self.encoder(self.embedding(x)))
+        x = self.embedding(x)
+        return self.head(self.decoder(x, x))
+
+
+class NestedEncoder(TorchsEncoder):
+    def __init__(self) -> None:
+        super().__init__(nested=True)
 
 
 class UnknownRounds(Parts):
@@ -459,7 +463,7 @@ REFUSED = {
     FollowedMethodWritesIntoItsDefault: r"FollowedMethodWritesIntoItsDefault\.run: .*`seen=None`",
     CountsInMethod: r"uses self\.blocks as a whole",
     Decorated: r"decorated .*unsplittable\.py:",
-    TorchsEncoder: r"in torch's nn\.TransformerEncoder",
+    TorchsDecoder: r"in torch's nn\.TransformerDecoder",
     UnknownRounds: r"number of rounds of the loop is not known",
     Keywords: r"it uses named",
     UnregisteredTensor: r"register_buffer\(\"table\"",
@@ -480,6 +484,7 @@ REFUSED_WITH_LOSS = {
     Looped: r"takes no target",
 }
 REFUSED_WHEN_RUN = {
+    NestedEncoder: "enable_nested_tensor=False",
     WeightTravels: r"'weight' is or has a Parameter",
     DeviceTravels: r"'device' is or has a device",
     WritesIntoAView: r"writes in place into the variable 'part'",

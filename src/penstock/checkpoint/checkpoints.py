@@ -309,11 +309,16 @@ def _with_state(
         if optimizer is None:
             return ["no optimizer"]
         if isinstance(optimizer, PipelineOptimizer):
-            if scheduler is not None:
-                optimizer.keep_scheduler(scheduler)
-            made.append(optimizer)
-        else:
-            made.append(TorchOptimizer(pipe, optimizer, scheduler))
+            if scheduler is not None and optimizer.schedulers not in ([], [scheduler]):
+                raise ConfigError(
+                    "the PipelineOptimizer has a scheduler of its own; use that one or the other"
+                )
+            optimizer.schedulers = optimizer.schedulers if scheduler is None else [scheduler]
+        made.append(
+            optimizer
+            if isinstance(optimizer, PipelineOptimizer)
+            else TorchOptimizer(pipe, optimizer, scheduler)
+        )
         groups = common(made[0])["groups"]
         return [type(optimizer).__name__, *map(repr, groups)]
 

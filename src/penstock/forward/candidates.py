@@ -337,7 +337,8 @@ class BlockFinder:
                     call, "it calls an nn.Sequential with hooks, which would be lost", "remove them"
                 )
             return found
-        if type(module).__module__.startswith("torch.") or not _has_blocks(module):
+        of_torch = type(module).__module__.startswith("torch.") and type(module) is not nn.TransformerEncoder
+        if of_torch or not _has_blocks(module):
             return None
         if (id(module), type(module).forward) in self._open:
             return None
@@ -479,7 +480,7 @@ def part_of(frame: Frame, path: str) -> nn.Module | nn.Parameter | None:
     return module._modules[last] if last in module._modules else module._parameters.get(last)
 
 
-_STACKS = nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer
+_STACKS = nn.TransformerDecoder | nn.Transformer
 
 
 def no_blocks(frame: Frame, statements: Sequence[ast.stmt], facts: Mapping[str, Any]) -> SplitError:

@@ -14,8 +14,14 @@ from penstock.base.errors import SplitError
 from penstock.forward.forward_source import read_source
 from penstock.forward.liveness import assigned
 from penstock.forward.module_uses import Frame, require_unwritten_defaults, resolve
+from penstock.forward.torch_forwards import encoder_forward
 from penstock.stage.layers import has_forward_hooks
 
+OWN_HEAD = (
+    "for a head of your own, such as a critic's or a reward's, take AutoModelForTokenClassification (a value of each token) "
+    "or AutoModelForSequenceClassification (of each row) with num_labels=1 or more, put your module into its `score` or "
+    "`classifier` if it is more than a linear layer, and give that model to the Pipeline with your loss_fn"
+)
 _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
@@ -37,7 +43,13 @@ def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Fr
             f"cannot split {kind.__name__}: it makes a model parallel in another way; give the model in it (model.module), "
             "and data parallelism by mesh=MeshShape(pp, dp)"
         )
-    frame = method_frame(kind.forward, module, path, prefix, outer)
+    forward = encoder_forward if kind is nn.TransformerEncoder else kind.forward
+    try:
+        frame = method_frame(forward, module, path, prefix, outer)
+    except SplitError as error:
+        if not any(base.__name__ == "PreTrainedModel" for base in kind.__mro__):
+            raise
+        raise SplitError(f"cannot split by {kind.__name__}, a model of transformers: {OWN_HEAD}") from error
     arguments = frame.source.tree.args
     if not arguments.args or len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]) < 2:
         raise frame.source.refusal(

@@ -59,13 +59,18 @@ def loss_in(returned: Any) -> Tensor:
     return scalars[0]
 
 
+def has_state(model: nn.Module, path: str) -> bool:
+    """Return whether a name is of a parameter, or of a module with state or random numbers, which a loss would not have."""
+    owner, _, last = path.rpartition(".")
+    module = model.get_submodule(owner)._modules.get(last)
+    return module is None or any(map(_has_state, module.modules()))
+
+
 def _require_no_state(model: nn.Module, flow: Flow) -> None:
     """Refuse statements whose weights or buffers a loss function would not have."""
     step = flow.step
     for path in sorted(step.uses.paths):
-        owner, _, last = path.rpartition(".")
-        module = model.get_submodule(owner)._modules.get(last)
-        if module is None or any(map(_has_state, module.modules())):
+        if has_state(model, path):
             raise step.frame.source.refusal(
                 step.statements[0],
                 f"self.{path} is used in a statement with the target or after it, which becomes the loss function",

@@ -16,12 +16,14 @@ from typing import Any
 from torch import nn
 
 from penstock.base.errors import ConfigError, SplitError
+from penstock.forward.candidates import assign
 from penstock.forward.forward_steps import Step, require_no_return, steps_of
 from penstock.forward.fragments import Flow, flows
 from penstock.forward.frames import forward_frame
+from penstock.forward.hoisting import Replaced, hoistable
 from penstock.forward.iteration import GIVEN
 from penstock.forward.liveness import reads, surely_assigned
-from penstock.forward.loss_piece import OwnLoss, loss_in
+from penstock.forward.loss_piece import OwnLoss, has_state, loss_in
 from penstock.forward.module_uses import Frame, analyse
 from penstock.forward.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
 from penstock.forward.sample_check import check_sample
@@ -137,7 +139,7 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     steps = steps_of(frame, facts)
     losses = 0
     if inputs.target is not None:
-        steps, losses = _with_loss(steps, inputs.target)
+        steps, losses = _with_loss(model, steps, inputs.target)
     require_no_return(steps[:-1])
     end = steps[-1]
     if surely_assigned(end.statements) is not None:
@@ -191,7 +193,7 @@ def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
     return _Inputs(first, target, {p.name: p.default for p in others})
 
 
-def _with_loss(steps: list[Step], target: str) -> tuple[list[Step], int]:
+def _with_loss(model: nn.Module, steps: list[Step], target: str) -> tuple[list[Step], int]:
     """Divide the step after the blocks that first uses the target; return the steps, and how many are the loss."""
     for n, step in enumerate(steps):
         number = next((k for k, s in enumerate(step.statements) if _reads(step, s, target)), None)
@@ -204,7 +206,8 @@ def _with_loss(steps: list[Step], target: str) -> tuple[list[Step], int]:
                 f"it uses {target} before the last block has run",
                 f"use {target} after the blocks alone, or give the Pipeline a loss_fn and no {target} to the model",
             )
-        parts = [p for p in (step.statements[:number], step.statements[number:]) if p]
+        before = [*step.statements[:number], *_modules_before(model, step, statement, target)]
+        parts = [p for p in (before, step.statements[number:]) if p]
         divided = [Step(step.frame, *analyse(step.frame, copy.deepcopy(p)), keys=step.keys) for p in parts]
         return [*steps[:n], *divided, *steps[n + 1 :]], len(steps) - n
     source = steps[-1].frame.source
@@ -213,7 +216,29 @@ def _with_loss(steps: list[Step], target: str) -> tuple[list[Step], int]:
     )
 
 
-def _reads(step: Step, statement: ast.stmt, key: str) -> bool:
+def _modules_before(model: nn.Module, step: Step, statement: ast.stmt, target: str) -> list[ast.stmt]:
+    """Take what has weights out of a statement with the target, as ``self.head(x)``; return the statements of it.
+
+    All that Python evaluates up to the last such expression goes with it, unless it reads the target.
+    """
+    parts = hoistable(statement)
+
+    def uses_weights(part: ast.expr) -> bool:
+        paths = analyse(step.frame, [copy.deepcopy(ast.copy_location(ast.Expr(part), part))])[1].paths
+        return any(has_state(model, path) for path in paths)
+
+    free = [not _reads(step, part, target) for part in parts]
+    last = next((n for n in reversed(range(len(parts))) if free[n] and uses_weights(parts[n])), -1)
+    if not all(free[: last + 1]):
+        return []
+    taken = []
+    for n, part in enumerate(parts[: last + 1]):
+        taken.append(assign(f"_penstock_before_{n}", copy.deepcopy(part), statement))
+        Replaced(part, ast.Name(f"_penstock_before_{n}", ast.Load())).visit(statement)
+    return taken
+
+
+def _reads(step: Step, statement: ast.AST, key: str) -> bool:
     return any(step.key(name) == key for name in reads(statement))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.base.errors import SplitError
+from penstock.forward.frames import OWN_HEAD
 
 CAUSAL, SEQUENCE, TOKEN = "CausalLM", "SequenceClassification", "TokenClassification"
 IMAGES = "ImageTextToText"
@@ -53,7 +54,7 @@ def head_of(model: Any) -> str:
         return head
     raise SplitError(
         f"a {type(model).__name__} is not a causal language model, nor one of images and text, nor one for sequence or "
-        f"token classification; give what {', '.join(f'AutoModelFor{head}' for head in HEADS)} makes"
+        f"token classification; give what {', '.join(f'AutoModelFor{head}' for head in HEADS)} makes; {OWN_HEAD}"
     )
 
 

@@ -7,7 +7,6 @@ largest rank. Ranks exchange only the norm of the gradients and whether there is
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
@@ -35,7 +34,7 @@ from penstock.runtime.optim.factory import (
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
-from penstock.runtime.optim.shared_groups import SharedOptions, shared_groups
+from penstock.runtime.optim.shared_groups import SharedOptions
 from penstock.runtime.start.agreement import require_same_arguments
 from penstock.stage.split_backward.intercepted import has_local_uses
 
@@ -185,7 +184,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 )
 
         run_each(build_all, None if pipe.world is None else pipe.world.gather)
-        super().__init__(shared_groups(self._groups, pipe.parameters()), {})
+        order = {p: place for place, p in enumerate(pipe.parameters())}
+        members = [
+            {p for of_rank in self._groups.values() for _, p in of_rank[n]} for n in range(len(options))
+        ]
+        super().__init__([{"params": sorted(group, key=order.__getitem__)} for group in members], {})
         self._options = SharedOptions(self, list(self._optimizers.values()))
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
@@ -200,33 +203,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Torch optimizers by rank of this process, with what was written into `param_groups`."""
         self._options.give()
         return self._optimizers
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """State of every tensor that this process updates."""
-        found = {p: entries for made in self._optimizers.values() for p, entries in made.state.items()}
-        return defaultdict(dict, found)
-
-    @state.setter
-    def state(self, state: Mapping[Tensor, Any]) -> None:
-        """Do nothing: torch's constructor sets an empty state, and each rank's optimizer has its own."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group; only the constructor adds groups."""
-        if "_options" in vars(self):
-            raise ConfigError(
-                "a PipelineOptimizer takes no more groups; give all of them to its constructor (groups=[...])"
-            )
-        super().add_param_group(param_group)
-
-    def keep_scheduler(self, scheduler: LRScheduler) -> None:
-        """Have the state of a scheduler that the program makes and steps itself in that of this optimizer."""
-        if self._own_scheduler is not None:
-            raise ConfigError(
-                "the PipelineOptimizer has a scheduler of its own (lr_scheduler or lr_factor), whose state it keeps; use "
-                "either that one or another"
-            )
-        self.schedulers = [scheduler]
 
     def _updated(self, group: Named) -> Named:
         """Return the parameters of a group that are updated here, or with ZeRO their shards."""

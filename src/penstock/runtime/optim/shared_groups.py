@@ -7,15 +7,14 @@ rank's optimizer; all else is read back from the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.optim.factory import SeveralOptimizers
-from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.state import numbers
 from penstock.runtime.start.agreement import require_same
 from penstock.runtime.workers.world import World
@@ -23,48 +22,29 @@ from penstock.runtime.workers.world import World
 _OF_A_RANK = ("params", "param_names")
 
 
-def shared_groups(
-    groups: Mapping[int, list[Named]], parameters: Iterable[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Return groups with the parameters of all ranks, in the order of the model's parameters."""
-    order = {p: place for place, p in enumerate(parameters)}
-    count = len(next(iter(groups.values())))
-    members = [dict.fromkeys(p for of_rank in groups.values() for _, p in of_rank[n]) for n in range(count)]
-    return [{"params": sorted(group, key=lambda p: order.get(p, len(order)))} for group in members]
-
-
 class SharedOptions:
-    """Options of parameter groups that are the same for the optimizers of all ranks.
-
-    Args:
-        shared: optimizer whose groups programs change.
-        optimizers: the optimizers of this process's ranks, with as many groups.
-    """
+    """Options of the groups of `shared`, which programs change, and of the optimizers of this process's ranks."""
 
     def __init__(self, shared: torch.optim.Optimizer, optimizers: list[torch.optim.Optimizer]) -> None:
         self._shared, self._optimizers = shared, optimizers
         self._members = _members(shared)
-        first = optimizers[0]
-        groups = first.param_groups
-        # Schedulers that cycle the momentum write the same option into all groups, whatever a group's optimizer calls it.
-        with_betas = {n for n, group in enumerate(groups) if "momentum" not in group and "betas" in group}
-        cycles = all("momentum" in group or "betas" in group for group in groups)
-        self._renamed = with_betas if cycles and len(with_betas) < len(groups) else set()
-        for _, made in first.parts if isinstance(first, SeveralOptimizers) else (((), first),):
-            shared.defaults.update(made.defaults)
-        for name in ("momentum", "betas"):
-            if not cycles or (self._renamed and name == "betas"):
-                shared.defaults.pop(name, None)
+        groups = optimizers[0].param_groups
+        # Schedulers that cycle the momentum write one option into all groups, whatever a group's optimizer calls it.
+        self._renamed: set[int] = set()
+        if any("momentum" in group for group in groups):
+            self._renamed = {
+                n for n, group in enumerate(groups) if "betas" in group and "momentum" not in group
+            }
         self._known: list[dict[str, Any]] = [{} for _ in groups]
         self._changed: dict[str, Any] = {}
         self.take()
+        shared.defaults.update(optimizers[0].defaults)
+        for name in ("momentum", "betas"):
+            if all(name in group for group in shared.param_groups):
+                shared.defaults[name] = shared.param_groups[0][name]
 
     def give(self) -> None:
-        """Write what was changed in the shared groups since the last call into those of all ranks.
-
-        Raises:
-            ConfigError: if there are other groups or other parameters in them.
-        """
+        """Write what was changed in the shared groups into those of all ranks; raise ConfigError if they are others."""
         if _members(self._shared) != self._members:
             raise ConfigError(
                 "the groups of a PipelineOptimizer have other parameters than at first, which its ranks do not update; "
@@ -72,7 +52,7 @@ class SharedOptions:
             )
         for n, group in enumerate(self._shared.param_groups):
             for key, value in _options(group).items():
-                if key not in self._known[n] or self._known[n][key] != numbers(value):
+                if self._known[n].get(key, _OF_A_RANK) != numbers(value):
                     self._write(n, key, value)
         self.take()
 
@@ -88,21 +68,18 @@ class SharedOptions:
                 group[key] = value
 
     def take(self) -> None:
-        """Read the options of the first rank back into the shared groups."""
-        for n, (group, own) in enumerate(
-            zip(self._shared.param_groups, self._optimizers[0].param_groups, strict=True)
-        ):
+        """Read the options of the first rank back into the shared groups, and show the state of all ranks."""
+        states = {p: entries for made in self._optimizers for p, entries in made.state.items()}
+        self._shared.state = defaultdict(dict, states)
+        for n, own in enumerate(self._optimizers[0].param_groups):
+            group = self._shared.param_groups[n]
             group.update(_options(own))
             if n in self._renamed:
                 group["momentum"] = group["betas"][0]
-            self._known[n] = {key: numbers(value) for key, value in _options(group).items()}
+            self._known[n] = numbers(_options(group))
 
     def require_same(self, world: World | None) -> None:
-        """Check that all processes of the run made the same changes since the last update; every process calls it.
-
-        Raises:
-            ConfigError: on every process; names an option with both values.
-        """
+        """Raise ConfigError unless all processes made the same changes since the last update; every process calls it."""
         self.give()
         changed, self._changed = self._changed, {}
         if world is not None:

@@ -30,20 +30,20 @@ Facts = Mapping[str, str]
 # Differences that an error shows, and characters of each value.
 _SHOWN, _LONGEST = 5, 120
 _OPS = "ops of rank"
+_DIFFER = "the processes of this run differ"
 _ALIKE = "Start all of them with the same config, arguments, files and versions, and give each run its own MASTER_PORT"
 
 
 def require_same(
     facts: Facts,
     collectives: Collectives,
-    what: str = "the processes of this run differ",
+    what: str = _DIFFER,
     missing: str = "not there",
     advice: str = _ALIKE,
 ) -> None:
     """Check that all processes have the same facts, or raise on all of them; every process calls it.
 
-    Args:
-        what, missing, advice: for the error: what it says first, of a fact that a process does not have, and last.
+    The error begins with `what` and ends with `advice`; a fact that a process does not have is `missing`.
     """
     action = "compare what they were started with"
     told = collectives.gather(
