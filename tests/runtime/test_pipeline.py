@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.base.errors import BatchError, ConfigError
+from penstock.base.errors import BatchError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -46,6 +47,23 @@ def test_a_step_returns_losses_outputs_and_input_gradients_by_microbatch():
         with pytest.raises(ConfigError, match=rf"{name} was not asked for; .*step\(\.\.\., {name}=True\)"):
             getattr(bare, name)
     assert torch.equal(bare.loss, result.loss)
+
+
+def test_habits_of_a_loop_in_plain_pytorch_are_answered(tmp_path: Path):
+    x, y = plain.batch(0, 8)
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=2) as pipe:
+        result = pipe.step(x, y)
+        with pytest.raises(PenstockError, match=r"leave loss\.backward\(\) out"):
+            result.loss.backward()
+        with pytest.raises(PenstockError, match=r"take result\.loss, and result\.outputs"):
+            _, _loss = pipe.step(x, y)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            pipe.evaluate(x, y).loss.backward()
+    # Otherwise the loss is a tensor like any other.
+    assert f"{result.loss:.3f}" == f"{result.losses.mean():.3f}"
+    assert torch.equal(copy.deepcopy(result.loss), result.losses.mean())
+    torch.save({"loss": result.loss}, tmp_path / "loss.pt")
+    assert torch.equal(torch.load(tmp_path / "loss.pt")["loss"], result.losses.mean())
 
 
 def results_of_ranks(rank: int, schedule: str) -> list[str]:

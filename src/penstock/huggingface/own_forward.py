@@ -33,7 +33,7 @@ from penstock.huggingface.divided_attention import ArgumentCutter, attention_of_
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
 from penstock.parallel.context import Division, current_division, current_part
-from penstock.stage.layers import INTERNAL, Live, follow, live_copy
+from penstock.stage.layers import INTERNAL, Live, follow, has_forward_hooks, live_copy
 from penstock.stage.named import give
 
 NAMED = ("attention_mask", "position_ids", "token_type_ids")
@@ -413,7 +413,7 @@ class OwnForward:
                 )
             # They would run at the wrong place, or on every stage, with less than the whole model's arguments.
             hooks = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-            if any(hooks) or (not path and module._forward_hooks):
+            if any(hooks) if path else has_forward_hooks(module):
                 raise self._refusal(
                     f"{where} has hooks, and no stage runs the whole of it; put them on its blocks or on the modules around"
                 )

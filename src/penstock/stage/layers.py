@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from penstock.base.errors import SplitError
+from penstock.base.errors import PenstockError, SplitError
 from penstock.stage.values import flatten
 
 Role = Literal["embedding", "block", "head"]
@@ -186,7 +186,16 @@ _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs hooks."""
-    return any(vars(module)[kind] for kind in _CALL_HOOKS)
+    return any(hook is not require_weights for kind in _CALL_HOOKS for hook in vars(module)[kind].values())
+
+
+def require_weights(model: nn.Module, inputs: object) -> None:
+    """Refuse a call of a model some of whose weights other processes have; a hook before its forward."""
+    if any(p.is_meta for p in model.parameters()):
+        raise PenstockError(
+            f"this process has only the weights of its own stages of the {type(model).__name__}: call pipe.step or "
+            "pipe.evaluate, or get the model back with pipe.full_state_dict() and load_state_dict(state, assign=True)"
+        )
 
 
 def _instead(model: object) -> str:

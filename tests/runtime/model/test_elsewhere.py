@@ -222,6 +222,32 @@ def test_what_has_no_values_cannot_be_trained(processes: LocalProcesses):
         assert "pipe.load_state_dict" in replaced
 
 
+def called(rank: int, kind: str) -> tuple[str, Tensor, Tensor]:
+    """What a call of the model says while it trains, and its loss in this pipeline and in a second one."""
+    net, x, y, loss_fn = made(kind)
+    with Pipeline(net, loss_fn, microbatches=2, timeout=30) as pipe:
+        with pytest.raises(penstock.PenstockError) as refused:
+            net(x)
+        train(pipe, x, y)
+        loss = pipe.evaluate(x, y).loss
+        state = pipe.full_state_dict()
+    net.load_state_dict(state, assign=True)
+    net(x)
+    with Pipeline(net, loss_fn, microbatches=2, timeout=30) as pipe:
+        return str(refused.value), loss, pipe.evaluate(x, y).loss
+
+
+@pytest.mark.slow
+def test_a_call_of_the_model_says_where_its_weights_are(processes: LocalProcesses):
+    kinds = ["sequential", "tied, with its loss", "a buffer of all blocks", "transformers"]
+    for by_rank in run_cases(processes, 2, called, [(kind,) for kind in kinds]):
+        for said, first, second in by_rank:
+            assert "only the weights of its own stages" in said
+            assert "pipe.evaluate" in said
+            assert "full_state_dict" in said
+            assert torch.equal(first, second)
+
+
 def failing(rank: int) -> bool:
     """Whether a pipeline that could not be built has left the model as it was."""
     net = plain.model(4)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share
@@ -171,6 +172,23 @@ class StepResult:
         """
         return _held(self._input_grads)
 
+    def __iter__(self) -> NoReturn:
+        raise PenstockError(
+            "a step returns one StepResult: take result.loss, and result.outputs after pipe.step(..., outputs=True)"
+        )
+
+
+class _BackwardDone:
+    """The `backward` of a step's loss. A pickle of the loss is read as one of a plain tensor."""
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise PenstockError(
+            "pipe.step has run forward and backward, and gradients are in .grad: leave loss.backward() out"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()  # which torch.load takes with weights_only=True
+
 
 def _held(values: tuple[Any, ...] | str) -> tuple[Any, ...]:
     """Return values; raise if a text says why there are none."""
@@ -226,6 +244,8 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
             column = torch.stack([losses.parts[n].get(name, values.new_zeros(())) for n in order])
             parts[name] = reduced(column, weights)
     options = works[0].options
+    if total is not None and options.trains:
+        total.backward = _BackwardDone()  # type: ignore[method-assign]
     by_id = [outputs[n] for n in sorted(outputs)]
     leaves = [g[0] if len(g := grads[n].leaves) == 1 else g for n in sorted(grads)]
     return StepResult(

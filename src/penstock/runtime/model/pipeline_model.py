@@ -14,7 +14,7 @@ from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.model.loss_reach import modules_called
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
-from penstock.stage.layers import Layer, whole_name
+from penstock.stage.layers import Layer, require_weights, whole_name
 from penstock.stage.module import StageModule
 
 Place = tuple[nn.Module, str, Tensor]
@@ -329,6 +329,8 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and (not value.is_leaf or _memory(value) in memory):
                 vars(module)[name] = _empty(value)
+    if given is not None and require_weights not in given._forward_pre_hooks.values():
+        given.register_forward_pre_hook(require_weights)
     fixed: dict[int, Tensor] = {}
     for key, tensor in unowned.items():
         empty = _empty(tensor)

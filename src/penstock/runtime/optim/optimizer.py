@@ -185,9 +185,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
         run_each(build_all, None if pipe.world is None else pipe.world.gather)
         order = {p: place for place, p in enumerate(pipe.parameters())}
-        members = [
-            {p for of_rank in self._groups.values() for _, p in of_rank[n]} for n in range(len(options))
-        ]
+        members = [{p for of in self._groups.values() for _, p in of[n]} for n in range(len(options))]
         super().__init__([{"params": sorted(group, key=order.__getitem__)} for group in members], {})
         self._options = SharedOptions(self, list(self._optimizers.values()))
         if lr_factor is not None:
@@ -226,9 +224,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             PenstockError: if another PipelineOptimizer was made for the pipeline since.
         """
         if closure is not None:
-            raise ConfigError(
-                "step of a PipelineOptimizer takes no closure; call pipe.step(x, y), then optimizer.step()"
-            )
+            raise ConfigError("a PipelineOptimizer takes no closure; call pipe.step(x, y), then step()")
         if self.pipe.shards is not self.shards:
             raise PenstockError(
                 "a later PipelineOptimizer was made for this pipeline and gets its gradients; use that one"
@@ -295,9 +291,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, accumulated ones included; `step` does it after an update."""
         if not set_to_none:
-            raise ConfigError(
-                "zero_grad of a PipelineOptimizer drops the gradients; leave set_to_none=False out"
-            )
+            raise ConfigError("gradients are dropped; leave set_to_none=False out")
         self._set_accumulated(0)
         self._balance.clear()
         self.pipe.zero_grad()
