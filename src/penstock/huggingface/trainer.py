@@ -133,9 +133,9 @@ class PipelineTrainerMixin:
         """Refuse a class whose constructor or methods are a Trainer's and not the pipeline's, by the order of its bases."""
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[1 : cls.__mro__.index(PipelineTrainerMixin)]:
-            takes = signature(base).parameters.values() if "__init__" in vars(base) else ()
-            takes_pipeline = not takes or any(p.name == "pipeline" or p.kind is p.VAR_KEYWORD for p in takes)
-            if base is transformers.Trainer or not takes_pipeline:
+            takes = signature(base).parameters.values()
+            passes_on = any(p.name == "pipeline" or p.kind is p.VAR_KEYWORD for p in takes)
+            if base is transformers.Trainer or ("__init__" in vars(base) and not passes_on):
                 raise ConfigError(
                     f"PipelineTrainerMixin must come before {base.__name__} among the bases of {cls.__name__}; after it, "
                     f"the pipeline's methods are not reached. Write class {cls.__name__}(PipelineTrainerMixin, ...)"

@@ -182,9 +182,7 @@ class _BackwardDone:
     """The `backward` of a step's loss. A pickle of the loss is read as one of a plain tensor."""
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise PenstockError(
-            "pipe.step has run forward and backward, and gradients are in .grad: leave loss.backward() out"
-        )
+        raise PenstockError("pipe.step has filled .grad of all parameters; leave loss.backward() out")
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return OrderedDict, ()  # which torch.load takes with weights_only=True

@@ -1,25 +1,23 @@
 """The parameter groups of a PipelineOptimizer, which programs read and change as those of any torch optimizer.
 
-Each rank has a torch optimizer with its own parameters, and with options that it may also write itself. The shared groups
-have the parameters of all ranks of this process. What a program writes into them, such as a learning rate, goes to every
-rank's optimizer; all else is read back from the first one.
+What a program writes into them, such as a learning rate, goes to the torch optimizers of all ranks of this process, which
+have groups with their own parameters and may write options, too; all else is read back from the first one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.optim.state import numbers
+from penstock.runtime.optim.state import numbers, options_of
 from penstock.runtime.start.agreement import require_same
 from penstock.runtime.workers.world import World
 
-_OF_A_RANK = ("params", "param_names")
+_UNKNOWN = object()
 
 
 class SharedOptions:
@@ -30,11 +28,8 @@ class SharedOptions:
         self._members = _members(shared)
         groups = optimizers[0].param_groups
         # Schedulers that cycle the momentum write one option into all groups, whatever a group's optimizer calls it.
-        self._renamed: set[int] = set()
-        if any("momentum" in group for group in groups):
-            self._renamed = {
-                n for n, group in enumerate(groups) if "betas" in group and "momentum" not in group
-            }
+        cycles = any("momentum" in group for group in groups)
+        self._renamed = {n for n, g in enumerate(groups) if cycles and "betas" in g and "momentum" not in g}
         self._known: list[dict[str, Any]] = [{} for _ in groups]
         self._changed: dict[str, Any] = {}
         self.take()
@@ -51,8 +46,8 @@ class SharedOptions:
                 "change options alone, and make a new PipelineOptimizer(..., groups=[...]) for other groups"
             )
         for n, group in enumerate(self._shared.param_groups):
-            for key, value in _options(group).items():
-                if self._known[n].get(key, _OF_A_RANK) != numbers(value):
+            for key, value in options_of(group).items():
+                if self._known[n].get(key, _UNKNOWN) != numbers(value):
                     self._write(n, key, value)
         self.take()
 
@@ -73,10 +68,10 @@ class SharedOptions:
         self._shared.state = defaultdict(dict, states)
         for n, own in enumerate(self._optimizers[0].param_groups):
             group = self._shared.param_groups[n]
-            group.update(_options(own))
+            group.update(options_of(own))
             if n in self._renamed:
                 group["momentum"] = group["betas"][0]
-            self._known[n] = numbers(_options(group))
+            self._known[n] = numbers(options_of(group))
 
     def require_same(self, world: World | None) -> None:
         """Raise ConfigError unless all processes made the same changes since the last update; every process calls it."""
@@ -91,10 +86,6 @@ class SharedOptions:
                 advice="Change them alike on every process, by a number that is the same on all, such as result.loss. No "
                 "weight was changed",
             )
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OF_A_RANK}
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

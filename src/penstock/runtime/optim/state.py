@@ -96,16 +96,18 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
         "optimizer": kind_of(first),
         "steps": optimizer.steps,
         "skipped": optimizer.skipped,
-        "groups": [
-            {k: numbers(v) for k, v in group.items() if k not in ("params", "param_names")}
-            for group in first.param_groups
-        ],
+        "groups": [numbers(options_of(group)) for group in first.param_groups],
         "parameters": {},
         "state": {},
         "main_weights": {},
         "lr_scheduler": numbers(optimizer.schedulers[0].state_dict()) if optimizer.schedulers else None,
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a group that are not of its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def numbers(value: Any) -> Any:
