@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -162,6 +163,43 @@ def test_what_cannot_be_split_is_refused_by_name():
     config.architectures = ["Olmo2ForTokenClassification"]
     with pytest.raises(SplitError, match="no model for token classification of type 'olmo2'"):
         penstock.from_transformers(config)
+
+
+class Critic(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.value = backbone, nn.Linear(backbone.config.hidden_size, 1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        states = self.backbone(input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.value(states).squeeze(-1)
+
+
+def squared(values: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(values.squeeze(-1), targets)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("tokens", "bert"), ("regression", "llama")])
+def test_a_head_of_ones_own_is_told_where_to_go_and_trains_there(kind: str, family: str):
+    net = model(kind, family, num_labels=1)
+    backbone = net.base_model
+    for refused in (backbone, Critic(backbone)):
+        with pytest.raises(
+            SplitError, match=r"take AutoModelForTokenClassification .* or .* put your module into"
+        ):
+            penstock.Pipeline(refused, squared, ranks=2, microbatches=2)
+    place = "score" if family == "llama" else "classifier"
+    width = net.get_submodule(place).in_features
+    setattr(net, place, nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1)))
+    ids, _, mask = hf_models.batch()
+    targets = torch.rand(ids.shape if kind == "tokens" else ids.shape[:1])
+    expected = copy.deepcopy(net)
+    loss = squared(expected(ids, attention_mask=mask).logits, targets)
+    loss.backward()
+    with penstock.Pipeline(net, squared, ranks=2, microbatches=2) as pipe:
+        assert pipe.step(ids, targets, attention_mask=mask).loss == pytest.approx(loss.item(), rel=1e-5)
+    for (name, ours), theirs in zip(net.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def rows_of(kind: str, count: int) -> list[dict[str, Tensor]]:
