@@ -167,7 +167,7 @@ class PipelineModel:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes for all: rank 0 of the first replica, or the one process of the run."""
+        """True on the process that prints and writes for all: rank 0 of the first replica, or the one process of the run."""
         return self._world is None or (self._world.is_first and self._world.rank == 0)
 
     @property
