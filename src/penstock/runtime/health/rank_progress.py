@@ -84,7 +84,7 @@ def other_calls(calls: Mapping[int, str]) -> str:
     ended = ". A rank that closes its pipeline has ended its loop, or failed" if CLOSE in by_name else ""
     return (
         f"{', but '.join(who)}; every rank must make the same calls of the pipeline in the same order, not within "
-        f"`if pipe.rank == 0:`{ended}"
+        f"`if pipe.is_main:` or `if pipe.rank == 0:`{ended}"
     )
 
 

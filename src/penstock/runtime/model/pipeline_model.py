@@ -329,7 +329,7 @@ def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Mod
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and (not value.is_leaf or _memory(value) in memory):
                 vars(module)[name] = _empty(value)
-    if given is not None and require_weights not in given._forward_pre_hooks.values():
+    if given is not None and unowned and require_weights not in given._forward_pre_hooks.values():
         given.register_forward_pre_hook(require_weights)
     fixed: dict[int, Tensor] = {}
     for key, tensor in unowned.items():
