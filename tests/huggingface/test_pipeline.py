@@ -82,7 +82,8 @@ def test_the_loss_of_a_large_vocabulary_makes_no_logits(given: str, monkeypatch:
         net.load_state_dict(pipe.state_dict())
         largest = hf_models.watch_logits(monkeypatch, 32_000)
         loss = pipe.step(x, y, attention_mask=mask).loss
-        assert max(largest) == x.numel() // 2 // 8 * 32_000
+        # The first step also runs both microbatches as one, and each makes its logits in 8 chunks.
+        assert max(largest) == x.numel() // 8 * 32_000
         outputs = pipe.evaluate(x, y, attention_mask=mask, outputs=True).outputs
         assert outputs is not None
     logits = net(x, attention_mask=mask).logits

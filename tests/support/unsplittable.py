@@ -481,7 +481,6 @@ REFUSED = {
 REFUSED_WITH_LOSS = {
     TargetBeforeTheBlocks: r"uses y before the last block",
     HeadBesideTheTarget: r"logits = self\.head\(x\)",
-    Looped: r"takes no target",
 }
 REFUSED_WHEN_RUN = {
     NestedEncoder: "enable_nested_tensor=False",

@@ -44,7 +44,7 @@ def split_batch(
 
     Args:
         value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
-        cuts: number of microbatches, of which the first ones are larger by one row where it does not divide the batch; or
+        cuts: number of microbatches; where it does not divide the batch, the first ones are larger by one row; or
             the rows of each.
         dims: the dimension that is split (default 0).
 
@@ -86,7 +86,7 @@ def split_batch(
 
 
 def even_cuts(size: int, microbatches: int) -> list[range]:
-    """Return the rows of each microbatch, of which the first ones are larger by one where they do not divide the batch."""
+    """Return the rows of each microbatch; where they do not divide the batch, the first ones are larger by one."""
     rows, extra = divmod(size, microbatches)
     starts = [rows * n + min(n, extra) for n in range(microbatches + 1)]
     return [range(*pair) for pair in pairwise(starts)]

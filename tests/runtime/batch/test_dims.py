@@ -77,7 +77,7 @@ def test_parts_of_a_value_have_dimensions_of_their_own():
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ({"z": 1}, "dims has 'z', which is no input of the model; it may have positions, x, y"),
+        ({"z": 1}, "dims has 'z', and the model has no input of that name; there may be positions, x, y"),
         (1, "dims must be a mapping"),
         ({"x": None}, "None is for keyword inputs"),
         ({"x": "1"}, "the input x: dims has '1' for it"),

@@ -243,7 +243,7 @@ class BatchDims:
         known = {"x", "y", *routes.inputs, *filter(None, (first, target))}
         if strange := sorted(dims.keys() - known):
             raise ConfigError(
-                f"dims has {strange[0]!r}, which is no input of the model; it may have {', '.join(sorted(known))}"
+                f"dims has {strange[0]!r}, and the model has no input of that name; there may be {', '.join(sorted(known))}"
             )
         x, y = dims.get("x", dims.get(first or "x", 0)), dims.get("y", dims.get(target or "y", 0))
         if x is None or y is None:
