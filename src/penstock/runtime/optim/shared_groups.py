@@ -7,13 +7,13 @@ have groups with their own parameters and may write options, too; all else is re
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.optim.state import numbers, options_of
 from penstock.runtime.start.agreement import require_same
 from penstock.runtime.workers.world import World
 
@@ -86,6 +86,20 @@ class SharedOptions:
                 advice="Change them alike on every process, by a number that is the same on all, such as result.loss. No "
                 "weight was changed",
             )
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a group that are not of its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def numbers(value: Any) -> Any:
+    """Return options with numbers in place of 0-d tensors, such as a learning rate for compiled optimizers."""
+    if isinstance(value, dict):
+        return {key: numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(numbers(item) for item in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -18,6 +18,7 @@ from penstock.runtime.optim.factory import kind_of
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
+from penstock.runtime.optim.shared_groups import numbers, options_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import begins_in, prefixes
 
@@ -103,20 +104,6 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
         "lr_scheduler": numbers(optimizer.schedulers[0].state_dict()) if optimizer.schedulers else None,
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that are not of its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def numbers(value: Any) -> Any:
-    """Return options with numbers in place of 0-d tensors, such as a learning rate for compiled optimizers."""
-    if isinstance(value, dict):
-        return {key: numbers(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(numbers(item) for item in value)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _like(value: Any, current: Any) -> Any:
