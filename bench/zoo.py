@@ -178,7 +178,7 @@ def measure(options: argparse.Namespace) -> Figures:
         count = 1 if options.only else options.count or (QUICK if options.quick else COUNT)
         forwards = tuple(filter(None, options.forwards.split(","))) if options.forwards is not None else None
         seeds = range(options.seed, options.seed + count)
-        cases = [draw(seed, names, options.transport, forwards) for seed in seeds]
+        cases = [draw(seed, names, options.transport, forwards, options.sharded) for seed in seeds]
     if options.skip_known:
         cases = [case for case in cases if not known(case)]
     began, zoo = time.perf_counter(), Zoo()
@@ -217,6 +217,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--forwards", help="the model's own forwards to draw from, separated by commas; empty for none"
     )
     parser.add_argument("--transport", choices=["threads", "processes"], help="run only this transport")
+    parser.add_argument(
+        "--sharded",
+        action="store_true",
+        help="only cases whose replicas divide weights, gradients or the optimizer",
+    )
     parser.add_argument("--skip-known", action="store_true", help="skip the cases in tests/zoo/not_yet.py")
     parser.add_argument("--no-shrink", action="store_true", help="do not simplify failing cases")
 

@@ -44,6 +44,7 @@ class Case:
         form: how the model is given, one of `FORMS`, unless it has a forward of its own.
         steps: how many.
         forward: a key of `FORWARDS`; empty for a list of layers.
+        shard: what replicas divide, as `penstock.ParallelOptions` takes it.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class Case:
     form: str = "list"
     steps: int = 3
     forward: str = ""
+    shard: str = "none"
 
     @property
     def entries(self) -> list[Kind]:
@@ -88,6 +90,11 @@ class Case:
         """Whether every gradient is summed as plain PyTorch sums it."""
         bounded = any(entry.bounded for entry in (*self.entries, *([self.own] if self.own else ())))
         return not self.copies and not bounded
+
+    @property
+    def may_be_sharded(self) -> bool:
+        """Whether there are replicas, and no other copies of a stage."""
+        return self.dp > 1 and FAMILIES[self.schedule].in_order
 
     def reduces(self, number: int) -> bool:
         """Whether replicas add up their gradients in a step; a wrapped optimizer lets them do it before an update only."""
@@ -124,6 +131,7 @@ def draw(
     names: tuple[str, ...] | None = None,
     transport: str | None = None,
     forwards: tuple[str, ...] | None = None,
+    sharded: bool = False,
 ) -> Case:
     """The case of a seed; its first kind goes through the list as the seeds do.
 
@@ -132,9 +140,12 @@ def draw(
         names: the kinds to draw from; all by default.
         transport: instead of the drawn one; in threads there are no replicas.
         forwards: those to draw from; by default all, and none in three of four cases.
+        sharded: whether replicas divide weights, gradients or the optimizer; by default in half of the cases that can be.
     """
     chance = random.Random(f"zoo {seed}")
     names = tuple(KINDS) if names is None else names
+    if sharded:
+        names = tuple(name for name in names if KINDS[name].copies)
     first = names[seed % len(names)]
     rest = chance.sample([name for name in names if name != first], min(chance.randint(2, 7), len(names) - 1))
     kinds = [first, *rest]
@@ -153,7 +164,7 @@ def draw(
     case = Case(
         seed=seed,
         kinds=tuple(kinds),
-        **draw_schedule(chance, all(k.copies for k in entries)),
+        **draw_schedule(chance, all(k.copies for k in entries), sharded),
         rows=rows,
         uneven=uneven,
         transport=chance.choice(["threads", "processes"]),
@@ -171,6 +182,10 @@ def draw(
     )
     if forwards if forwards is not None else fits(first) and chance.random() < 0.25:
         case = with_forward(case, first, chance, forwards or tuple(FORWARDS))
+    if transport != "threads" and case.may_be_sharded and (sharded or chance.random() < 0.5):
+        shard = chance.choice(["optimizer", "gradients", "weights", "weights"])
+        # The norm of parts is that of the whole but for its last bit.
+        case = replace(case, shard=shard, wrapped=True, clip=0.0, accumulate=1)
     if transport == "threads":
         return replace(case, transport="threads", dp=1)
     return replace(case, transport="processes") if transport or case.dp > 1 else case
@@ -192,7 +207,7 @@ def with_forward(case: Case, first: str, chance: random.Random, forwards: tuple[
     return case
 
 
-def draw_schedule(chance: random.Random, copies: bool) -> dict[str, Any]:
+def draw_schedule(chance: random.Random, copies: bool, sharded: bool) -> dict[str, Any]:
     """Schedule, ranks, virtual stages, microbatches and replicas that go together, with or without copies of a stage."""
     while True:
         family = FAMILIES[chance.choice(list(FAMILIES))]
@@ -213,6 +228,6 @@ def draw_schedule(chance: random.Random, copies: bool) -> dict[str, Any]:
             fits = case.processes <= 4 and case.stages <= 8
         except ScheduleError:
             continue
-        if fits and (copies or not case.copies):
+        if fits and (copies or not case.copies) and (case.may_be_sharded or not sharded):
             names = ("schedule", "ranks", "virtual_stages", "microbatches", "dp")
             return {name: getattr(case, name) for name in names}

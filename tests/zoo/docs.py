@@ -17,6 +17,7 @@ WHERE = {
     "always": "",
     "recompute": " (with recompute)",
     "split": " (where the model is cut there)",
+    "tied": " (in a layer that several ranks call)",
     "copies": " (with copies)",
     "copies or recompute": " (with copies or recompute)",
     "recompute or threads": " (with recompute, and where ranks are threads and two are in it at once)",

@@ -21,6 +21,10 @@ UNIT = {torch.float64: 2.0**-53, torch.complex64: 2.0**-22, torch.bfloat16: 2.0*
 """The relative error of one addition; of float32 it is 2**-24."""
 
 
+SHARDED = r"began to require a gradient after ZeRO"
+"""What is refused where replicas divide the optimizer."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a case.
@@ -114,10 +118,11 @@ def refused(error: Raised, plain: str, may: Sequence[str] | None = None) -> Verd
 
 def allowed(case: Case) -> list[str]:
     """Regular expressions of the refusals that a case may end in."""
-    there = {"always", "split"} | ({"copies"} if case.copies else set())
+    there = {"always", "split", "tied"} | ({"copies"} if case.copies else set())
     there |= {"recompute"} if case.recompute != "none" else set()
     there |= {"threads"} if case.transport == "threads" and case.ranks > 1 else set()
     found = [kind.refused for kind in case.entries if there & set(kind.when.split(" or "))]
+    found += [SHARDED] if case.shard != "none" else []
     own = case.own.refused if case.own is not None else ""
     return [text for text in (*found, own, HABITS[case.habit].refused, LOSSES[case.loss].refused) if text]
 

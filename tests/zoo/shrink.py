@@ -13,6 +13,7 @@ SIMPLEST = {
     "loss": "mse",
     "recompute": "none",
     "autocast": False,
+    "shard": "none",
     "dp": 1,
     "reduction": "mean",
     "uneven": "even",

@@ -33,8 +33,17 @@ def test_threads(case):
 
 @pytest.mark.parametrize(("first", "count"), [*slow((10_000, 12)), *exhaustive((10_012, 24))])
 def test_processes(processes: LocalProcesses, first: int, count: int):
+    require_all(processes, drawn(first, count, "processes"))
+
+
+@pytest.mark.parametrize(("first", "count"), [*slow((30_000, 8)), *exhaustive((30_008, 24))])
+def test_replicas_that_divide_what_they_hold(processes: LocalProcesses, first: int, count: int):
+    require_all(processes, [draw(seed, sharded=True) for seed in range(first, first + count)])
+
+
+def require_all(processes: LocalProcesses, drawn_cases: list[Case]) -> None:
     groups: dict[int, list[Case]] = defaultdict(list)
-    for case in drawn(first, count, "processes"):
+    for case in drawn_cases:
         groups[case.processes].append(case)
     failed = []
     for count, cases in groups.items():

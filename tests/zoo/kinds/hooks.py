@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 from tests.zoo.kind import WIDTH, Inner, kind
 
+TIED = {"refused": r"is tied over several stages and has a hook", "when": "tied"}
+"""Where a forward of the model's own calls a layer on several ranks."""
+
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -54,12 +57,21 @@ class TensorHook(Inner):
         return torch.tanh(h)
 
 
-@kind()
+@kind(**TIED)
 def parameter_hook():
     """a hook on a parameter that scales its gradient"""
     net = mlp()
     net[0].weight.register_hook(lambda grad: grad * 0.5)
     net[2].bias.register_hook(lambda grad: -grad)
+    return net
+
+
+@kind(**TIED)
+def hook_that_reads_its_parameter():
+    """a hook on a parameter that adds to its gradient what the parameter is"""
+    net = mlp()
+    weight = net[0].weight
+    weight.register_hook(lambda grad: grad * (weight.detach() > 0) + 0.01 * weight.detach())
     return net
 
 

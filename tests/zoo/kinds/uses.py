@@ -139,3 +139,74 @@ def weight_written_in_the_forward():
         return F.linear(x, m.weight, m.bias) + F.linear(x, m.other)
 
     return Uses(use)
+
+
+@kind()
+def merged_weights():
+    """a weight and a product of two others as one, as in merged LoRA"""
+    return Uses(lambda m, x: F.linear(x, m.weight + m.other[:2].t() @ m.other[2:4], m.bias))
+
+
+@kind()
+def merged_by_rows():
+    """a product of a transposed weight and another as the weight"""
+    return Uses(lambda m, x: F.linear(x, m.weight.t() @ m.other, m.bias))
+
+
+@kind()
+def weights_as_inputs():
+    """a weight as the input of linear layers, as learned queries are"""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(3, WIDTH) * 0.3)
+            self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.softmax(x @ self.keys(self.queries).t(), -1) @ self.values(self.queries)
+
+    return Queries()
+
+
+@kind()
+def table_through_a_linear():
+    """all rows of an embedding table through a linear layer"""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inner = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.inner(self.table.weight)
+            return x + made[(x.detach()[:, 0].float() * 2).long().remainder(5)]
+
+    return Table()
+
+
+@kind()
+def kernels_in_a_stack():
+    """a convolution with a kernel of a stack"""
+
+    class Kernels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernels = nn.Parameter(torch.randn(2, 1, 1, 3) * 0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.conv1d(x[:, None], self.kernels[1], padding=1)[:, 0]
+
+    return Kernels()
+
+
+@kind(writes=True)
+def weight_in_bounds():
+    """a weight that its forward keeps in bounds, by .data"""
+
+    class Bounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    return Bounded(WIDTH, WIDTH)
