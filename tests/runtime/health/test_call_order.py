@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock import MeshShape
 from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -17,7 +19,7 @@ from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support import plain, waiting
+from tests.support import mixtures, plain, waiting
 from tests.support.lanes import exhaustive, slow
 
 LONG = 600.0  # seconds; no wait may end by it
@@ -171,3 +173,35 @@ def build_another(rank: int, folder: Path) -> str:
 def test_a_rank_that_builds_no_second_pipeline_is_named(tmp_path: Path, processes: LocalProcesses):
     text, _ = processes.run(2, build_another, tmp_path)
     assert text.endswith("to compare what they were started with: rank 1 did not come")
+
+
+WITH_EXPERTS: dict[str, Callable[[Pipeline, Path], Any]] = {
+    "pipe.full_state_dict()": lambda pipe, folder: pipe.full_state_dict(),
+    "pipe.state_dict()": lambda pipe, folder: pipe.state_dict(),
+    "pipe.named_weights()": lambda pipe, folder: list(pipe.named_weights()),
+    "add up over divided experts": lambda pipe, folder: pipe.clip_grad_norm_(1.0),
+    "compare their numbers of microbatches": lambda pipe, folder: pipe.evaluate(*mixtures.batch()),
+    "compare": lambda pipe, folder: Checkpoints(folder, pipe),
+}
+
+
+def after_another_left(rank: int, name: str, folder: Path) -> str:
+    shape = MeshShape(dp=2, ep=2)
+    try:
+        with Pipeline(mixtures.mixture(), mixtures.loss_of, microbatches=2, mesh=shape, timeout=LONG) as pipe:
+            pipe.step(*mixtures.batch())
+            if rank == 0:
+                WITH_EXPERTS[name](pipe, folder)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_rank_that_has_left_is_named_in_calls_outside_of_a_step(
+    processes: LocalProcesses, tmp_path: Path, name: str
+):
+    """Also where torch makes the collective, as of a tensor that is divided."""
+    told, _ = processes.run(2, after_another_left, name, tmp_path)
+    assert re.search(r"^process 1 .* closed the pipeline, .*" + re.escape(name), told)
