@@ -20,7 +20,7 @@ from penstock.parallel.dtensor import is_dtensor, local
 from penstock.stage.compute.linear_cross_entropy import PostponedLogits
 from penstock.stage.module import modes_of
 from penstock.stage.named import Context, names_given, within
-from penstock.stage.rng.isolated_rng import isolated_rng, random_keys
+from penstock.stage.rng.isolated_rng import isolated_rng, set_random_keys
 
 _PROBED = 8
 """Most tokens of each chunk that are compared with those of whole samples."""
@@ -96,12 +96,13 @@ class DividedLayer:
     @contextmanager
     def _dividing(self, args: Any, exchange: PartExchange) -> Iterator[Division]:
         shape = (0, 0) if (main := _main(args)) is None else main.shape[:2]
-        division = Division(self._part, exchange, self._name, *shape)
-        try:
-            with dividing(division), random_keys(division.random_key):
+        with dividing(Division(self._part, exchange, self._name, *shape)) as division:
+            set_random_keys(division.random_key)
+            try:
                 yield division
-        finally:
-            self._exchanges |= division.met > 0
+            finally:
+                set_random_keys(None)
+                self._exchanges |= division.met > 0
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         main = _main(args)
@@ -334,10 +335,9 @@ def _other_ends(leaf: Tensor) -> Tensor:
 
 def _unequal(output: Any) -> Any:
     """Return the output of a few tokens, varied if all are equal, as of a head of zeros, so that their losses differ."""
-    if 1 not in _dims(output) or not output.is_floating_point() or bool((output != output[:, :1]).any()):
-        return output
-    noise = torch.rand(output.shape, generator=torch.Generator().manual_seed(0))
-    return output + 0.05 * noise.to(output)
+    varies = 1 not in _dims(output) or not output.is_floating_point() or bool((output != output[:, :1]).any())
+    generator = torch.Generator().manual_seed(0)
+    return output if varies else output + 0.05 * torch.rand(output.shape, generator=generator).to(output)
 
 
 @contextmanager

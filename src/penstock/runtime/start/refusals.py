@@ -17,8 +17,7 @@ def print_traceback_once() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ConfigError):
-            # All of it, since rank 0 may have been given something else, and wait for this one.
-            text = " ".join(str(error).split())
+            text = " ".join(str(error).split())  # all of it, since rank 0 may not have the same
             print(f"rank {os.environ.get('RANK')}: {kind.__name__}: {text}", file=sys.stderr, flush=True)
         else:
             before(kind, error, trace)

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from operator import index
 from types import FunctionType
 from typing import Any
@@ -57,19 +56,9 @@ KeyOf = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
 _thread = threading.local()
 
 
-def _same(key: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-    return key
-
-
-@contextmanager
-def random_keys(key_of: KeyOf) -> Iterator[None]:
-    """Return a context in which this thread's random numbers also depend on the shape of what is drawn."""
-    before = getattr(_thread, "key_of", _same)
+def set_random_keys(key_of: KeyOf | None) -> None:
+    """Have this thread's random numbers depend on the shape of what is drawn, too, or no longer."""
     _thread.key_of = key_of
-    try:
-        yield
-    finally:
-        _thread.key_of = before
 
 
 class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
@@ -112,7 +101,8 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
         """
         if self._on_draw is not None:
             self._on_draw()
-        key = getattr(_thread, "key_of", _same)(self._key, shape)
+        key_of: KeyOf | None = getattr(_thread, "key_of", None)
+        key: tuple[Any, ...] = self._key if key_of is None else key_of(self._key, shape)
         generator = self._generators.get((device, key))
         if generator is None:
             generator = self._generators[device, key] = torch.Generator(device).manual_seed(seed_of(*key))
