@@ -168,15 +168,8 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
-SLOW = (
-    "bench.overhead",
-    "bench.memory",
-    "bench.simulate",
-    "bench.faults --rows 3",
-    "bench.zoo",
-    "bench.lines",
-)
-"""One of each kind of bench: timed beside a peer, counted, computed, of faults, drawn, and of programs."""
+SLOW = ("bench.overhead", "bench.memory", "bench.published", "bench.faults --rows 3")
+"""One of each kind of bench: timed beside a peer, counted, computed, and of faults."""
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from bench.faults.__main__ import ROWS
 
-pytestmark = pytest.mark.slow
+from tests.support.lanes import exhaustive, slow
 
-QUICK = (3, 5, 9, 10, 11, 14, 15)
-"""Rows 6, 7, 8 and 12 have their tests beside the checkpoints, without the trainer around them, and row 13 in `test_fuzz`;
-rows 1, 2 and 4 have limits of time that only a machine without other work keeps."""
+ROW = {row.number: row for row in ROWS}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.number in QUICK], ids=lambda row: str(row.number))
+# Row 3 is run by `test_commands`; what ends the processes of rows 10, 11, 14 and 15 is tested in `train`, too. Rows 6, 7, 8
+# and 12 have their tests beside the checkpoints, without the trainer around them, and row 13 in `test_fuzz`; rows 1, 2 and
+# 4 have limits of time that only a machine without other work keeps.
+@pytest.mark.parametrize(
+    "row",
+    [*slow(ROW[5], ROW[9]), *exhaustive(ROW[10], ROW[11], ROW[14], ROW[15])],
+    ids=lambda row: str(row.number),
+)
 def test_the_fault_does_no_harm(row, tmp_path: Path):
     assert row.run(tmp_path, True).failures == []

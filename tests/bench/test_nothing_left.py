@@ -12,19 +12,25 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import MARK, having
+from tests.support.lanes import exhaustive, slow
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 RUNS = {
-    "processes of a pool": ("bench.mesh", "--zero", "--steps", "100000"),
-    "a run under a launcher, in sessions of its own": ("bench.faults.soak", "--minutes", "60"),
+    "pool": ("bench.mesh", "--zero", "--steps", "100000"),
+    "sessions": ("bench.faults.soak", "--minutes", "60"),
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-@pytest.mark.parametrize("name", RUNS)
+# Python's own end on Ctrl-C, and the guard's after SIGKILL, of processes in sessions of their own.
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *slow(("pool", signal.SIGINT), ("sessions", signal.SIGKILL)),
+        *exhaustive(("pool", signal.SIGKILL), ("sessions", signal.SIGINT)),
+        *exhaustive(*((name, signal.SIGTERM) for name in RUNS)),
+    ],
+)
 def test_with_the_bench_all_its_processes_end(name: str, number: signal.Signals, tmp_path: Path):
     mark = f"test-{os.getpid()}-{time.time_ns()}"
     keep = ["--keep", str(tmp_path)] if "soak" in RUNS[name][0] else []

@@ -14,7 +14,7 @@ pytest.importorskip("selenium")
 
 from tests.support.browser import missing
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parents[2]
 
 

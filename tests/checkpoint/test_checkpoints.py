@@ -97,19 +97,21 @@ def test_the_newest_checkpoints_and_multiples_of_keep_every_are_kept(tmp_path: P
 STEPS = 2
 """Steps at each of the layouts."""
 LAYOUTS = [
-    (4, None, {}),
-    (4, MeshShape(2, 2, 1), {"zero": True}),
-    (2, MeshShape(1, 1, 2), {}),
+    (2, None, {"schedule": "interleaved-1f1b", "virtual_stages": 2}),
     (4, MeshShape(1, 2, 2), {"zero": True}),
-    (4, MeshShape(1, 4, 1), {"zero": "overlap"}),
-    (4, None, {"schedule": "interleaved-1f1b", "virtual_stages": 2}),
+    (2, MeshShape(1, 2, 1), {"zero": "overlap"}),
 ]
+MORE = [(4, None, {}), (4, MeshShape(2, 2, 1), {"zero": True}), (2, MeshShape(1, 1, 2), {})]
 
 
-@pytest.mark.slow
-def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes: LocalProcesses):
+@pytest.mark.parametrize(
+    "layouts", [*slow(LAYOUTS), *exhaustive([*MORE, *LAYOUTS])], ids=["each kind of cut", "many"]
+)
+def test_a_run_continues_at_other_layouts_in_processes(
+    tmp_path: Path, processes: LocalProcesses, layouts: list
+):
     losses, before = [], None
-    for count, mesh, options in LAYOUTS:
+    for count, mesh, options in layouts:
         parts = processes.run(count, in_processes, tmp_path, mesh, options)
         losses += parts[0][0]
         assert all(part[0] == parts[0][0] for part in parts)
@@ -119,7 +121,7 @@ def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes
             if before is not None:
                 assert equal(joined([part[1] for part in own]), before)
         before = joined([part[2] for part in parts])
-    plain, _, _ = trained(0, tmp_path / "none", None, STEPS * len(LAYOUTS), 0, saves=False, ranks=1)
+    plain, _, _ = trained(0, tmp_path / "none", None, STEPS * len(layouts), 0, saves=False, ranks=1)
     assert losses == pytest.approx(plain, abs=1e-5)
     # And in threads.
     _, loaded, _ = trained(0, tmp_path, None, 0, 0, saves=False, ranks=2)

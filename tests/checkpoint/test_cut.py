@@ -16,6 +16,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 from tests.support.checkpoint_runs import equal, state_of
+from tests.support.lanes import exhaustive, slow
 
 
 def go_on(rank: int, folder: Path, mesh: MeshShape | None, own: bool = False):
@@ -42,14 +43,14 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None, own: bool = False):
         return losses, loaded, state_of(pipe, state)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [*slow([2, 1, 2]), *exhaustive([2, 1, 4])], ids=["to 2", "to 4"])
 @pytest.mark.parametrize("own", [False, True], ids=["PipelineOptimizer", "torch.optim"])
 def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(
-    tmp_path: Path, processes: LocalProcesses, own: bool
+    tmp_path: Path, processes: LocalProcesses, own: bool, sizes: list[int]
 ):
     losses, before = [], None
-    for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):
-        size = 1 if mesh is None else mesh.tp
+    for size in sizes:
+        mesh = None if size == 1 else MeshShape(1, 1, size)
         told = processes.run(size, go_on, tmp_path / "cut", mesh, own)
         assert all(equal(part, told[0]) for part in told)
         found, loaded, after = told[0]

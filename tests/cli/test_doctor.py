@@ -58,7 +58,7 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
     assert "are not a rank below" in str(call().exception)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # beside what ranks of a launcher measure
 def test_a_measured_cluster_is_written_and_shown(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(signed("# Measured by penstock doctor with torch 2.0 on an older machine.\n"))

@@ -167,7 +167,7 @@ def test_drawn_forwards_give_the_models_numbers(text: str, tmp_path: Path):
     compare(text, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=sources())
 def test_many_drawn_forwards_give_the_models_numbers(text: str, tmp_path: Path):

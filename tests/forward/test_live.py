@@ -15,7 +15,7 @@ import penstock
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import changing_models, own_models
 from tests.support.changing_models import Changing, Criterion, change
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 
 LAYOUTS = {
     "one rank": {"ranks": 1},
@@ -95,8 +95,8 @@ def test_values_of_attributes_count_from_the_next_step_on(layout: str):
             before = wanted
 
 
-def all_changes(rank: int) -> str:
-    for statement in (*changing_models.MODES.values(), *changing_models.VALUES):
+def after_changes(rank: int, statements: list[str]) -> str:
+    for statement in statements:
         net = own_models.made(Changing)
         expected = copy.deepcopy(net)
         x, y = own_models.batch(8)
@@ -118,9 +118,12 @@ def all_changes(rank: int) -> str:
     return ""
 
 
-@pytest.mark.slow
-def test_processes_follow_their_models(processes: LocalProcesses):
-    assert processes.run(2, all_changes) == ["", ""]
+CHANGES = [*changing_models.MODES.values(), *changing_models.VALUES]
+
+
+@pytest.mark.parametrize("statements", [*slow(CHANGES[::4]), *exhaustive(CHANGES)], ids=["some", "all"])
+def test_processes_follow_their_models(processes: LocalProcesses, statements: list[str]):
+    assert processes.run(2, after_changes, statements) == ["", ""]
 
 
 def test_the_mode_of_a_pipeline_is_that_of_its_model():

@@ -20,8 +20,9 @@ from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
 from tests.support.hf_models import moved
+from tests.support.lanes import exhaustive, slow
 
-ROWS, TOKENS, MICROBATCHES, STEPS = 4, 16, 2, 3
+ROWS, TOKENS, MICROBATCHES, STEPS = 4, 16, 2, 2
 Tensors = dict[str, Tensor]
 
 
@@ -39,14 +40,16 @@ PP_CP, CP_TP, CP4 = {"pp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4}
 CASES = [
     Case("llama", CP_TP, shape="packed"),
     Case("llama", CP4, "zb-h1", "full", "left"),
-    Case("qwen3", PP_CP, "zb-v"),
     Case("mistral", PP_CP),
-    Case("mistral", CP4, recompute="full", shape="left"),
     Case("gemma2", CP4, shape="right"),
-    Case("gemma3_text", PP_CP),
-    Case("gpt2", PP_CP, shape="left"),
     Case("gpt_oss", PP_CP, shape="right"),
     Case("llama", PP_CP, changes={"vocab_size": 32_000}),  # a loss by chunks, without logits
+]
+MORE = [
+    Case("qwen3", PP_CP, "zb-v"),
+    Case("mistral", CP4, recompute="full", shape="left"),
+    Case("gemma3_text", PP_CP),
+    Case("gpt2", PP_CP, shape="left"),
 ]
 
 
@@ -119,9 +122,9 @@ def divided(rank: int, case: Case) -> tuple[list[float], Tensors, Tensors]:
     return losses, first, weights
 
 
-@pytest.mark.slow
-def test_losses_gradients_and_weights_are_those_of_one_process(processes: LocalProcesses):
-    for case, ranks in zip(CASES, run_cases(processes, 4, divided, [(case,) for case in CASES]), strict=True):
+@pytest.mark.parametrize("cases", [*slow(CASES), *exhaustive(MORE)], ids=["each kind", "more"])
+def test_losses_gradients_and_weights_are_those_of_one_process(processes: LocalProcesses, cases: list[Case]):
+    for case, ranks in zip(cases, run_cases(processes, 4, divided, [(case,) for case in cases]), strict=True):
         losses, first, weights = plain(copy.deepcopy(case))
         seen: set[str] = set()
         for got_losses, got_first, got_weights in ranks:
@@ -169,9 +172,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
-def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: LocalProcesses):
-    found = run_cases(processes, 2, refused, [(what,) for what in REFUSED])
-    for (what, pattern), ranks in zip(REFUSED.items(), found, strict=True):
+OTHERS = ["mamba", "falcon_h1", "qwen3_next", "lfm2"]
+"""They have states as jamba has."""
+
+
+@pytest.mark.parametrize(
+    "whats",
+    [*slow([what for what in REFUSED if what not in OTHERS]), *exhaustive(OTHERS)],
+    ids=["each", "more"],
+)
+def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: LocalProcesses, whats: list[str]):
+    found = run_cases(processes, 2, refused, [(what,) for what in whats])
+    for what, ranks in zip(whats, found, strict=True):
         for message in ranks:
-            assert re.search(pattern, message), (what, message)
+            assert re.search(REFUSED[what], message), (what, message)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import hf_folders
+from tests.support.lanes import exhaustive
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,7 +58,10 @@ def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
         assert (tmp_path / saved / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("command", COMMANDS.splitlines())
+TORCHRUN, *OTHERS = COMMANDS.splitlines()
+
+
+@pytest.mark.parametrize("command", [TORCHRUN, *exhaustive(*OTHERS)])
 def test_the_script_runs_in_processes_as_printed(tmp_path: Path, command: str):
     small_model(tmp_path)
     (script,) = [block for block in BLOCKS if block.startswith("# tune.py\n")]

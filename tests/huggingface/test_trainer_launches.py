@@ -58,6 +58,7 @@ def test_a_launch_of_two_ranks_is_one_pipeline(tmp_path: Path, launcher: list[st
     assert sum(line.startswith("{'loss'") for line in said.splitlines()) == 3, said
 
 
+@pytest.mark.exhaustive  # tests of replicas in processes are in `test_processes`
 def test_two_pipelines_take_the_rows_of_two_processes_of_trainer(tmp_path: Path):
     """Also in the last step of an epoch, for which accelerate fills the rows up."""
     launched(TORCHRUN, 2, tmp_path / "plain", None)
