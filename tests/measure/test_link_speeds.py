@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from penstock.measure import link_speeds
 from penstock.measure.link_speeds import device_round_trips, measure_links
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
@@ -17,7 +18,9 @@ CPU = torch.device("cpu")
 
 def measured(rank: int, machines: list[str]) -> dict[str, Any]:
     world = World(rank, len(machines)).join(30.0)
-    return measure_links(world, machines, CPU, 30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_speeds, "_ROUNDS", 2)
+        return measure_links(world, machines, CPU, 30.0)
 
 
 def test_one_machine_has_links_within_it(processes: LocalProcesses):

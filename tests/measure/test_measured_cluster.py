@@ -8,7 +8,7 @@ import pytest
 from torch import distributed as dist
 
 from penstock.base.errors import ConfigError
-from penstock.measure import measured_cluster
+from penstock.measure import device_rates, link_speeds, measured_cluster
 from penstock.measure.measured_cluster import Measurement, require_writable, rounded, write_measured_cluster
 from penstock.measure.rounds import Rounds
 from penstock.plan.cluster import LinkSpeed, read_cluster
@@ -25,7 +25,9 @@ def measured(rank: int, place: Path, path: Path, machines: list[str]) -> Measure
     rounds = Rounds(dist.FileStore(str(place / "store"), size), rank, size, 120.0)
     world = World(rank, size).join(120.0) if size > 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_cluster, "_KERNELS", 120 / 0.045)  # 45 ms for each kernel
+        patch.setattr(measured_cluster, "_KERNELS", 120 / 0.015)  # 15 ms for each kernel, once
+        patch.setattr(device_rates, "_PASSES", 1)
+        patch.setattr(link_speeds, "_ROUNDS", 1)
         return write_measured_cluster(rounds, world, machines, path)
 
 

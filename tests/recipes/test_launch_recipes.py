@@ -19,6 +19,7 @@ from penstock.huggingface import weights
 from penstock.train.config.file import dump
 from tests.support import commands
 from tests.support.commands import finish
+from tests.support.lanes import exhaustive, slow
 from tests.support.launchers import free_port
 from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
@@ -156,18 +157,17 @@ def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     require_same(root / "sky", threads)
 
 
-@pytest.mark.slow
-def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads: Path):
+@pytest.mark.parametrize("named", [*slow(False), *exhaustive(True)], ids=["one machine", "named hosts"])
+def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads: Path, named: bool):
     (root / "bin" / "mpirun").unlink(missing_ok=True)
     (root / "bin" / "mpirun").symlink_to(program("mpirun.openmpi", "mpirun", package="openmpi-bin"))
-    root_user = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    script = [str(RECIPES / "mpi" / "train.sh"), "2", "my.toml", f"train.folder={root}"]
-    alone = start([*script, "train.name=mpi"], root, **root_user)
-    require_done(alone)
-    require_same(root / "mpi", threads)
-    hosts = {"HOSTS": "localhost:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **root_user}
-    require_done(start([*script, "train.name=hosts"], root, **hosts))
-    require_same(root / "hosts", threads)
+    variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if named:
+        variables |= {"HOSTS": "localhost:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    name = "hosts" if named else "mpi"
+    script = [str(RECIPES / "mpi" / "train.sh"), "2", "my.toml", f"train.folder={root}", f"train.name={name}"]
+    require_done(start(script, root, **variables))
+    require_same(root / name, threads)
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 from click.testing import CliRunner
@@ -63,10 +65,17 @@ class Reader:
         folder: empty folder in which the page is followed; the current one.
         skip: programs whose commands are left out, such as "pip".
         shorter: values of the config that are added to each run.
+        instead: texts in files of the page, and what is written for them so that the programs take less time.
     """
 
-    def __init__(self, folder: Path, skip: tuple[str, ...] = (), shorter: tuple[str, ...] = SHORTER) -> None:
-        self.folder, self.skip, self.shorter = folder, skip, shorter
+    def __init__(
+        self,
+        folder: Path,
+        skip: tuple[str, ...] = (),
+        shorter: tuple[str, ...] = SHORTER,
+        instead: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.folder, self.skip, self.shorter, self.instead = folder, skip, shorter, instead
         self.names: dict[str, object] = {"__name__": "a_page"}
         self.outputs: dict[str, str] = {}
         self._printed = ""
@@ -79,7 +88,10 @@ class Reader:
             if OTHER_TOOL in marks or block.kind == "indented":
                 continue
             if file := _FILE.match(body):
-                (self.folder / file[1]).write_text(body.removeprefix(file[0]))
+                program = body.removeprefix(file[0])
+                for text, other in self.instead.items():
+                    program = program.replace(text, other)
+                (self.folder / file[1]).write_text(program)
             elif language == "python":
                 self._python(page, body)
             elif language == "text":
