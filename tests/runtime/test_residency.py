@@ -72,14 +72,11 @@ def trained(rank: int, case: str, divided: bool) -> tuple:
         return torch.cat(losses), evaluated, weights, state, copy.deepcopy(pipe.state_dict())
 
 
-@pytest.mark.slow
+SOME = ["window 2, reduced every 2", "zb-v, gradients", "gpipe, all of a rank", "main weights"]
+
+
 @pytest.mark.parametrize(
-    "cases",
-    [
-        ("window 2, reduced every 2", "zb-v", "zb-v, gradients", "gpipe, all of a rank", "main weights"),
-        *exhaustive(["interleaved", "breadth-first", "accumulated", "recomputed", "frozen"]),
-    ],
-    ids=["some", "rest"],
+    "cases", [*slow(SOME), *exhaustive([case for case in CASES if case not in SOME])], ids=["some", "rest"]
 )
 def test_steps_are_those_of_whole_weights(processes: LocalProcesses, cases):
     told = iter(run_cases(processes, 4, trained, [(case, way) for case in cases for way in (True, False)]))

@@ -20,7 +20,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 from tests.support.groups import run_cases
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 from tests.support.states import assert_equal
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
@@ -65,9 +65,13 @@ def trained(rank: int, mesh: MeshShape | None, fused: bool, accumulate: int) -> 
         return norms, pipe.state_dict(), state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 2), MeshShape(1, 2, 2)], ids=["pp2 tp2", "dp2 tp2"])
-@pytest.mark.parametrize(("fused", "accumulate"), [(True, 1), *exhaustive((False, 3))])
+PP, DP = MeshShape(2, 1, 2), MeshShape(1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fused", "accumulate"),
+    [*slow((PP, True, 1)), *exhaustive((DP, True, 1), (PP, False, 3), (DP, False, 3))],
+)
 def test_adamw_with_groups_is_that_of_the_unsplit_model(
     processes: LocalProcesses, mesh: MeshShape, fused: bool, accumulate: int
 ):
@@ -239,11 +243,12 @@ def of_whole_matrices(
         }
 
 
-CASES = [
-    pytest.param(("Muon", torch.bfloat16), marks=pytest.mark.slow),
-    pytest.param(("Muon", torch.float32), marks=pytest.mark.exhaustive),
-    pytest.param(("Adafactor", torch.float32), marks=pytest.mark.slow),
-]
+# The cases are tuples, so each stands in one of its own.
+BF16, FP32, ADAFACTOR = (
+    (("Muon", torch.bfloat16),),
+    (("Muon", torch.float32),),
+    (("Adafactor", torch.float32),),
+)
 
 
 def assert_loads(processes: LocalProcesses, parts: list[dict], case: Case, folder: Path, zero: Any) -> None:
@@ -253,13 +258,13 @@ def assert_loads(processes: LocalProcesses, parts: list[dict], case: Case, folde
         assert_equal(part, joined)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*slow(BF16, ADAFACTOR), *exhaustive(FP32)])
 def test_cut_matrices_are_updated_whole_as_torch_does(processes: LocalProcesses, tmp_path: Path, case: Case):
     cut = processes.run(4, of_whole_matrices, MeshShape(2, 1, 2), case, 3, tmp_path)
     assert_loads(processes, cut, case, tmp_path, "overlap")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*slow(BF16), *exhaustive(FP32, ADAFACTOR)])
 def test_owners_of_cut_matrices_take_the_same_steps(processes: LocalProcesses, tmp_path: Path, case: Case):
     cases = [(MeshShape(1, 2, 2), case, 3, tmp_path / str(zero), zero) for zero in (True, False)]
     divided, whole = run_cases(processes, 4, of_whole_matrices, cases)
