@@ -23,7 +23,7 @@ from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LayerBytes
 from tests.support.groups import outcome
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 
 WIDTH, ROWS, M = 16, 4, 4
 
@@ -248,8 +248,7 @@ def test_a_run_that_continues_at_a_step_draws_what_it_would_have_drawn(unsplit):
     assert all(torch.equal(a, b) for a, b in zip(losses, unsplit[0][1:], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["block", "stage"])
+@pytest.mark.parametrize("what", [*slow("stage"), *exhaustive("block")])  # a trained one is in tests/train
 def test_compiled_layers_give_what_eager_ones_give(what):
     def fresh() -> nn.Sequential:
         torch.manual_seed(0)

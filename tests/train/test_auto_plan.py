@@ -66,7 +66,7 @@ def test_replicas_in_processes_take_the_same_plan(processes: LocalProcesses):
     assert first.schedule.microbatches % 2 == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # beside the processes above
 def test_a_run_under_torchrun_is_planned_once_for_all_processes(tmp_path: Path):
     folder = [f"train.folder={tmp_path}", "train.name=run", "train.steps=2", "train.eval_batches=1"]
     given = [f"{section}.{key}={value}" for section, table in SMALL.items() for key, value in table.items()]

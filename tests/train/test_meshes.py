@@ -240,7 +240,7 @@ def test_a_hugging_face_model_in_processes_has_the_curve_of_plain_transformers(
     assert_same_curve(config, falls_to=0.9)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "tied"), [("gpt2", True), *exhaustive(("llama", False))])
 @pytest.mark.parametrize("ranks", [2, *exhaustive(4)])
 def test_a_hugging_face_model_in_threads_has_it_too(family: str, tied: bool, ranks: int, tmp_path: Path):
     from transformers import AutoModelForCausalLM

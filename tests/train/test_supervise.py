@@ -224,8 +224,11 @@ MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [(*PENSTOCK, "--restarts", "1"), (*TORCHRUN, *PENSTOCK[1:]), *exhaustive(((*MPIRUN, *PENSTOCK),))],
-    ids=["restarts", "torchrun", "mpirun"],
+    [
+        (*TORCHRUN, *PENSTOCK[1:]),
+        *exhaustive(((*PENSTOCK, "--restarts", "1"),), ((*MPIRUN, *PENSTOCK),)),
+    ],
+    ids=["torchrun", "restarts", "mpirun"],
 )
 def test_resuming_a_finished_run_ends_well_under_every_launcher(tmp_path: Path, command: tuple[str, ...]):
     if command[0] == MPIRUN[0]:

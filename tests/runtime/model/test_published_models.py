@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
 import penstock
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support.commands import python
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
 from tests.support.published_models import (
@@ -24,7 +20,6 @@ from tests.support.published_models import (
     sgd,
 )
 
-ROOT = Path(__file__).parents[3]
 LAYOUTS = {
     "1f1b": {"schedule": "1f1b", "ranks": 2},
     "1f1b, 4 ranks": {"schedule": "1f1b", "ranks": 4},
@@ -66,17 +61,6 @@ def in_process(rank: int, name: str, layout: str) -> list[str]:
 def test_processes_train_it_as_plain_pytorch_does(processes: LocalProcesses, layouts: list[str]):
     cases = list(zip(FORMS, layouts, strict=True))
     assert run_cases(processes, 2, in_process, cases) == [[[], []]] * len(cases)
-
-
-@pytest.mark.exhaustive
-def test_torchrun_trains_them_as_plain_pytorch_does():
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    code = ROOT / "tests" / "support" / "published_under_torchrun.py"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(code)]
-    told = python(command, ROOT, environment)
-    assert told.returncode == 0, told.stderr
-    lines = sorted(line for line in told.stdout.splitlines() if line.startswith("rank"))
-    assert lines == sorted(f"rank {rank}, {name}: []" for rank in range(2) for name in FORMS)
 
 
 @pytest.mark.slow
