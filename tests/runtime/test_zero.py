@@ -255,7 +255,7 @@ def test_every_optimizer_takes_the_steps_of_the_whole_one_bit_for_bit(processes:
 
 
 def waits(rank: int) -> None:
-    """Each layer waits for its own parameters; `Pipeline.parameters` for all of them."""
+    """Each layer waits for its own parameters; `Pipeline.parameters`, and the end of the replicas, for all of them."""
     options = {"mesh": MeshShape(1, 2, 1), "parallel": ParallelOptions(bucket_bytes=1)}
     with Pipeline(plain.model(3), mse_loss, microbatches=2, timeout=300, **options) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero="overlap")
@@ -268,6 +268,15 @@ def waits(rank: int) -> None:
         module.before[1]()
         assert set(shards._coming) == numbers[0] | numbers[2]
         list(pipe.parameters())
+        assert not shards._coming
+        pipe.step(*plain.batch(1, 8))
+        optimizer.step()
+        reduction = pipe._local.replica_reduction
+        reduction.detach(wait=False)  # as after a failure
+        assert shards._coming
+        assert module.before == []
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+        reduction.detach()
         assert not shards._coming
 
 

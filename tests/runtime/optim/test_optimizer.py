@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,17 +181,6 @@ def test_a_group_may_be_empty_on_a_rank_and_the_schedule_still_moves_it():
             pipe.step(*plain.batch(n, 8))
             assert optimizer.step().lr == (0.5**n, 0.1 * 0.5**n)
         assert [len(o.param_groups[0]["params"]) for o in optimizer.optimizers.values()] == [1, 0, 0, 0]
-
-
-def test_where_shards_divide_the_update_a_process_updates_its_own_ones():
-    whole, divided, elsewhere = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    shard = nn.Parameter(torch.zeros(1))
-    entries = {divided: SimpleNamespace(shard=shard), elsewhere: SimpleNamespace(shard=None)}
-    group = [("a", whole), ("b", divided), ("c", elsewhere)]
-    shards = SimpleNamespace(find=entries.get)
-    updated = PipelineOptimizer._updated(SimpleNamespace(shards=shards), group)
-    assert [(name, p is whole, p is shard) for name, p in updated] == [("a", True, False), ("b", False, True)]
-    assert PipelineOptimizer._updated(SimpleNamespace(shards=None), group) == group
 
 
 def test_a_function_may_choose_the_parameters_of_a_group():

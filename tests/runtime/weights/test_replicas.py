@@ -6,7 +6,6 @@ import gc
 import os
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.sections import ModelConfig
@@ -99,21 +97,6 @@ def test_every_schedule_beside_data_or_tensor_parallelism(
     cases = [(mesh, name, MICROBATCHES[name]) for name in names]
     for (_, _, microbatches), told in zip(cases, run_cases(processes, 4, trained, cases), strict=True):
         check(told, mesh, microbatches)
-
-
-@pytest.mark.parametrize("has", [(), ("buckets",), ("buckets", "shards")])
-@pytest.mark.parametrize("wait", [True, False])
-def test_values_that_replicas_divide_are_whole_at_the_end_unless_one_has_failed(has, wait: bool):
-    done: list[str] = []
-    module = SimpleNamespace(before=[print])
-    reduction = SimpleNamespace(
-        buckets=SimpleNamespace(detach=lambda: done.append("buckets")) if "buckets" in has else None,
-        shards=SimpleNamespace(gather_all=lambda: done.append("shards")) if "shards" in has else None,
-        _modules={0: module},
-    )
-    ReplicaReduction.detach(reduction, wait)
-    assert done == [each for each in has if wait or each == "buckets"]
-    assert module.before == []
 
 
 SMALL, BY_SEQUENCE = ParallelOptions(bucket_bytes=1 << 10), ParallelOptions(sequence_parallel=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from functools import partial
+from threading import Event
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import Pipeline
 from penstock.base.errors import ConfigError, HangError, PenstockError
-from penstock.runtime.health.hang import Timeout
+from penstock.runtime.health.hang import HangDetector, Timeout
+from penstock.runtime.health.rank_progress import STEP, WAITS, new_progress
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.rank_threads import RankThreads
+from penstock.schedule.families import build_schedule
+from penstock.schedule.program import lower
 from tests.support import plain
 
 
@@ -60,17 +64,23 @@ def reenters(method: str, ranks: int) -> str:
 
 
 def test_ranks_that_end_soon_after_one_hangs_are_waited_for():
-    running, told = {0, 1, 2}, []
-    ranks = SimpleNamespace(
-        timeout=Timeout(0.05),
-        _running=running,
-        _describe=lambda hung, detector: f"{sorted(hung)} at work",
-        _collect=lambda seconds: running.discard(1),
-    )
-    with pytest.raises(HangError, match=r"^\[0\] at work, which is longer than the timeout of 0.05 s"):
-        RankThreads._end_hung(ranks, {0}, told.append, None)
-    assert ranks._hung == {0, 2}
-    assert told == ["[0] at work, which is longer than 0.05 s"]
+    timeout, progress, told = Timeout(0.3), [new_progress() for _ in range(3)], []
+    progress[0][STEP], progress[1][WAITS], progress[2][WAITS] = 1, 1, 1
+    detector = HangDetector(timeout, progress, ["a", "b", "c"], lower(build_schedule("gpipe", 3, 1)))
+    stopped, go = Event(), Event()
+
+    def stop(text: str) -> None:
+        told.append(text)
+        stopped.set()
+
+    ranks = RankThreads(3, timeout)
+    jobs = [partial(event.wait, 60) for event in (go, stopped, go)]
+    with pytest.raises(HangError, match=r"^a is in op 0F0 .*, which is longer than the timeout of 0.3 s"):
+        ranks.run(jobs, stop, detector)
+    assert ranks.at_work == ranks._hung == {0, 2}
+    assert [text.split(",")[0] for text in told] == ["a is in op 0F0 (stage 0"]
+    go.set()
+    ranks.close()
 
 
 def in_a_process(rank: int) -> str:
