@@ -64,20 +64,6 @@ class Taker(nn.Module):
         return y
 
 
-class Fields(nn.Module):
-    """Dictionary in, dictionary out, of tensors with and without gradients and of plain values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor | dict) -> dict:
-        if isinstance(x, Tensor):
-            x = {"h": x, "ids": torch.arange(len(x)), "deep": (None, 3, "text"), "twice": x}
-        h = self.inner(x["h"]) + x["twice"] * x["deep"][1]
-        return {**x, "h": torch.tanh(h), "twice": h}
-
-
 def plain(layers: nn.Sequential, xs, ys, loss_fn=F.mse_loss, shares=None, named=None):
     """Losses and gradients of the unsplit layers over given microbatches, with the values passed by hand."""
     losses = []
@@ -97,7 +83,7 @@ def plain(layers: nn.Sequential, xs, ys, loss_fn=F.mse_loss, shares=None, named=
                 extra.append(0.1 * x.square().mean())
             else:
                 x = layer(x)
-        loss = loss_fn(x["h"] if isinstance(x, dict) else x, y)
+        loss = loss_fn(x, y)
         if extra:
             loss = loss + sum(extra)
         (loss / len(xs) if shares is None else loss * shares[n]).backward()
@@ -177,19 +163,6 @@ def test_a_value_skips_stages_and_its_gradient_comes_back_and_added_losses_count
     assert set(result.parts) == {"loss", "energy"}
     torch.testing.assert_close(result.parts["loss"] + result.parts["energy"], result.loss)
     assert torch.equal(evaluated.parts["energy"], result.parts["energy"])
-
-
-def loss_of_fields(out: dict, y: Tensor) -> Tensor:
-    return F.mse_loss(out["h"], y)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_dictionaries_of_anything_travel_between_stages(name):
-    net, other = build(*[Fields] * 8), build(*[Fields] * 8)
-    x, y = data(ROWS * M)
-    expected = plain(other, x.chunk(M), y.chunk(M))
-    with Pipeline(net, loss_of_fields, ranks=2, microbatches=M, schedule=name) as pipe:
-        compare(net, expected, pipe.step(x, y), name != "dualpipe")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -469,41 +442,3 @@ def test_a_reduction_that_counts_nothing_is_refused():
         pytest.raises(BatchError, match=r"reduction counted \[0.0, 0.0\]"),
     ):
         pipe.step(*data(4))
-
-
-class Plainly(nn.Module):
-    """Gives a tensor, and may write into it afterwards."""
-
-    gives = ("detour",)
-
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        penstock.give("detour", y)
-        return y.relu_() if self.writes else torch.relu(y)
-
-
-class Adding(nn.Module):
-    """Takes the tensor, and may write into it."""
-
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
-
-    def forward(self, x: Tensor, detour: Tensor) -> Tensor:
-        return x + self.inner(detour.mul_(2) if self.writes else detour * 2)
-
-
-@pytest.mark.parametrize("split", [[(0, 1), (1, 4)], [(0, 3), (3, 4)]])
-@pytest.mark.parametrize("writer", ["giver", "taker"])
-def test_writing_into_a_named_value_is_refused_however_the_model_is_cut(writer: str, split):
-    first, last = Plainly(writer == "giver"), Adding(writer == "taker")
-    net = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), last, nn.Linear(WIDTH, WIDTH))
-    with (
-        Pipeline(net, F.mse_loss, microbatches=M, ranks=2, split=split) as pipe,
-        pytest.raises(StageError, match="a layer wrote in place into the named value 'detour'"),
-    ):
-        pipe.step(*data(ROWS * M))

@@ -160,14 +160,14 @@ class TakesNamed(nn.Module):
 class Gives(nn.Module):
     gives = ("extra",)
 
-    def __init__(self) -> None:
+    def __init__(self, writes: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.inner(x))
         penstock.give("extra", x)
-        return x
+        return x.relu_() if self.writes else x
 
 
 class Writes(nn.Module):
@@ -183,13 +183,37 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("behind", [0, 1], ids=["next stage", "skip"])
-def test_a_write_into_a_value_that_was_given_is_refused(behind: int):
-    middle = [nn.Identity()] * behind
-    net = [Gives(), *middle, Writes(), nn.Identity(), TakesNamed()]
+def write_first(x: Tensor, extra: Tensor) -> None:
+    x.add_(1)
+
+
+def write_second(x: Tensor, extra: Tensor) -> None:
+    extra.add_(1)
+
+
+WRITERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "next stage": lambda: [Gives(), Writes(), nn.Identity(), TakesNamed()],
+    "skip": lambda: [Gives(), nn.Identity(), Writes(), nn.Identity(), TakesNamed()],
+    "giver": lambda: [Gives(writes=True), nn.Identity(), TakesNamed(), nn.Identity()],
+    "taker": lambda: [Gives(), nn.Identity(), TakesNamed(write_second), nn.Identity()],
+}
+
+
+@pytest.mark.parametrize(
+    ("writer", "first"),
+    [
+        ("next stage", None),
+        ("skip", None),
+        *((writer, count) for writer in ("giver", "taker") for count in (1, 3)),
+    ],
+)
+def test_a_write_into_a_value_that_was_given_is_refused(writer: str, first: int | None):
+    """However the model is cut: into a stage of each layer, or two of which the first has so many."""
+    net = WRITERS[writer]()
+    cut = {"ranks": 2, "split": [(0, first), (first, 4)]} if first else {"ranks": len(net)}
     x, y = batch(0)
     with (
-        penstock.Pipeline(net, mean_square, ranks=len(net), microbatches=MICROBATCHES) as pipe,
+        penstock.Pipeline(net, mean_square, microbatches=MICROBATCHES, **cut) as pipe,
         pytest.raises(PenstockError, match=r"writes? in place|wrote in place"),
     ):
         pipe.step(x, y)
@@ -204,14 +228,6 @@ def test_a_given_value_may_be_read():
         with penstock.Pipeline(net, mean_square, ranks=ranks, microbatches=MICROBATCHES) as pipe:
             losses += [pipe.step(x, y).losses for _ in range(2)]
     assert all(torch.equal(each, losses[0]) for each in losses)
-
-
-def write_first(x: Tensor, extra: Tensor) -> None:
-    x.add_(1)
-
-
-def write_second(x: Tensor, extra: Tensor) -> None:
-    extra.add_(1)
 
 
 @pytest.mark.parametrize("write", [write_first, write_second])

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-import penstock
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
-from tests.support.published_models import (
-    FORMS,
-    MICROBATCHES,
-    STEPS,
-    differences,
-    parts_of,
-    piped,
-    plainly,
-    sgd,
-)
+from tests.support.published_models import FORMS, differences, piped, plainly
 
 LAYOUTS = {
     "1f1b": {"schedule": "1f1b", "ranks": 2},
@@ -61,35 +50,3 @@ def in_process(rank: int, name: str, layout: str) -> list[str]:
 def test_processes_train_it_as_plain_pytorch_does(processes: LocalProcesses, layouts: list[str]):
     cases = list(zip(FORMS, layouts, strict=True))
     assert run_cases(processes, 2, in_process, cases) == [[[], []]] * len(cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", "unet, no time", "dit"])
-def test_the_mode_of_the_model_is_that_of_its_stages(name: str):
-    form = FORMS[name]
-    net, expected = form.model(), form.model()
-    modes = [True, False, True, False][:STEPS]
-    optimizer = sgd(expected.parameters())
-    wanted = []
-    for step, mode in enumerate(modes):
-        expected.train(mode)
-        for x, target, named in parts_of(form.batch(step)):
-            loss = form.loss_fn(expected(x, **named), target)
-            (loss / MICROBATCHES).backward()
-            wanted.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    found = []
-    with penstock.Pipeline(net, form.loss_fn, ranks=2, microbatches=MICROBATCHES) as pipe:
-        optimizer = sgd(pipe.parameters())
-        for step, mode in enumerate(modes):
-            net.train(mode)
-            x, target, named = form.batch(step)
-            pipe.evaluate(x, target, **named)
-            assert all(module.training == mode for module in net.modules())
-            found += pipe.step(x, target, **named).losses
-            optimizer.step()
-            optimizer.zero_grad()
-        state = pipe.full_state_dict()
-    assert torch.equal(torch.stack(found), torch.stack(wanted))
-    assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
