@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from penstock.base.errors import ConfigError
 from penstock.cli import group
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train import auto_plan
 from penstock.train.auto_plan import choose_plan
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.file import load
@@ -53,7 +55,10 @@ def test_only_new_runs_are_planned(words: list[str], message: str):
 def plan_of_replicas(rank: int) -> Config:
     """Return the plan that a process of two replicas takes; only the first one reports it."""
     lines: list[str] = []
-    planned = choose_plan(from_mapping({**SMALL, "parallel": {"dp": 2, "zero": True}}), lines.append)
+    with pytest.MonkeyPatch.context() as patch:  # what is measured need not be steady
+        patch.setattr(auto_plan, "_SECONDS", 0.2)
+        patch.setattr(auto_plan, "measure_cluster", partial(auto_plan.measure_cluster, rounds=3))
+        planned = choose_plan(from_mapping({**SMALL, "parallel": {"dp": 2, "zero": True}}), lines.append)
     assert len(lines) == (2 if rank == 0 else 0)
     return planned
 

@@ -103,7 +103,7 @@ def test_all_hear_of_another_difference(
         assert told[0].startswith("the config of rank 1 (host ")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # beside the processes above
 def test_two_commands_with_other_learning_rates_are_refused_at_once(tmp_path: Path):
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     started = [
