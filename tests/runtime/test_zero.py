@@ -57,7 +57,9 @@ def trained(rank: int, mesh: MeshShape, case: str, zero: Any) -> tuple:
     with pipe_on(mesh, given and given(), schedule, **virtual) as pipe:
         optimizer = adamw(pipe, zero=zero, **options)
         before = copy.deepcopy(pipe.state_dict())
-        losses, done = zip(*((pipe.step(*tokens(n)).losses, optimizer.step()) for n in range(3)), strict=True)
+        count = 4 if optimizer.accumulate > 1 else 3
+        taken = ((pipe.step(*tokens(n)).losses, optimizer.step()) for n in range(count))
+        losses, done = zip(*taken, strict=True)
         state = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
         assert (optimizer.shards is not None) == bool(zero)
         return losses, done, state, optimizer.state_bytes(), before
