@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,16 @@ def test_a_loss_that_no_scale_makes_finite_stops_the_run(tmp_path: Path):
         run(config)
 
 
-@pytest.mark.slow
+# The code that inductor makes takes the longest; tests/runtime/test_recompute.py has a pipeline with it.
 @pytest.mark.filterwarnings("ignore")  # those of torch's own compiler
-@pytest.mark.parametrize("what", ["block", *exhaustive("stage")])
-def test_compiled_stages_train_close_to_the_plain_loop(tmp_path: Path, what: str):
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    [*slow(("block", "aot_eager")), *exhaustive(("block", "inductor"), ("stage", "inductor"))],
+)
+def test_compiled_stages_train_close_to_the_plain_loop(
+    tmp_path: Path, what: str, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     layers = 4 if what == "block" else 2  # each block is compiled once, or as often as the stages have blocks
     config = tiny(
         tmp_path, text_folder(tmp_path), model={"layers": layers},
