@@ -110,10 +110,22 @@ def test_a_page_that_takes_longer_to_draw_than_its_reloads_are_apart_can_be_read
         assert chromium.requests().count(page.as_uri()) == 1
 
 
+SOON = (
+    "import sys, time",
+    "from penstock.cli import main",
+    "from penstock.show import run_page",
+    "from penstock.train import trainer",
+    "run_page.EVERY = 5  # seconds, instead of a minute",
+    "batch = trainer.training_batch",
+    "trainer.training_batch = lambda *given: time.sleep(0.05) or batch(*given)",
+    "sys.exit(main())",
+)
+
+
 def test_a_real_run_is_followed_until_it_is_stopped(chromium: Browser, tmp_path: Path):
-    told = {"steps": 1_000_000, "log_every": 100, "trace_every": 0, "eval_every": 10_000, "report": True}
+    told = {"steps": 1_000_000, "log_every": 10, "trace_every": 0, "eval_every": 10_000, "report": True}
     (tmp_path / "run.toml").write_text(dump(tiny(tmp_path, text_folder(tmp_path), train=told)))
-    command = [sys.executable, "-m", "penstock", "train", str(tmp_path / "run.toml")]
+    command = [sys.executable, "-c", "\n".join(SOON), "train", str(tmp_path / "run.toml")]
     page = tmp_path / "runs" / "tiny" / "report.html"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as run:
