@@ -10,6 +10,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,10 +74,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and collected tests stay to the end: no garbage collection looks through them again."""
     gc.collect()
     end_loading()
+    slow = (item for item in session.items if item.get_closest_marker("slow"))
+    if sys.platform == "linux" and any("huggingface" in item.path.parts for item in slow):
+        fork_with_transformers()
+
+
+def fork_with_transformers() -> None:
+    """Start the server that worker processes are forked from with transformers, for seconds of each of them."""
+    from penstock.runtime.workers.pool import process_context
+
+    process_context().set_forkserver_preload(["torch._dynamo", "tests.support.hf_trainer"])
+    forkserver.ensure_running()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
