@@ -513,7 +513,14 @@ WITH_OUTPUT: list[Callable[[], nn.Module]] = [
 ]  # fmt: skip
 """Models whose ``model(x)`` is compared."""
 
-WITH_LOSS: list[Callable[[], nn.Module]] = [NanoGPT, Wrapped, LossAlone, LossInOneStatement, LossOfEveryBlock, LossInAMethod]
+WITH_LOSS: list[Callable[[], nn.Module]] = [
+    NanoGPT,
+    Wrapped,
+    LossAlone,
+    LossInOneStatement,
+    LossOfEveryBlock,
+    LossInAMethod,
+]
 """Models whose ``model(x, y)`` gives the loss."""
 
 SUMMED: dict[str, tuple[str, ...]] = {
