@@ -133,7 +133,7 @@ class StageBucket:
             return
         self.wait()
         if keep:
-            self.written()
+            self.written(counted=False)
         self._drop_values()
         _release(self._values)
         self.full = False
@@ -143,8 +143,8 @@ class StageBucket:
             set_local(entry.parameter, self._absent.expand(local(entry.parameter).shape))
         self._versions = [entry.parameter._version for entry in self.entries]
 
-    def written(self) -> None:
-        """Take over this replica's part of values that were written.
+    def written(self, counted: bool = True) -> None:
+        """Take over this replica's part of values that were written; see `take_back`.
 
         Raises:
             PenstockError: if a parameter was written while its values were not in memory.
@@ -153,7 +153,7 @@ class StageBucket:
             self._require_absent()
             return
         for entry, memory in zip(self.entries, self._memory, strict=True):
-            take_back(entry, memory)
+            take_back(entry, memory, counted)
         if self.comes_and_goes:
             self.part.copy_(part_of(self._values, self.reducer.rank, self.reducer.size))
 

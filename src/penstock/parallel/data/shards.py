@@ -287,7 +287,7 @@ class OptimizerShards(Shards):
 
     def written(self) -> None:
         for entry, _, _ in self.sharded:
-            take_back(entry, self._memory[entry.index])  # which the shards share
+            take_back(entry, self._memory[entry.index], counted=True)  # which the shards share
 
     def _wait(self, number: int) -> None:
         handle = self._coming.pop(number, None)
@@ -297,8 +297,8 @@ class OptimizerShards(Shards):
             self._streams[number].join()
 
 
-def take_back(entry: BucketEntry, memory: Tensor) -> None:
-    """Give a parameter its place in a buffer back, with its values, if a program gave it other memory."""
+def take_back(entry: BucketEntry, memory: Tensor, counted: bool) -> None:
+    """Give a parameter its place back, with the values of other memory that it was given; a write of it if `counted`."""
     values = local(entry.parameter).detach()
     if values.data_ptr() == memory.data_ptr() or not memory.numel():
         return
@@ -308,8 +308,8 @@ def take_back(entry: BucketEntry, memory: Tensor) -> None:
             f"divided it among the replicas, and was made {values.dtype} of shape {tuple(values.shape)} on "
             f"{values.device}; do that before the Pipeline and its optimizer are built"
         )
-    memory.copy_(values)
     set_local(entry.parameter, memory)
+    (local(entry.parameter.detach()) if counted else memory).copy_(values)
 
 
 def _piece(entry: BucketEntry, elements: ShardSlice, memory: Tensor) -> Tensor:

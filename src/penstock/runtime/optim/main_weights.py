@@ -54,10 +54,10 @@ class MainWeights:
         """Return whether a parameter, or its shard, has an fp32 copy."""
         return self.copies and parameter.dtype in _NARROW and parameter.requires_grad
 
-    def _version(self, name: str) -> int | None:
-        """Return the version that counts a parameter's writes; None for a DTensor, whose views have separate versions."""
+    def _version(self, name: str) -> tuple[int, int] | None:
+        """Return a parameter's memory and the count of its writes; None for a DTensor, whose views have separate counts."""
         written = self._written[name]
-        return None if is_dtensor(written) else written.detach()._version
+        return None if is_dtensor(written) else (written.data_ptr(), written.detach()._version)
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates in place of a parameter."""
@@ -73,7 +73,7 @@ class MainWeights:
         """Give the gradients to the main weights, before the optimizer's step.
 
         A parameter written to since the last step, as by `Pipeline.load_state_dict`, is first copied into its main weight,
-        unless it still equals the rounded main weight.
+        but for the elements that still equal the rounded main weight.
         """
         for name, (parameter, shard) in self._shards.items():
             if name in self.whole:
@@ -83,9 +83,9 @@ class MainWeights:
             main = self.by_name[name]
             written = self.part(name, parameter.detach())
             version = self._version(name)
-            changed = version is None or version != self._versions[name]
-            if changed and not torch.equal(main.detach().to(written.dtype), written):
-                main.detach().copy_(written)
+            if version is None or version != self._versions[name]:
+                same = main.detach().to(written.dtype) == written
+                main.detach().copy_(torch.where(same, main.detach(), written))
             main.grad = None if parameter.grad is None else self.part(name, parameter.grad)
 
     def round_into_parameters(self) -> None:
