@@ -24,6 +24,7 @@ from penstock.runtime.model.loss_reach import modules_called, parts_of
 from penstock.runtime.model.python_state import python_state_kept
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Op
+from penstock.stage.compute.linear_cross_entropy import PostponedLogits
 from penstock.stage.layers import source_of
 from penstock.stage.values import leaves_of
 
@@ -332,11 +333,11 @@ class _Recorder:
 
     def _record(self, rank: int, places: Sequence[_Place], n: int, output: object) -> None:
         place, number = places[n], self._current[rank]
-        tensors = [
-            local(leaf.detach())
-            for leaf in leaves_of(output)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and not leaf.is_nested
+        # Postponed logits would be made by a look at them.
+        leaves = [
+            x for x in leaves_of(output) if isinstance(x, Tensor) and not isinstance(x, PostponedLogits)
         ]
+        tensors = [local(x.detach()) for x in leaves if x.is_floating_point() and x.dim() and not x.is_nested]
         if number < 2:
             self._outputs[place, number] = [_leaf(x) for x in tensors]
             return
