@@ -150,7 +150,9 @@ def compare(text: str, folder: Path) -> None:
         loss = expected(part).square().mean()
         (loss / 2).backward()
         losses.append(loss.detach())
-    with penstock.Pipeline(net, lambda output, _: output.square().mean(), ranks=3, microbatches=2) as pipe:
+    # What is drawn may be of all rows of a microbatch, such as x.mean(); the layers were compared above.
+    options = {"microbatches": 2, "execution": penstock.ExecutionOptions(check_split=False)}
+    with penstock.Pipeline(net, lambda output, _: output.square().mean(), ranks=3, **options) as pipe:
         assert torch.equal(pipe.step(x, y).losses, torch.stack(losses))
         for name, p in pipe.named_parameters():
             gradient = expected.get_parameter(name).grad

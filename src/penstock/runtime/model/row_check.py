@@ -130,15 +130,8 @@ class RowCheck:
         problem = None if failure or len(losses) < 3 else self._loss_problem(losses)
         values = [v for n in range(2) if n in losses and (v := _value(*losses[n])) is not None]
         first_two = (values[0], values[1]) if len(values) == 2 else None
-        own = _Found(
-            failure,
-            recorder.depends,
-            recorder.last,
-            recorder.unsteady(),
-            warned,
-            problem,
-            first_two,
-        )
+        unsteady = recorder.unsteady()
+        own = _Found(failure, recorder.depends, recorder.last, unsteady, warned, problem, first_two)
         every = self._gather(own)
         return _Found(
             next((f.failure for f in every if f.failure is not None), None),
@@ -156,10 +149,9 @@ class RowCheck:
         return self._world.gather(value, "run", "check that rows do not depend on each other")
 
     def _judge(self, found: _Found, unsteady: _Place | None) -> None:
-        depends, matters = (
-            found.depends,
-            found.problem is not None or found.last.depends or found.last.constant,
-        )
+        depends = found.depends
+        # A head that begins with zeros hides from the loss what the layers before it do.
+        matters = found.problem is not None or found.last.depends or found.last.constant
         if unsteady is not None and (depends is None or unsteady <= depends):
             return  # a layer that draws, or counts its calls, so that nothing after it can be compared
         if depends is not None and matters:
@@ -333,11 +325,13 @@ class _Recorder:
 
     def _record(self, rank: int, places: Sequence[_Place], n: int, output: object) -> None:
         place, number = places[n], self._current[rank]
-        # Postponed logits would be made by a look at them.
-        leaves = [
-            x for x in leaves_of(output) if isinstance(x, Tensor) and not isinstance(x, PostponedLogits)
+        # Postponed logits would be made by a look at them; their rows are those of the head's input.
+        leaves = [x.hidden if isinstance(x, PostponedLogits) else x for x in leaves_of(output)]
+        tensors = [
+            local(x.detach())
+            for x in leaves
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and not x.is_nested
         ]
-        tensors = [local(x.detach()) for x in leaves if x.is_floating_point() and x.dim() and not x.is_nested]
         if number < 2:
             self._outputs[place, number] = [_leaf(x) for x in tensors]
             return
