@@ -154,6 +154,16 @@ def test_weights_of_classes_are_told_once_and_exact_by_a_reduction():
     torch.testing.assert_close(found, loss_fn(net(x), y).detach())
 
 
+@pytest.mark.parametrize("reduction", ["valid", len])
+def test_the_first_microbatches_need_no_target_that_counts(reduction: Any):
+    x, y = rows(ROWS, WIDTH), torch.tensor([-100, -100, -100, -100, 3, 4])
+    if reduction is len:
+        reduction = lambda target: int((target >= 0).sum())  # noqa: E731
+    net = made(linear, linear)
+    found = step(net, nn.CrossEntropyLoss(), x, y, reduction=reduction).loss
+    torch.testing.assert_close(found, F.cross_entropy(net(x), y).detach())
+
+
 class Counts(nn.Module):
     """A layer with state of all kinds: it must be as if it had run once for each microbatch."""
 

@@ -363,7 +363,12 @@ class BatchSplitter:
         targets, rows_out = self._targets(x, y, cuts, StepOptions(), rows_in)
         weights = [LossWeight()] * 3
         if targets:
-            weights[:2] = loss_weights(targets[:2], rows_out[:2], self.reduction)
+            # A part of the samples' tokens has other shares of what counts than the whole samples.
+            reduction = self.weight if self._part is not None and self.weight is not None else self.reduction
+            try:
+                weights[:2] = loss_weights(targets[:2], rows_out[:2], reduction)
+            except BatchError:  # nothing counts in the two, though something does in the step
+                weights[:2] = [LossWeight(factor=0.0)] * 2
         size = min(count, 3)
         return [
             LocalBatch(
