@@ -32,6 +32,8 @@ def test_threads(case):
 
 
 @pytest.mark.parametrize(("first", "count"), [*slow((10_000, 12)), *exhaustive((10_012, 24))])
+# Sparse gradients of a case go from process to process.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_processes(processes: LocalProcesses, first: int, count: int):
     require_all(processes, drawn(first, count, "processes"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -64,7 +64,6 @@ from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.compute.shifted_loss import without_shift
 from penstock.stage.layers import require_values
-from penstock.stage.microbatches import Dims
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -152,7 +151,7 @@ class Pipeline(PipelineModel):
         autocast: torch.dtype | None = None,
         seed: int = 0,
         reduction: Reduction | None = None,
-        dims: Mapping[str, Dims] | None = None,
+        dims: Mapping[str, object] | None = None,
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
@@ -638,7 +637,9 @@ class Pipeline(PipelineModel):
             check.run(together, forwards, self._splitter.warned_of_counts)
             return []
 
-        self._without_gradients(run)
+        exchange = self._local.exchange
+        with nullcontext() if exchange is None else exchange.load_kept():
+            self._without_gradients(run)
 
     def _result(self, works: list[Work]) -> StepResult:
         holders = self.schedule.placement.holders

@@ -1,4 +1,4 @@
-"""A batch split into microbatches, along the dimension that has its samples."""
+"""A batch split into microbatches."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Counter(Inner):
         return self.inner(x)
 
 
-@kind()
+@kind(mixes=True)
 class GrowingBuffer(Inner):
     """a cache that the forward makes again where it is too small"""
 

@@ -36,7 +36,7 @@ def never_used():
     return Layer(lambda m, x: m.inner(x), inner=nn.Linear(WIDTH, WIDTH), spare=nn.Linear(WIDTH, WIDTH))
 
 
-@kind()
+@kind(mixes=True)
 class Experts(nn.Module):
     """experts: which weights are used depends on the microbatch's values"""
 

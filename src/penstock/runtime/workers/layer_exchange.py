@@ -114,6 +114,15 @@ class LayerExchange:
             before = self._tokens.get(name)
             self._tokens[name] = tokens if before is None else before + tokens
 
+    @contextmanager
+    def load_kept(self) -> Iterator[None]:
+        """Return a context with other steps, after which `load` is that of the step before it."""
+        tokens, moments = dict(self._tokens), dict(self._moments)
+        try:
+            yield
+        finally:
+            self._tokens, self._moments = tokens, moments
+
     def load(self) -> ProcessLoad:
         """Return the work of this process's experts since `begin`; waits for its GPU."""
         readings = Readings()
