@@ -54,7 +54,7 @@ def transposed_conv():
     )
 
 
-@kind()
+@kind(mixes=True)
 def conv_of_one_sample():
     """a convolution of rows as one sample without a batch dimension"""
     return Layer(lambda m, x: x + torch.tanh(m.conv(x.t()).t()), conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1))

@@ -48,7 +48,7 @@ class TakesMuch(Inner):
         return self.inner(x) + much["value"] * much["deep"][0] + much["ids"][:, None]
 
 
-@kind(spans=True)
+@kind(spans=True, mixes=True)
 def skip_of_many_things():
     """a dictionary given past other layers"""
     return [GivesMuch(), TakesMuch()]

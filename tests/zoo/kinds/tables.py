@@ -87,7 +87,7 @@ def embedding_bag_sparse():
     return Bag(mode="sum", sparse=True)
 
 
-@kind()
+@kind(mixes=True)
 def positions():
     """a table of positions that torch.arange looks up, and one that is sliced"""
     return Layer(

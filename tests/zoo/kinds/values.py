@@ -32,7 +32,7 @@ def tuples():
     return handed(lambda h: (h, h * 2, h.detach()), lambda v: v[0] + v[1] * v[2])
 
 
-@kind()
+@kind(mixes=True)
 def dictionaries():
     """a dictionary with tensors of several dtypes"""
     return handed(
@@ -125,13 +125,13 @@ def sets():
     return handed(lambda h: (h, {"a", "b"}), lambda v: v[0] * len(v[1]))
 
 
-@kind()
+@kind(mixes=True)
 def shapes_that_change():
     """a layer whose inside has another shape in every microbatch"""
     return Layer(lambda m, x: x + m.inner(x[x.detach()[:, 0] > 0]).sum(0), inner=nn.Linear(WIDTH, WIDTH))
 
 
-@kind()
+@kind(mixes=True)
 def shapes_that_change_between():
     """a value handed over whose shape is another in every microbatch"""
     return handed(lambda h: (h, h[h.detach()[:, 0] > 0]), lambda v: v[0] + v[1].sum(0))
