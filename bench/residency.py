@@ -32,7 +32,7 @@ from bench.compare import Figures, alternate, main, ratio
 from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
-from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.weights.resident import ResidentReduction
 from penstock.runtime.workers.pool import LocalProcesses
@@ -76,8 +76,6 @@ class Contestant:
         self.pipe = Pipeline(
             layers(CONFIG), next_token_loss, microbatches=ROWS_OF_BATCH // 2 // mesh.dp, schedule=schedule,
             virtual_stages=virtual, mesh=mesh, timeout=300, parallel=ParallelOptions(bucket_bytes=1 << 18, **sharding),
-            # The first step's comparison of rows gathers weights, too, and these are counted.
-            execution=ExecutionOptions(check_split=False),
         )  # fmt: skip
         self.sizes = {
             stage: sum(p.nbytes for p in module.parameters())

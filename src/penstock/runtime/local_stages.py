@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -203,6 +204,16 @@ class LocalStages:
         if self._world is None or not self._world.shards_matrices:
             require_own_axes(self.modules, self._world, program.schedule)
         return Programs(program, self.routes.skips)
+
+    @contextmanager
+    def records_kept(self) -> Iterator[None]:
+        """Return a context with other steps, after which what is recorded of collectives is of the step before it."""
+        with ExitStack() as stack:
+            if self.exchange is not None:
+                stack.enter_context(self.exchange.load_kept())
+            if isinstance(self.replica_reduction, ResidentReduction):
+                stack.enter_context(self.replica_reduction.records_kept())
+            yield
 
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}

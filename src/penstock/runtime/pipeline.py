@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -304,7 +304,7 @@ class Pipeline(PipelineModel):
                 autocast=autocast,
             )
         self._rows: RowCheck | None = None
-        if execution.check_split and microbatches * self.replicas > 1:
+        if execution.check_split:
             dtypes = [autocast, *(p.dtype for m in self._local.modules.values() for p in m.parameters())]
             self._rows = RowCheck(
                 self._local.modules,
@@ -599,7 +599,8 @@ class Pipeline(PipelineModel):
             works = self._engine.run_step(options, split, check)
         if trains:
             self._first_step = None
-            if self._rows is not None:
+            # One microbatch for all processes is the whole batch.
+            if self._rows is not None and (options.microbatches > 1 or self.replicas > 1):
                 self._check_rows(self._rows, x, y, named, works[0].batch, options)
                 self._rows = None
         self.steps += trains
@@ -637,8 +638,7 @@ class Pipeline(PipelineModel):
             check.run(together, forwards, self._splitter.warned_of_counts)
             return []
 
-        exchange = self._local.exchange
-        with nullcontext() if exchange is None else exchange.load_kept():
+        with self._local.records_kept():
             self._without_gradients(run)
 
     def _result(self, works: list[Work]) -> StepResult:

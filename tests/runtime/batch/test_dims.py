@@ -150,6 +150,13 @@ def test_a_mean_over_rows_needs_them():
         pipe.step(Microbatches(parts), Microbatches(targets))
 
 
+def test_a_keyword_input_has_a_part_for_each_microbatch():
+    x, positions = rows(ROWS, TIME, WIDTH), Microbatches([rows(3, 2, TIME)] * 4)
+    net, message = made(Rotates, Rotates), "positions: 4 microbatches given, but there are 3"
+    with Pipeline(net, F.mse_loss, microbatches=3) as pipe, pytest.raises(BatchError, match=message):
+        pipe.step(x, x, positions=positions)
+
+
 def test_a_scalar_target_has_no_rows():
     net = made(nn.Linear, nn.Linear)
     x, y = rows(3, WIDTH), rows(3)

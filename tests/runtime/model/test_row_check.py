@@ -97,6 +97,28 @@ def test_a_layer_whose_rows_depend_on_each_other_is_named(
         step(made(*layers), microbatches=microbatches)
 
 
+def test_the_first_step_that_cuts_is_checked():
+    with Pipeline(made(linear, OverRows), F.mse_loss, microbatches=1, ranks=2) as pipe:
+        x = rows(ROWS, WIDTH)
+        pipe.step(x, x)
+        with pytest.raises(SplitError, match=r"layer 1 \(OverRows\)"):
+            pipe.step(x, x, microbatches=2)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_a_mask_that_every_microbatch_is_given_is_given_to_two_as_one(microbatches: int):
+    x = rows(ROWS, TIME, WIDTH)
+    masks = penstock.Microbatches([torch.ones(TIME, TIME).triu(1).bool()] * microbatches)
+    with Pipeline(made(lambda: Attends(True), linear), F.mse_loss, microbatches=microbatches) as pipe:
+        pipe.step(x, x, mask=masks)
+    net, message = made(lambda: Attends(True), OverRows), r"layer 1 \(OverRows\)"
+    with (
+        Pipeline(net, F.mse_loss, microbatches=microbatches) as pipe,
+        pytest.raises(SplitError, match=message),
+    ):
+        pipe.step(x, x, mask=masks)
+
+
 def told_by_replicas(rank: int) -> str:
     with pytest.raises(SplitError) as told:
         step(made(linear, OverRows), microbatches=1, ranks=None, mesh=MeshShape(dp=2))

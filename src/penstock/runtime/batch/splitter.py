@@ -341,9 +341,16 @@ class BatchSplitter:
         Returns:
             The three, or fewer at a time if the step had fewer; or why there are none, on this rank.
         """
-        given = [value for value in (x, y, *named.values()) if isinstance(value, Microbatches)]
-        if any(one is not other for value in given for one, other in pairwise(value.parts)):
-            return "the batch was given as Microbatches, so where two are joined is not known"
+        unknown = "the batch was given as Microbatches, so where two are joined is not known"
+        if isinstance(x, Microbatches) or isinstance(y, Microbatches):
+            return unknown
+        every = dict(named)
+        for name, value in named.items():
+            if isinstance(value, Microbatches):
+                if any(one is not other for one, other in pairwise(value.parts)):
+                    return unknown
+                every[name] = Microbatches([value.parts[0]] * 3)  # the same one for all
+        named = every
         rows = batch.rows_in or batch.rows_out
         count = len(batch.weights)
         cuts = [range(0)] * 3
@@ -506,10 +513,6 @@ class BatchSplitter:
         by_name: dict[str, Sequence[object]] = {}
         for name, value in named.items():
             dims = self._dims.of(name)
-            if isinstance(value, Microbatches) and len(value.parts) > len(inputs):
-                value = Microbatches(
-                    value.parts[: len(inputs)]
-                )  # the same one for all, of fewer microbatches
             if not has_tensor(value) or dims is None:
                 if type(value).__name__ == "BlockMask":
                     raise BatchError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.stage.layers import INTERNAL
 
 _DEPTH = 3
-"""How deep attributes of attributes are followed: contexts, and the lists and numbers in them."""
+"""Levels of attributes that are looked at: contexts in modules, and the lists and numbers in these."""
 
 _MOST = 10_000
 """Items of a container that may be state; more are data."""

@@ -108,5 +108,21 @@ class ResidentReduction(ReplicaReduction):
         finally:
             self.resident.stop_clock()
 
+    @contextlib.contextmanager
+    def records_kept(self) -> Iterator[None]:
+        """Return a context with other steps, after which the spans of collectives are those of the step before it."""
+        buckets = self.resident.buckets
+        moments, present = self._moments, self._clock
+        kept = [(bucket, bucket.spans) for bucket in buckets]
+        self._moments = 0  # the next step makes a clock of its own, whose moments are others
+        for bucket in buckets:
+            bucket.spans = {kind: [] for kind in bucket.spans}
+        try:
+            yield
+        finally:
+            self._moments, self._clock = moments, present
+            for bucket, spans in kept:
+                bucket.spans = spans
+
     def finish(self) -> None:
         self.resident.finish()
