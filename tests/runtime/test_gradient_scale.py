@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.consensus import COUNTED, GRAPH, GradientScale, Refusal, compare_marks, marks_of
+from penstock.parallel.participant import Refusal
+from penstock.runtime.consensus import COUNTED, GRAPH, compare_marks, marks_of
+from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain

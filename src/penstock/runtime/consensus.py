@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.base.encoding import sendable
 from penstock.base.errors import BatchError, CallOrderError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.dtensor import local, real_values
+from penstock.parallel.participant import Losses, Outcome, Participant, Refusal, Step, StepFailure
+from penstock.runtime.health.failure_report import failure_of
+from penstock.runtime.health.rank_progress import RankProgress
 from penstock.runtime.transport.channel import Channel
+from penstock.schedule.program import Action, Program
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
 
@@ -30,49 +30,10 @@ TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 """Flags of a step: a parameter requires gradients, a loss has a weight above 0, a loss has a graph."""
 
 
-@sendable
-class Refusal(NamedTuple):
-    """Reason why all ranks refuse a step; of two, the smaller tuple is closer to the cause.
-
-    Attributes:
-        depth: number of stages between this one and the last; of ignored targets, the index that is ignored.
-        microbatch: number of the microbatch; -1 for a weight.
-    """
-
-    kind: int
-    depth: int
-    microbatch: int
-
-
-@sendable
-@dataclass
-class Losses:
-    """The losses of a step.
-
-    Attributes:
-        total: loss by microbatch id, a 0-d tensor; or logarithms of probabilities, of shape (rows, tokens).
-        weights: weight of each loss by microbatch id; the weights sum to 1, unless losses are summed.
-    """
-
-    total: dict[int, Tensor] = field(default_factory=dict)
-    parts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    weights: dict[int, float] = field(default_factory=dict)
-    rows_in: tuple[int, ...] = ()
-    rows_out: tuple[int, ...] = ()
-
-    def update(self, other: Losses) -> None:
-        """Add the losses of another rank."""
-        self.total.update(other.total)
-        self.parts.update(other.parts)
-        self.weights.update(other.weights)
-        self.rows_in = self.rows_in or other.rows_in
-        self.rows_out = self.rows_out or other.rows_out
-
-    @property
-    def uneven(self) -> list[Refusal]:
-        """The first microbatch whose input and target differ in rows."""
-        pairs = zip(self.rows_in, self.rows_out, strict=False)
-        return [Refusal(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
+def uneven(losses: Losses) -> list[Refusal]:
+    """Return a refusal for the first microbatch whose input and target differ in rows."""
+    pairs = zip(losses.rows_in, losses.rows_out, strict=False)
+    return [Refusal(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
 
 
 def find_nonfinite(
@@ -81,12 +42,13 @@ def find_nonfinite(
     last: int,
     first: int,
     ignored_index: Callable[[int], int | None],
-    sharded_grads: Callable[[int], list[Tensor]] | None = None,
+    sharded_grads: Sequence[Callable[[int], list[Tensor]]] = (),
 ) -> Refusal | None:
     """Return the first number of a rank's step that is NaN or infinite, and clear the stages' `finite_sums`.
 
     Args:
         first: number in the global batch of this replica's microbatch 0.
+        sharded_grads: functions that return gradients of a stage which are not in ``.grad``.
     """
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
     refusals = [Refusal(_LOSS, 0, n) for n in _nonfinite(counting.items())]
@@ -94,7 +56,7 @@ def find_nonfinite(
         refusals += [Refusal(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.finite_sums)]
         stage.finite_sums.clear()
         grads = [real_values(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
-        grads += sharded_grads(s) if sharded_grads is not None else []
+        grads += [grad for of_stage in sharded_grads for grad in of_stage(s)]
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             refusals.append(Refusal(_WEIGHT, last - s, -1))
     refusal = min(refusals, default=None)
@@ -167,35 +129,53 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
     )
 
 
-def agree(
-    channel: Channel | None,
-    *,
-    rank: int,
-    collector: int,
-    ranks: int,
-    tag: int,
-    losses: Losses,
-    refusal: Refusal | None,
-    flags: int,
-) -> tuple[Refusal | None, int]:
-    """End the step: fill in the losses of all ranks, and return the refusal nearest to its origin and all flags."""
-    if channel is None:
-        return refusal, flags
-    # Threads share the losses already, and reading a loss would wait for a GPU.
-    sent = Losses() if channel.one_process else losses
-    if rank != collector:
-        channel.send(collector, tag, _pack(sent, refusal, flags))
-        return _unpack(channel.recv(collector, tag), losses)
-    others = [r for r in range(ranks) if r != collector]
-    refusals = [refusal]
-    for r in others:
-        other_refusal, other_flags = _unpack(channel.recv(r, tag), losses)
-        refusals.append(other_refusal)
-        flags |= other_flags
-    verdict = min((r for r in [*losses.uneven, *refusals] if r is not None), default=None)
-    for r in others:
-        channel.send(r, tag, _pack(sent, verdict, flags))
-    return verdict, flags
+class OtherRanks(Participant):
+    """The other ranks of a pipeline: they agree with this one on a step's outcome, or are told that it failed.
+
+    Args:
+        progress: this rank's progress, for the notice of a failure.
+    """
+
+    def __init__(self, program: Program, rank: int, channel: Channel, progress: RankProgress) -> None:
+        self._program, self._rank, self._channel, self._progress = program, rank, channel, progress
+        self._ranks = program.schedule.ranks
+        self._collector = program.schedule.placement.holders[-1][0]
+        self._tag = program.tags  # after the tags of all messages
+        self._step = 0
+
+    def begin(self, step: Step) -> None:
+        self._step = step.number
+        self._channel.open(step.number, step.trains, step.microbatches)
+
+    def agree(self, outcome: Outcome) -> None:
+        """Fill in the losses of all ranks, the refusal nearest to its origin, and all flags."""
+        channel, losses, collector, tag = self._channel, outcome.losses, self._collector, self._tag
+        # Threads share the losses already, and reading a loss would wait for a GPU.
+        sent = Losses() if channel.one_process else losses
+        if self._rank != collector:
+            channel.send(collector, tag, _pack(sent, outcome.refusal, outcome.flags))
+            outcome.refusal, outcome.flags = _unpack(channel.recv(collector, tag), losses)
+            return
+        others = [r for r in range(self._ranks) if r != collector]
+        refusals = [outcome.refusal]
+        for r in others:
+            refusal, flags = _unpack(channel.recv(r, tag), losses)
+            refusals.append(refusal)
+            outcome.flags |= flags
+        outcome.refusal = min((r for r in [*uneven(losses), *refusals] if r is not None), default=None)
+        for r in others:
+            channel.send(r, tag, _pack(sent, outcome.refusal, outcome.flags))
+
+    def end(self, step: Step, outcome: Outcome) -> None:
+        self._channel.finish()
+
+    def abandon(self, failure: StepFailure) -> None:
+        error, report = failure.error, failure.report
+        self._channel.fail(failure_of(error, report, self._rank, self._step, self._program, self._progress))
+        # What they still send is taken, unless they are in another call, do not send, or a user interrupts.
+        if isinstance(error, Exception) and not failure.told:
+            lines = self._program.instructions(self._rank)
+            self._channel.drain([line.peer for line in lines if line.action is Action.RECV])
 
 
 # Each mark takes its bits twice. With the flags that makes 63, which an int64 carries without its sign.
@@ -293,68 +273,3 @@ def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
         losses.parts[n] = {name: column[index] for name, column in zip(names, rest, strict=False)}
     flags, *refusal = verdict.tolist()
     return Refusal(*refusal) if refusal else None, flags
-
-
-_WATCHED, _NUMBERS = 2, 16
-"""Gradients that are watched, and numbers of each."""
-
-_LARGEST = 2**20
-"""Numbers of the largest gradient that may be kept alive until the next step."""
-
-_DISTINCT = 4
-"""Magnitudes that a common factor is read from: of fewer, gradients clipped by value may look scaled."""
-
-_SPREAD = 1.02
-"""Largest ratio between factors that count as one, since gradients may be bfloat16."""
-
-_FIRST, _EVERY = 20, 100
-"""Steps in which gradients on a device are watched, since reading them waits for it: the first, then every n-th."""
-
-
-class GradientScale:
-    """The factor by which a program scaled this rank's gradients since the last step, which all ranks must have in common.
-
-    ``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters that it is given. In processes these are the ones of
-    the process's own stages, so every rank would scale its gradients by another factor. `Pipeline.clip_grad_norm_` takes
-    the norm over all ranks.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        real = (p for p in parameters if p.is_floating_point())
-        unique = {id(p): p for p in real if _DISTINCT <= p.numel() <= _LARGEST}
-        self._parameters = sorted(unique.values(), key=lambda p: p.numel())
-        self._seen: list[tuple[Tensor, int, list[float]]] = []
-
-    def remember(self, number: int) -> None:
-        """Note some gradients at the end of a training step, by the number of steps before it."""
-        with_grad = (
-            p.grad for p in self._parameters if p.grad is not None and p.grad.layout is torch.strided
-        )
-        grads = list(islice(with_grad, _WATCHED))
-        waits = any(grad.device.type != "cpu" for grad in grads)
-        if waits and number >= _FIRST and number % _EVERY:
-            grads = []
-        self._seen = [(grad, grad._version, _numbers(grad)) for grad in grads]
-
-    def factor(self) -> float | None:
-        """Return the factor, 1.0 if nothing was scaled; None if it cannot be told. Gradients are let go."""
-        seen, self._seen = self._seen, []
-        if all(grad._version == version for grad, version, _ in seen):
-            return 1.0 if seen else None
-        return _common_factor(
-            [pair for grad, _, before in seen for pair in zip(before, _numbers(grad), strict=False)]
-        )
-
-
-def _numbers(grad: Tensor) -> list[float]:
-    numbers: list[float] = local(grad.detach()).reshape(-1)[:_NUMBERS].double().tolist()
-    return numbers
-
-
-def _common_factor(pairs: list[tuple[float, float]]) -> float | None:
-    """Return the one factor between the numbers of all pairs; None if there is none, or too few numbers tell it."""
-    usable = [(a, b) for a, b in pairs if a and math.isfinite(a) and math.isfinite(b)]
-    if len({abs(a) for a, _ in usable}) < _DISTINCT:
-        return None
-    ratios = [b / a for a, b in usable]
-    return ratios[0] if min(ratios) > 0 and max(ratios) <= min(ratios) * _SPREAD else None

@@ -18,10 +18,11 @@ from penstock.base.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
-from penstock.runtime.consensus import GradientScale, require_graph, require_same_number
+from penstock.runtime.consensus import require_graph, require_same_number
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
 from penstock.runtime.gather_trace import gather_trace, measured_trace
+from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.health.hang import HangDetector, Timeout, Watchdog
 from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
@@ -158,26 +159,22 @@ class Engine:
             raise self._world.collectives.connection_error(f"call {call}", error) from error
 
     def run_step(
-        self,
-        options: StepOptions,
-        split: Callable[[], LocalBatch],
-        check: Callable[[LocalBatch], None] | None = None,
-        probe: Probe | None = None,
+        self, options: StepOptions, batch: LocalBatch | Exception, probe: Probe | None = None
     ) -> list[Work]:
         """Run one step on this process's ranks, and return their work with its results.
 
         Args:
-            check: function of the share, called once all ranks have done the step (default None).
+            batch: this pipeline's share of the batch; or why this process has none, which the others are told.
             probe: ``probe(rank, op, run)`` returns what runs in place of ``run()``; the step is then of forwards of the
                 first microbatches of the one before, and leaves its trace (default None).
         """
-        trains = options.trains
+        trains, call = options.trains, options.call.value
         if self._status == "stepping":
             raise PenstockError(
-                f"Pipeline.{options.call} was called while a step of the same pipeline is under way, by a layer, a hook, "
+                f"Pipeline.{call} was called while a step of the same pipeline is under way, by a layer, a hook, "
                 "the loss function or another thread; call it between two steps"
             )
-        with self.calling(f"pipe.{options.call}()"):
+        with self.calling(f"pipe.{call}()"):
             # 1. May a step run, and are the copies of modules and parameters the same?
             self._require_idle(trains)
             self._copies.sync_parameters()
@@ -185,35 +182,18 @@ class Engine:
             self._step += probe is None
             self._status = "stepping"
             executors: Sequence[Executor] = ()
-            works: list[Work] = []
             try:
                 with self._timeout_of_step(trains or options.probes):
-                    self._copies.before_step(trains, partial(self.wait_for_parameters, whole=False))
-                    # 2. The program for this number of microbatches, the batch, and each rank's share of the work.
-                    try:
-                        self._require_same_number(options.microbatches)
-                        with self._lending.in_place():
-                            executors = (
-                                self._prepare(trains, options.microbatches)
-                                if probe is None
-                                else self._prepare_probe(probe, options.microbatches)
-                            )
-                        self.take_written_parameters()
-                        batch = split()
-                    except Exception as error:
-                        if self._world is not None:  # the others wait for this rank's messages
-                            for executor in executors or self._prepare(trains, self._first):
-                                executor.refuse(self._step, error, trains and options.reduces)
-                        raise
+                    self._copies.before_step(trains, self.shards)
+                    # 2. The program for this number of microbatches, and each rank's share of the work.
+                    executors = self._executors_for(options, batch, probe)
+                    assert isinstance(batch, LocalBatch), "an error was raised"
                     works = [Work(batch=batch, options=options) for _ in self.local_ranks]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
                     with self._lending.in_place():
                         self._run_ranks(executors, works)
                     # 4. What the step did to buffers reaches all copies.
                     self._copies.after_step(trains)
-                    if check is not None:
-                        self.wait_for_parameters(whole=True)  # it reads those of all processes
-                        check(batch)
             except BaseException:
                 if trains and self._rank_threads is not None:
                     self._late.note(executors, self._rank_threads.at_work)
@@ -230,6 +210,29 @@ class Engine:
             if probe is None:
                 self._traced = executors
             return works
+
+    def _executors_for(
+        self, options: StepOptions, batch: LocalBatch | Exception, probe: Probe | None
+    ) -> list[Executor]:
+        """Return the executors of a step, or raise why this process cannot run it, and tell the others, who wait for it."""
+        executors: list[Executor] = []
+        try:
+            self._require_same_number(options.microbatches)
+            with self._lending.in_place():
+                executors = (
+                    self._prepare(options.trains, options.microbatches)
+                    if probe is None
+                    else self._prepare_probe(probe, options.microbatches)
+                )
+            self.take_written_parameters()
+            if isinstance(batch, Exception):
+                raise batch
+        except Exception as error:
+            if self._world is not None:
+                for executor in executors or self._prepare(options.trains, self._first):
+                    executor.refuse(self._step, error, options.trains and options.reduces)
+            raise
+        return executors
 
     def _require_idle(self, trains: bool) -> None:
         if self._rank_threads is not None:
@@ -495,8 +498,8 @@ def _changed_gradients(executor: Executor, row: int) -> bool:
     progress, program = executor.progress, executor.program
     last = progress[ROW]
     if last == END:
-        if executor.shared is not None:
-            return True  # the step's end sums gradients over ranks
+        if executor.sums_at_the_end:
+            return True
         stop = program.schedule.rows(executor.rank).stop
     else:
         stop = (

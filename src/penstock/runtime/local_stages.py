@@ -17,11 +17,12 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.replica_checks import bytes_of, digest
 from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.experts import TensorRanks, divide_experts, find_experts, undo_division
+from penstock.parallel.participant import Participant
 from penstock.parallel.tensor import tensor_parallel
-from penstock.runtime.consensus import GradientScale
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
+from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.model.divided_samples import (
     DividedLoss,
     asks_for_positions,
@@ -31,8 +32,9 @@ from penstock.runtime.model.divided_samples import (
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.weights.fully_sharded import FullyShardedLayers
 from penstock.runtime.weights.lending import Lending
-from penstock.runtime.weights.replicas import ReplicaReduction
+from penstock.runtime.weights.replicas import BucketReduction, ReplicaReduction
 from penstock.runtime.weights.resident import ResidentReduction, require_divisible
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
@@ -263,24 +265,26 @@ class LocalStages:
             require_divisible(self._of_rank(world.rank).values(), whole, self._options.sharding)
         if self.replica_reduction is not None:
             self.replica_reduction.detach()
+        modules, options = self._of_rank(world.rank), self._options
         shared = {group.number: group.parameters for group in self.shared_groups[world.rank]}
         exchange = partial(world.gather, over="dp and tp", action="end the step on all replicas")
-        modules, options = self._of_rank(world.rank), self._options
-        if resident and reducer is not None:
+        if reducer is None or not any(True for module in modules.values() for _ in module.parameters()):
+            self.replica_reduction = ReplicaReduction(exchange, modules, shared)
+        elif resident:
             self.replica_reduction = ResidentReduction(
                 reducer, exchange, modules, shared, options.bucket_bytes, options.sharding
             )
-            return
-        self.replica_reduction = ReplicaReduction(
-            reducer,
-            exchange,
-            modules,
-            shared,
-            options.bucket_bytes,
-            zero,
-            whole=whole,
-            expert_reducer=world.expert_replicas(),
-        )
+        else:
+            self.replica_reduction = BucketReduction(
+                reducer,
+                exchange,
+                modules,
+                shared,
+                options.bucket_bytes,
+                zero,
+                whole=whole,
+                expert_reducer=world.expert_replicas(),
+            )
 
     @cached_property
     def stages_by_number(self) -> dict[int, Stage]:
@@ -320,22 +324,19 @@ class LocalStages:
                 program, residency=make_residency(program.schedule, self.replica_reduction.sharding)
             )
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
-        shared = None
+        # See `Executor` for the reasons of the order.
+        around: list[Participant] = [] if scale is None or not trains else [scale]
+        around += [] if self.replica_reduction is None else [self.replica_reduction]
+        within: list[Participant] = []
         if trains and self.shared_groups[rank] and channel is not None:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
-            shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
-        return Executor(
-            program,
-            rank,
-            stages,
-            channel,
-            shared=shared,
-            replica_reduction=self.replica_reduction,
-            fixed=fixed,
-            scale=scale,
-            exchange=self.exchange,
-        )
+            within.append(SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory))
+        within += [] if self.exchange is None else [self.exchange]
+        sharded = FullyShardedLayers(stages.values())
+        within += [sharded] if sharded.layers else []
+        within += [] if fixed is None else [fixed]
+        return Executor(program, rank, stages, channel, around, within)
 
 
 def build_modules(

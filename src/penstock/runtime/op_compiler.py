@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from penstock.parallel.participant import Collective, CollectiveKind, Participant, overrides
 from penstock.runtime.batch.work import Work
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.fully_sharded import FullyShardedLayers
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.compute.runner import LossInputs, LossReport, Messages
@@ -28,29 +28,6 @@ _Receive = Callable[[], Message]
 _Send = Callable[[Message], None]
 _ReceiveAll = Callable[[], Messages]
 _SendAll = Callable[[Messages], None]
-
-
-class Gradients(Protocol):
-    """Gradients that are reduced once a stage's are complete."""
-
-    def complete(self, stage: int) -> None:
-        """Mark this rank's gradients of a stage as complete."""
-
-
-class Weights(Gradients, Protocol):
-    """Weights that are gathered before ops read them, and dropped after."""
-
-    def unshard(self, stage: int) -> None:
-        """Start to gather a stage's weights."""
-
-    def wait(self, stage: int) -> None:
-        """Wait for a stage's weights."""
-
-    def reshard(self, stage: int) -> None:
-        """Drop a stage's weights."""
-
-    def settle(self) -> None:
-        """Wait for the reductions so far, and drop what they have summed."""
 
 
 @dataclass
@@ -125,6 +102,12 @@ class BackwardKinds(NamedTuple):
         )
 
 
+def collectives_of(program: Program, rank: int) -> list[Collective]:
+    """Return the gathers and reductions of one rank's step, in their order."""
+    names: dict[Action, CollectiveKind] = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
+    return [(names[line.action], line.number) for line in program.instructions(rank) if line.action in names]
+
+
 class OpCompiler:
     """Compiler of one rank's instructions into ops."""
 
@@ -137,15 +120,13 @@ class OpCompiler:
         *,
         state: StepState,
         records: OpRecords,
-        gradients: Sequence[Gradients],
-        weights: Weights | None = None,
+        participants: Sequence[Participant],
         trains: bool,
     ) -> None:
         self._program, self._rank = program, rank
         self._stages, self._channel = stages, channel
         self._state, self._records = state, records
-        self._gradients, self._weights, self._trains = gradients, weights, trains
-        self.sharded_layers = FullyShardedLayers(stages.values())
+        self._participants, self._trains = participants, trains
         self._first_row = program.schedule.rows(rank).start
         self._last_stage = program.schedule.stages - 1
         self._backwards = BackwardKinds.of(program, rank)
@@ -186,18 +167,16 @@ class OpCompiler:
                 case Action.SEND | Action.HAND:
                     sends.setdefault(line.row, []).append(self._compile_send(line))
                 case Action.REDUCE:
-                    after += [
-                        partial(each.complete, line.number)
-                        for each in self._gradients
-                        if each is self._weights or line is last[line.number]
-                    ]
+                    if line is last[line.number]:
+                        after += self._calls("complete", line.number)
+                    after += self._calls("reduce", line.number)
                     # It runs beside the next op, and then its memory is given back.
-                    later[:] = [] if self._weights is None else [self._weights.settle]
-                case Action.UNSHARD if self._weights is not None:
+                    later[:] = self._calls("settle")
+                case Action.UNSHARD:
                     close()
-                    before.append(partial(self._weights.unshard, line.number))
-                case Action.RESHARD if self._weights is not None:
-                    after.append(partial(self._weights.reshard, line.number))
+                    before += self._calls("unshard", line.number)
+                case Action.RESHARD:
+                    after += self._calls("reshard", line.number)
         close()
         return ops
 
@@ -209,14 +188,17 @@ class OpCompiler:
     ) -> list[Callable[[], None]]:
         rows = range(run.row, run.row + run.number)
         calls = [self._compile_op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
-        for stage in self.sharded_layers.layers:
-            if self._program.last_gradient_rows.get((self._rank, stage)) in rows:
-                calls = [partial(self.sharded_layers.reduce, stage, partial(_call_all, calls))]
-        if self._weights is None:
-            return calls
+        last_backwards = overrides(self._participants, "last_backward")
+        for index, stage in self._stages.items() if last_backwards else ():
+            if self._program.last_gradient_rows.get((self._rank, index)) in rows:
+                for last_backward in last_backwards:
+                    calls = [last_backward(stage, partial(_call_all, calls))]
         # A forward waits layer by layer, in the stage's module.
         read = [op.stage for op in map(self._program.schedule.op, rows) if op.kind not in (Kind.F, Kind.W)]
-        return [*(partial(self._weights.wait, stage) for stage in read), *calls]
+        return [*(call for stage in read for call in self._calls("before", stage)), *calls]
+
+    def _calls(self, method: str, *args: int) -> list[Callable[[], None]]:
+        return [partial(bound, *args) for bound in overrides(self._participants, method)]
 
     def _compile_receive(self, line: Instruction) -> _Receive:
         tag, peer = self._program.tag(line.row, line.route), line.peer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -29,8 +29,9 @@ from penstock.runtime.batch.splitter import (
     require_reduction,
 )
 from penstock.runtime.batch.tokens import join_tokens
-from penstock.runtime.batch.work import Ends, LocalBatch, StepOptions, StepResult, Work, step_result
-from penstock.runtime.engine import Engine, Probe
+from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
+from penstock.runtime.engine import Engine
+from penstock.runtime.first_step import FirstStep
 from penstock.runtime.health.hang import Timeout, require_timeout
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.model.first_step import FirstStepCheck
@@ -290,30 +291,39 @@ class Pipeline(PipelineModel):
         self._local.check_divided_loss(self._splitter.weight)
         self._positions_unknown = cp > 1
         self._container = given.container
-        self._first_step: FirstStepCheck | None = None
+        of_layers, of_rows = None, None
         if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
-            of_layer = [s for s, layers in enumerate(layers_of_stages) for _ in layers]
-            checker = self.schedule.placement.holders[-1][0]
-            self._first_step = FirstStepCheck(
+            of_layers = FirstStepCheck(
                 given.layers,
                 loss_fn,
-                stages=of_layer,
+                stages=[s for s, layers in enumerate(layers_of_stages) for _ in layers],
                 parameters=parameters,
                 world=self.world,
-                checker=checker,
+                checker=self.schedule.placement.holders[-1][0],
                 autocast=autocast,
             )
-        self._rows: RowCheck | None = None
         if execution.check_split:
             dtypes = [autocast, *(p.dtype for m in self._local.modules.values() for p in m.parameters())]
-            self._rows = RowCheck(
+            of_rows = RowCheck(
                 self._local.modules,
                 loss_fn,
                 world=self.world,
                 reduction=self.reduction,
                 itemsize=min([4, *(d.itemsize for d in dtypes if d is not None and d.is_floating_point)]),
             )
-        self._memory = execution.memory
+        self._first_step = FirstStep(
+            self._engine,
+            self._local,
+            self._splitter,
+            random=self._random,
+            loss_fn=loss_fn,
+            names=self.layers[0].batch,
+            without_gradients=self._without_gradients,
+            layers=of_layers,
+            rows=of_rows,
+            memory=execution.memory,
+            replicas=self.replicas,
+        )
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         # Last, since it takes the values of what this process does not hold.
         super().__init__(parameters, self._engine, given.module, self.world, others)
@@ -361,8 +371,9 @@ class Pipeline(PipelineModel):
             WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs.
             CallOrderError, ReplicaError: if ranks run different calls, or copies differ.
         """
-        run = partial(self._run, "step", x, y, named, microbatches)
-        return self._result(run(outputs=outputs, input_grads=input_grads))
+        return self._result(
+            self._run(Call.STEP, x, y, named, microbatches, outputs=outputs, input_grads=input_grads)
+        )
 
     def evaluate(
         self,
@@ -378,8 +389,7 @@ class Pipeline(PipelineModel):
 
         `x`, `y`, `outputs`, `microbatches` and `named` are those of `step`; without `y` there is no loss.
         """
-        run = partial(self._run, "evaluate", x, y, named, microbatches, outputs=outputs)
-        return self._result(self._without_gradients(run))
+        return self._result(self._run(Call.EVALUATE, x, y, named, microbatches, outputs=outputs))
 
     def log_probs(
         self, x: object = None, y: object = None, /, *, microbatches: int | None = None, **named: object
@@ -409,7 +419,7 @@ class Pipeline(PipelineModel):
                 for a causal model.
             PenstockError: if the last layer has no head, or a step is under way; and what `step` raises.
         """
-        works = self._without_gradients(partial(self._run, "log_probs", x, y, named, microbatches))
+        works = self._run(Call.LOG_PROBS, x, y, named, microbatches)
         found = {n: rows for work in works for n, rows in work.losses.total.items()}
         return torch.cat([found[n] for n in sorted(found)]).to(self.device)
 
@@ -530,20 +540,9 @@ class Pipeline(PipelineModel):
         if self._engine.closed:
             raise PenstockError("this pipeline is closed; build a new one")
 
-    def _without_gradients(self, run: Callable[[], list[Work]]) -> list[Work]:
-        self._require_open()
-        self.wait()
-        self._engine.sync_modules()
-        try:
-            with evaluating(self.stage_modules(), self._loss_fn):
-                return run()
-        finally:
-            # With the modes that they have again, or copies would not follow a change to evaluation mode.
-            self._engine.record_modules()
-
     def _run(
         self,
-        call: str,
+        call: Call,
         x: object,
         y: object,
         named: Mapping[str, object],
@@ -553,9 +552,6 @@ class Pipeline(PipelineModel):
         input_grads: bool = False,
     ) -> list[Work]:
         self._require_open()
-        trains, log_probs = call == "step", call == "log_probs"
-        if trains and self.shards is not None:
-            self.shards.require_used()
         for name, value in (("outputs", outputs), ("input_grads", input_grads)):
             if not isinstance(value, bool):
                 raise ConfigError(
@@ -564,49 +560,26 @@ class Pipeline(PipelineModel):
                 )
         scaler = self.scaler
         options = StepOptions(
+            call=call,
             microbatches=self.microbatches if microbatches is None else microbatches,
-            trains=trains,
-            log_probs=log_probs,
             outputs=outputs,
             input_grads=input_grads,
             # A scaler looks for NaN and infinity itself, and skips the update.
             check_finite=self.execution.check_finite and scaler is None,
             number=self.steps,
             reduces=self.reduce_gradients or self.parallel.sharding.comes_and_goes,
-            loss_scale=scaler.scale if scaler is not None and trains else 1.0,
+            loss_scale=scaler.scale if scaler is not None and call is Call.STEP else 1.0,
         )
-
-        def split() -> LocalBatch:
-            self._container.require_unchanged()
-            if trains and options.microbatches != self.microbatches and self.execution.memory is not None:
-                raise ConfigError(
-                    f"microbatches={options.microbatches}, but recompute='auto' chooses the layers for the "
-                    f"{self.microbatches} of the pipeline; give recompute='full' or a number"
-                )
-            given, names = None if log_probs else y, self.layers[0].batch
-            inputs, target, others = arguments_of(names, self._loss_fn, x, given, named)
-            if log_probs:
-                own_loss = None if names is None or names.loss is None else names.loss[0]
-                target = classes_of(inputs, y, target, self._loss_fn, own_loss)
-            if trains:
-                self._parameters.require_same()
-                without_grads = [] if input_grads else [("x", inputs)]
-                require_no_graph([*without_grads, ("y", target), *others.items()])
-            return self._splitter.split(inputs, target, others, options)
-
-        check = None if self._first_step is None or not trains else self._first_step.run
-        with self._random.watching():
-            works = self._engine.run_step(options, split, check)
-        if trains:
-            self._first_step = None
-            # One microbatch for all processes is the whole batch.
-            if self._rows is not None and (options.microbatches > 1 or self.replicas > 1):
-                self._check_rows(self._rows, x, y, named, works[0].batch, options)
-                self._rows = None
-        self.steps += trains
-        if trains and self._memory is not None:
-            memory, self._memory = self._memory, None
-            self._engine.choose_recompute(memory)
+        if options.trains and self.shards is not None:
+            self.shards.require_used()
+        with nullcontext() if options.trains else self._without_gradients():
+            batch = self._cut(x, y, named, options)
+            with self._random.watching():
+                works = self._engine.run_step(options, batch)
+        if options.trains:
+            if not self._first_step.done:
+                self._first_step.after(x, y, named, works[0])
+            self.steps += 1
         part = None if self.world is None else self.world.sample_part
         if part is not None:
             if self._positions_unknown:
@@ -615,31 +588,44 @@ class Pipeline(PipelineModel):
             join_tokens(works, part, self.replicas // part.parts, self.reduction == "sum")
         return works
 
-    def _check_rows(
-        self,
-        check: RowCheck,
-        x: object,
-        y: object,
-        named: Mapping[str, object],
-        batch: LocalBatch,
-        options: StepOptions,
-    ) -> None:
-        inputs, target, others = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
+    def _cut(
+        self, x: object, y: object, named: Mapping[str, object], options: StepOptions
+    ) -> LocalBatch | Exception:
+        """Return this pipeline's share of a batch, or why there is none; the engine tells the other ranks."""
+        try:
+            self._container.require_unchanged()
+            if (
+                options.trains
+                and options.microbatches != self.microbatches
+                and self.execution.memory is not None
+            ):
+                raise ConfigError(
+                    f"microbatches={options.microbatches}, but recompute='auto' chooses the layers for the "
+                    f"{self.microbatches} of the pipeline; give recompute='full' or a number"
+                )
+            given, names = None if options.log_probs else y, self.layers[0].batch
+            inputs, target, others = arguments_of(names, self._loss_fn, x, given, named)
+            if options.log_probs:
+                own_loss = None if names is None or names.loss is None else names.loss[0]
+                target = classes_of(inputs, y, target, self._loss_fn, own_loss)
+            if options.trains:
+                self._parameters.require_same()
+                without_grads = [] if options.input_grads else [("x", inputs)]
+                require_no_graph([*without_grads, ("y", target), *others.items()])
+            return self._splitter.split(inputs, target, others, options)
+        except Exception as error:
+            return error
 
-        def forwards(part: LocalBatch, probe: Probe) -> list[Work]:
-            given = StepOptions(
-                microbatches=len(part.weights), trains=False, number=options.number, probes=True
-            )
-            with self._random.watching():
-                return self._engine.run_step(given, lambda: part, probe=probe)
-
-        def run() -> list[Work]:
-            together = self._splitter.split_together(inputs, target, others, batch)
-            check.run(together, forwards, self._splitter.warned_of_counts)
-            return []
-
-        with self._local.records_kept():
-            self._without_gradients(run)
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        self.wait()
+        self._engine.sync_modules()
+        try:
+            with evaluating(self.stage_modules(), self._loss_fn):
+                yield
+        finally:
+            # With the modes that they have again, or copies would not follow a change to evaluation mode.
+            self._engine.record_modules()
 
     def _result(self, works: list[Work]) -> StepResult:
         holders = self.schedule.placement.holders

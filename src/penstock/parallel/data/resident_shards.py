@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,7 @@ from penstock.parallel.data.replica_checks import StepReport
 from penstock.parallel.data.shard_slice import ShardSlice
 from penstock.parallel.data.shards import ShardedParameter, Shards, take_back
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
-
-CollectiveKind = Literal["unshard", "reduce"]
-Collective = tuple[CollectiveKind, int]
-"""A collective of a step, and its stage."""
+from penstock.parallel.participant import Collective, CollectiveKind
 
 
 class StageBucket:

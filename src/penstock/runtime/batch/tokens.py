@@ -12,8 +12,8 @@ from torch.utils import _pytree
 
 from penstock.base.errors import BatchError
 from penstock.parallel.context import SequencePart
+from penstock.parallel.participant import Losses
 from penstock.runtime.batch.work import Work
-from penstock.runtime.consensus import Losses
 from penstock.stage.microbatches import Microbatches
 from penstock.stage.values import leaves_of
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.runtime.consensus import Losses
+from penstock.parallel.participant import Losses
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share
+
+
+class Call(Enum):
+    """Call of `Pipeline` that runs a step, by its method's name."""
+
+    STEP = "step"
+    EVALUATE = "evaluate"
+    LOG_PROBS = "log_probs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +31,11 @@ class StepOptions:
 
     Attributes:
         number: training steps done before it.
-        probes: whether it is a part of the check that the first training step ends with.
+        probes: whether it is a part of the check that the first training step ends with, which has forwards only.
     """
 
+    call: Call = Call.STEP
     microbatches: int = 1
-    trains: bool = True
-    log_probs: bool = False
     outputs: bool = False
     input_grads: bool = False
     check_finite: bool = True
@@ -37,9 +45,14 @@ class StepOptions:
     probes: bool = False
 
     @property
-    def call(self) -> str:
-        """Name of the method of `Pipeline` that runs the step."""
-        return "step" if self.trains or self.probes else "log_probs" if self.log_probs else "evaluate"
+    def trains(self) -> bool:
+        """True if the step computes gradients."""
+        return self.call is Call.STEP and not self.probes
+
+    @property
+    def log_probs(self) -> bool:
+        """True if the step computes log probabilities of classes in place of losses."""
+        return self.call is Call.LOG_PROBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +267,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
             "outputs",
             by_id,
             asked=options.outputs,
-            call=options.call,
+            call=options.call.value,
             local=ends.local,
             end="last",
             ranks=ends.last,
@@ -263,7 +276,7 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
             "input_grads",
             leaves,
             asked=options.input_grads,
-            call=options.call,
+            call=options.call.value,
             local=ends.local,
             end="first",
             ranks=ends.first,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ReplicaError
+from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import gradient_dtype, is_sharded
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
 from penstock.runtime.copies.fixed import require_no_late_hook, whole_model_modules
@@ -137,7 +138,7 @@ class Copies:
             self._local_stages.separate.record()
         self._module_copies.record()
 
-    def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
+    def before_step(self, trains: bool, shards: Shards | None) -> None:
         """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it."""
         self.sync_modules()
         if self._buffers is not None:
@@ -147,8 +148,8 @@ class Copies:
         # The first step is due, too: copies may differ from the start.
         due = self._check_every > 0 and self._trained % self._check_every == 0
         self._trained += 1
-        if due:
-            wait_for_parameters()
+        if due and shards is not None:
+            shards.wait_all()
         if due and self._check is not None:
             self._check.run()
         elif due and self._world is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, ReplicaError
 from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.participant import Participant, Step
 from penstock.parallel.tensor import sums_gradients
 from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
@@ -28,7 +29,7 @@ def whole_model_modules(stages: Iterable[StageModule]) -> Iterator[tuple[str, nn
                 yield whole_name(layer, inner) if inner else layer, submodule
 
 
-class FixedModules:
+class FixedModules(Participant):
     """Modules and parameters of stages, as they were when the pipeline was built."""
 
     def __init__(self, stages: Iterable[StageModule], tied: Iterable[str] = ()) -> None:
@@ -45,6 +46,9 @@ class FixedModules:
             for inner, p in module._parameters.items()
             if p is not None and (name := f"{prefix}.{inner}") in names
         ]
+
+    def begin(self, step: Step) -> None:
+        self.check(step.trains)
 
     def check(self, trains: bool) -> None:
         """Check the modules before a step, and before a training step the hooks, too."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, SplitError, StageError, first_line
 from penstock.parallel.dtensor import local
+from penstock.parallel.participant import Losses
 from penstock.runtime.batch.work import LocalBatch, Work
-from penstock.runtime.consensus import Losses
 from penstock.runtime.engine import Probe
 from penstock.runtime.local_stages import Modules
 from penstock.runtime.model.loss_reach import modules_called, parts_of

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import compress
 from typing import Any
 
 from penstock.base.errors import PenstockError
+from penstock.parallel.participant import Participant, Step, StepFailure
 from penstock.stage.compute.stage import Stage
 
 
-class FullyShardedLayers:
+class FullyShardedLayers(Participant):
     """(Name in the whole model, layer) pairs of one rank's layers that ``fully_shard`` sharded, by stage.
 
     In a step, weights stay gathered until a stage's last backward, which reduces; between steps torch's defaults hold.
@@ -28,7 +30,27 @@ class FullyShardedLayers:
                     self.layers.setdefault(stage, []).append(pair)
         self._all = [layer for pairs in self.layers.values() for _, layer in pairs]
 
-    def set(self, in_step: bool) -> None:
+    def begin(self, step: Step) -> None:
+        self._set(in_step=True)
+
+    def last_backward(self, stage: Stage, backward: Callable[[], None]) -> Callable[[], None]:
+        """Have torch reduce a stage's gradients in its last backward, and drop the weights."""
+        return partial(self._reduce, stage.index, backward) if stage.index in self.layers else backward
+
+    def finish(self) -> None:
+        self._set(in_step=False)
+
+    def abandon(self, failure: StepFailure) -> None:
+        """Drop gathered weights, and gradients that were not reduced."""
+        for layer in self._all:
+            for record in _with_sums(layer):
+                record.unsharded_accumulated_grad = record._unsharded_param.grad = None
+            # Torch is still inside the call that failed. The outermost layer, if it has run, resets that in newer versions.
+            if layer._get_fsdp_state()._is_root and hasattr(layer, "reset_iter_state"):
+                layer.reset_iter_state()
+        self._set(in_step=False)
+
+    def _set(self, in_step: bool) -> None:
         """Drop all gathered weights, and begin or end a step or an evaluation."""
         for layer in self._all:
             layer.set_reshard_after_forward(not in_step, recurse=False)
@@ -37,8 +59,7 @@ class FullyShardedLayers:
             layer.set_reshard_after_backward(not in_step, recurse=False)
             layer.set_requires_gradient_sync(not in_step, recurse=False)
 
-    def reduce(self, stage: int, backward: Callable[[], None]) -> None:
-        """Run a stage's last backward of the step, have torch reduce the gradients in it, and drop the weights."""
+    def _reduce(self, stage: int, backward: Callable[[], None]) -> None:
         for _, layer in self.layers[stage]:
             layer.set_requires_gradient_sync(True, recurse=False)
         backward()
@@ -49,16 +70,6 @@ class FullyShardedLayers:
                     "reduce its gradients; give the last microbatch samples that use it"
                 )
             layer.reshard()
-
-    def abandon(self) -> None:
-        """End a failed step: drop gathered weights, and gradients that were not reduced."""
-        for layer in self._all:
-            for record in _with_sums(layer):
-                record.unsharded_accumulated_grad = record._unsharded_param.grad = None
-            # Torch is still inside the call that failed. The outermost layer, if it has run, resets that in newer versions.
-            if layer._get_fsdp_state()._is_root and hasattr(layer, "reset_iter_state"):
-                layer.reset_iter_state()
-        self.set(in_step=False)
 
 
 def _with_sums(layer: Any) -> list[Any]:

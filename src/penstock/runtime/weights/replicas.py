@@ -10,7 +10,7 @@ are made again, once, in that order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.resident_shards import Collective
 from penstock.parallel.data.shards import OptimizerShards, Shards
 from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
-from penstock.runtime.consensus import Losses, Refusal, require_same_number
+from penstock.parallel.participant import Losses, Outcome, Participant, Step, StepFailure
+from penstock.runtime.consensus import require_same_number
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses
 
@@ -33,8 +33,8 @@ _UNKNOWN = 1 << 60
 Exchange = Callable[[Any], list[Any]]
 
 
-class ReplicaReduction:
-    """One rank's end of the reduction over replicas.
+class ReplicaReduction(Participant):
+    """The replicas of one rank in a step: they agree on its outcome.
 
     Args:
         exchange: function that takes this process's value and returns the values of the processes with the same rank in
@@ -42,43 +42,28 @@ class ReplicaReduction:
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             the other ranks' (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
-        whole: parameters that one replica updates as a whole, with `zero`.
-        expert_reducer: communicator of the processes with the same experts, if they are divided; None if there is one
-            process for each, whose gradients are then complete.
+
+    Attributes:
+        shards: shards of the parameters, if the replicas divide the update.
     """
 
     def __init__(
         self,
-        reducer: GroupReducer | None,
         exchange: Exchange,
         modules: Mapping[int, StageModule],
         shared: Mapping[int, Sequence[nn.Parameter]],
-        bucket_bytes: int,
-        zero: bool = False,
-        *,
-        whole: Collection[nn.Parameter] = (),
-        expert_reducer: GroupReducer | None = None,
     ) -> None:
         self.exchange = exchange
-        self._expert_reducer = expert_reducer
-        self.buckets: GradientBuckets | None = None
         self.shards: Shards | None = None
         self._modules = modules
-        self._reductions = 0
         self._groups: dict[Tensor, Hashable] = {
             p: ("shared", number) for number, parameters in shared.items() for p in parameters
         }
         self._index_stages()
-        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
-        self._dtensors = [p for _, p in named.values() if is_dtensor(p)]
-        if reducer is not None and named:
-            self._make_buckets(reducer, named.values(), bucket_bytes, zero, whole)
-        self._expected: dict[Tensor, int] = {}
-        self._counts: dict[int, dict[Tensor, int]] = {}  # `_expected` by number of microbatches
-        self._varying: set[Tensor] = set()
-        self._incomplete: dict[int, set[int]] = {}
-        self._entries: dict[int, BucketEntry] = {}
-        self._reduces = False
+        self._dtensors = [p for _, p in self._named() if is_dtensor(p)]
+        self._step: Step | None = None
+        self._reducing = False  # the others wait for reductions of the step
+        self._waited_for = False  # they wait for this one in `agree`
 
     def _index_stages(self) -> None:
         """Index the parameters by stage, without shared ones, and the stages by parameter."""
@@ -89,6 +74,127 @@ class ReplicaReduction:
             for p in module.parameters():
                 self._stages_of.setdefault(id(p), set()).add(s)
 
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) pairs in the order of the stages, each parameter once."""
+        modules = (self._modules[s] for s in sorted(self._modules))
+        named = {id(p): (name, p) for module in modules for name, p in module.whole_model_parameters()}
+        return list(named.values())
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the longest wait for the other replicas in seconds."""
+
+    def detach(self, wait: bool = True) -> None:
+        """Remove what was put on the modules.
+
+        Args:
+            wait: whether to wait for transfers under way (default True). Give False after a failure, when other processes
+                may never send theirs.
+        """
+        if self.shards is not None and wait:
+            self.shards.gather_all()
+        for module in self._modules.values():
+            module.before, module.released = [], None
+
+    def begin(self, step: Step) -> None:
+        self._step = step
+        # While ops run that reduce gradients, the reduction tells the others of an error.
+        self._waited_for = not (step.trains and step.reduces)
+
+    def finish(self) -> None:
+        """End the reductions, once all gradients of the rank are complete."""
+        assert self._step is not None, "begun"
+        if self._step.trains:
+            self._finish()
+        self._reducing, self._waited_for = False, True
+
+    def _finish(self) -> None:
+        for parameter in self._dtensors:
+            redistribute_grad(parameter)
+
+    def agree(self, outcome: Outcome) -> None:
+        """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
+        assert self._step is not None, "begun"
+        losses = outcome.losses
+        self._waited_for = False
+        rows = self.exchange(
+            (
+                {n: loss.cpu() for n, loss in losses.total.items()},
+                {n: {k: v.cpu() for k, v in part.items()} for n, part in losses.parts.items()},
+                losses.weights,
+                outcome.refusal,
+                outcome.flags,
+                self._step.microbatches,
+            )
+        )
+        if told := [row for row in rows if isinstance(row, str)]:
+            raise PeerError(f"another replica failed: {told[0]}")
+        require_same_number(row[-1] for row in rows)
+        outcome.losses = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
+        for total, parts, weights, _, flags, _ in rows:
+            outcome.losses.update(Losses(total, parts, weights))
+            outcome.flags |= flags
+        refusals = [refused for *_, refused, _, _ in rows if refused is not None]
+        outcome.refusal = min(refusals, default=None)
+
+    def abandon(self, failure: StepFailure) -> None:
+        """End the step, and tell the processes with the same rank in the other replicas, which all wait for this one."""
+        error = failure.error
+        reducing, self._reducing = self._reducing, False
+        waited_for, self._waited_for = self._waited_for, False
+        # An interrupt does not wait for the others; nor does what is refused because they are in another call.
+        if not isinstance(error, Exception) or (failure.told and not failure.ran):
+            if reducing:
+                self._reset()
+            return
+        if reducing:
+            # Buckets do not pass on transport errors, which all replicas see for themselves. This one comes from the
+            # pipeline's own channel, which the other replicas do not see.
+            self._abandon(PenstockError(str(error)) if isinstance(error, TransportError) else error)
+        if waited_for and not failure.told:
+            report = failure.report
+            with contextlib.suppress(TransportError, CallOrderError):
+                self.exchange(f"{type(report).__name__}: {report}")
+
+    def _abandon(self, error: Exception) -> None:
+        """Do what the others still wait for in the step, and tell them of an error."""
+
+    def _reset(self) -> None:
+        """End the step on this replica only."""
+
+
+class BucketReduction(ReplicaReduction):
+    """`ReplicaReduction` whose gradients are summed in buckets.
+
+    Args:
+        whole: parameters that one replica updates as a whole, with `zero`.
+        expert_reducer: communicator of the processes with the same experts, if they are divided; None if there is one
+            process for each, whose gradients are then complete.
+    """
+
+    def __init__(
+        self,
+        reducer: GroupReducer,
+        exchange: Exchange,
+        modules: Mapping[int, StageModule],
+        shared: Mapping[int, Sequence[nn.Parameter]],
+        bucket_bytes: int,
+        zero: bool = False,
+        *,
+        whole: Collection[nn.Parameter] = (),
+        expert_reducer: GroupReducer | None = None,
+    ) -> None:
+        super().__init__(exchange, modules, shared)
+        self._expert_reducer = expert_reducer
+        self._reductions = 0
+        self.buckets = self._make_buckets(reducer, self._named(), bucket_bytes, zero, whole)
+        self.buckets.attach()
+        self._accumulating = contextlib.ExitStack()
+        self._expected: dict[Tensor, int] = {}
+        self._counts: dict[int, dict[Tensor, int]] = {}  # `_expected` by number of microbatches
+        self._varying: set[Tensor] = set()
+        self._incomplete: dict[int, set[int]] = {}
+        self._entries: dict[int, BucketEntry] = {}
+
     def _make_buckets(
         self,
         reducer: GroupReducer,
@@ -96,7 +202,7 @@ class ReplicaReduction:
         size: int,
         zero: bool,
         whole: Collection[nn.Parameter],
-    ) -> None:
+    ) -> GradientBuckets:
         options: dict[str, Any] = {
             "bucket_bytes": size,
             "first_bucket_bytes": size if self._groups else min(size, FIRST_BUCKET_BYTES),
@@ -109,67 +215,32 @@ class ReplicaReduction:
             options["reducers"] = dict.fromkeys(experts, self._expert_reducer)
         if zero:
             self.shards = shards = OptimizerShards(named, reducer, whole=whole, **options)
-            self.buckets = shards.buckets
             for module in self._modules.values():
                 module.before = [shards.waiter(layer.parameters()) for layer in module.layers]
-        else:
-            self.buckets = GradientBuckets(named, reducer, **options)
-        self.buckets.attach()
+            return shards.buckets
+        return GradientBuckets(named, reducer, **options)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest wait for the other replicas in seconds."""
-        if self.buckets is not None:
-            self.buckets.set_timeout(seconds)
+        self.buckets.set_timeout(seconds)
 
     def detach(self, wait: bool = True) -> None:
-        """Remove the hooks from the parameters.
+        self.buckets.detach()
+        super().detach(wait)
 
-        Args:
-            wait: whether to wait for transfers under way (default True). Give False after a failure, when other processes
-                may never send theirs.
-        """
-        if self.buckets is not None:
-            self.buckets.detach()
-        if self.shards is not None and wait:
-            self.shards.gather_all()
-        for module in self._modules.values():
-            module.before, module.released = [], None
-
-    @contextlib.contextmanager
-    def step(
-        self, number: int, reduces: bool, microbatches: int, collectives: Sequence[Collective] = ()
-    ) -> Iterator[None]:
-        """Return a context for one step, in which `complete` and `finish` are called.
-
-        Args:
-            reduces: False leaves the gradients to be reduced together with a later step's.
-            collectives: gathers and reductions of the step, if the Program says where they come.
-        """
-        if self.buckets is None:
-            yield
-            return
+    def begin(self, step: Step) -> None:
+        super().begin(step)
         self._incomplete = {}
-        self._reduces = reduces
-        self._expected = self._counts.setdefault(microbatches, {})
-        if not reduces:
-            with self.buckets.accumulating():
-                yield
+        if not step.trains:
             return
+        if not step.reduces:
+            self._accumulating.enter_context(self.buckets.accumulating())
+            return
+        self._expected = self._counts.setdefault(step.microbatches, {})
         counts = {e.parameter: self._expected.get(e.parameter, _UNKNOWN) for e in self.buckets.entries}
-        self.buckets.begin(counts, number)
+        self.buckets.begin(counts, step.number)
+        self._reducing = True
         self._entries = {id(e.parameter): e for e in self.buckets.entries}
         self._incomplete = {key: set(self._stages_of[key]) for key in self._entries}
-        try:
-            yield
-        except Exception as error:
-            # Buckets do not pass on transport errors, which all replicas see for themselves. This one comes from the
-            # pipeline's own channel, which the other replicas do not see.
-            reported = PenstockError(str(error)) if isinstance(error, TransportError) else error
-            self.buckets.abandon(reported)
-            raise
-        except BaseException:  # an interrupt does not wait for the other replicas
-            self.buckets.reset()
-            raise
 
     def complete(self, stage: int) -> None:
         """Mark this rank's gradients of a stage complete."""
@@ -182,15 +253,12 @@ class ReplicaReduction:
 
     def _ready(self, parameter: Tensor) -> None:
         entry = self._entries.get(id(parameter))
-        if self.buckets is not None and entry and not entry.ready and parameter.grad is not None:
+        if entry and not entry.ready and parameter.grad is not None:
             self.buckets.ready(parameter)
 
-    def finish(self) -> None:
-        """Wait until the gradients are sums over the replicas; called once all gradients of the rank are complete."""
-        if self.buckets is None:
-            for parameter in self._dtensors:
-                redistribute_grad(parameter)
-        if self.buckets is None or not self._reduces:
+    def _finish(self) -> None:
+        self._accumulating.close()
+        if not self._reducing:
             return
         for shared in self._groups:
             self._ready(shared)
@@ -216,31 +284,12 @@ class ReplicaReduction:
         shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
         return [local(shard.grad) for shard in shards if shard.grad is not None]
 
-    def tell(self, why: str) -> None:
-        """Tell the processes with the same rank in the other replicas, in place of `gather`, that this one has failed."""
-        with contextlib.suppress(TransportError, CallOrderError):
-            self.exchange(why)
+    def abandon(self, failure: StepFailure) -> None:
+        self._accumulating.close()
+        super().abandon(failure)
 
-    def gather(
-        self, losses: Losses, refusal: Refusal | None, flags: int, microbatches: int
-    ) -> tuple[Losses, Refusal | None, int]:
-        """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
-        rows = self.exchange(
-            (
-                {n: loss.cpu() for n, loss in losses.total.items()},
-                {n: {k: v.cpu() for k, v in part.items()} for n, part in losses.parts.items()},
-                losses.weights,
-                refusal,
-                flags,
-                microbatches,
-            )
-        )
-        if told := [row for row in rows if isinstance(row, str)]:
-            raise PeerError(f"another replica failed: {told[0]}")
-        require_same_number(row[-1] for row in rows)
-        gathered = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
-        for total, parts, weights, _, replica_flags, _ in rows:
-            gathered.update(Losses(total, parts, weights))
-            flags |= replica_flags
-        refusals = [refused for *_, refused, _, _ in rows if refused is not None]
-        return gathered, min(refusals, default=None), flags
+    def _abandon(self, error: Exception) -> None:
+        self.buckets.abandon(error)
+
+    def _reset(self) -> None:
+        self.buckets.reset()

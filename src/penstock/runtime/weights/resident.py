@@ -7,22 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from penstock.base.errors import ConfigError, PenstockError, TransportError
+from penstock.base.errors import ConfigError
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.resident_shards import Collective, CollectiveKind, ResidentShards
+from penstock.parallel.data.resident_shards import ResidentShards, StageBucket
+from penstock.parallel.participant import Step, StepFailure
 from penstock.runtime.clocks import clock
 from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
 from penstock.runtime.workers.streams import device_of
-from penstock.schedule.program import Action, Program
 from penstock.schedule.residency import Sharding
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses
-
-
-def collectives_of(program: Program, rank: int) -> list[Collective]:
-    """Return the gathers and reductions of one rank's step, in their order."""
-    names: dict[Action, CollectiveKind] = {Action.UNSHARD: "unshard", Action.REDUCE: "reduce"}
-    return [(names[line.action], line.number) for line in program.instructions(rank) if line.action in names]
 
 
 def require_divisible(
@@ -61,16 +55,15 @@ class ResidentReduction(ReplicaReduction):
         bucket_bytes: int,
         sharding: Sharding,
     ) -> None:
-        super().__init__(None, exchange, modules, shared, bucket_bytes)
+        super().__init__(exchange, modules, shared)
         self.sharding = sharding
-        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
         alone = {
             id(p): (p, min(self._stages_of[id(p)]))
-            for _, p in named.values()
+            for _, p in self._named()
             if len(self._stages_of[id(p)]) == 1
         }
         self.resident = ResidentShards(
-            named.values(),
+            self._named(),
             reducer,
             stage_of={p: stage for p, stage in alone.values() if p not in self._groups},
             weights=sharding.shard == "weights",
@@ -87,26 +80,53 @@ class ResidentReduction(ReplicaReduction):
     def set_timeout(self, seconds: float) -> None:
         self.resident.set_timeout(seconds)
 
-    @contextlib.contextmanager
-    def step(
-        self, number: int, reduces: bool, microbatches: int, collectives: Sequence[Collective] = ()
-    ) -> Iterator[None]:
-        trains = any(kind == "reduce" for kind, _ in collectives)
+    @property
+    def recorded(self) -> Sequence[StageBucket]:
+        return self.resident.buckets
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        if not (step.trains or step.collectives):
+            return
         # A start and an end for each bucket of each collective, and of the one that ends the step.
-        if (needed := 2 * (len(collectives) + 1) * len(self.resident.buckets)) > self._moments:
+        if (needed := 2 * (len(step.collectives) + 1) * len(self.resident.buckets)) > self._moments:
             self._moments, self._clock = needed, clock(self._device, needed)
-        self.resident.begin(number, collectives, self._clock)
-        try:
-            yield
-        except Exception as error:
-            reported = PenstockError(str(error)) if isinstance(error, TransportError) else error
-            self.resident.abandon(reported if trains else None)
-            raise
-        except BaseException:  # an interrupt does not wait for the other replicas
-            self.resident.reset()
-            raise
-        finally:
-            self.resident.stop_clock()
+        self.resident.begin(step.number, step.collectives, self._clock)
+        self._reducing = True
+
+    def unshard(self, stage: int) -> None:
+        self.resident.unshard(stage)
+
+    def before(self, stage: int) -> None:
+        self.resident.wait(stage)
+
+    def reshard(self, stage: int) -> None:
+        self.resident.reshard(stage)
+
+    def reduce(self, stage: int) -> None:
+        self.resident.complete(stage)
+
+    def settle(self) -> None:
+        self.resident.settle()
+
+    def finish(self) -> None:
+        super().finish()
+        self.resident.stop_clock()
+
+    def _finish(self) -> None:
+        self.resident.finish()
+
+    def abandon(self, failure: StepFailure) -> None:
+        super().abandon(failure)
+        self.resident.stop_clock()
+
+    def _abandon(self, error: Exception) -> None:
+        assert self._step is not None, "begun"
+        # An evaluation has no reduction that tells the others.
+        self.resident.abandon(error if self._step.trains else None)
+
+    def _reset(self) -> None:
+        self.resident.reset()
 
     @contextlib.contextmanager
     def records_kept(self) -> Iterator[None]:
@@ -123,6 +143,3 @@ class ResidentReduction(ReplicaReduction):
             self._moments, self._clock = moments, present
             for bucket, spans in kept:
                 bucket.spans = spans
-
-    def finish(self) -> None:
-        self.resident.finish()

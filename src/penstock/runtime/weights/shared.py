@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ReplicaError
 from penstock.parallel.data.bucket import require_dense
 from penstock.parallel.dtensor import from_local_like, local, redistribute_grad
+from penstock.parallel.participant import Participant, Step, StepFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.ties import Ties
 from penstock.schedule.placement import Placement
@@ -67,7 +68,7 @@ def shared_groups(
     return groups
 
 
-class SharedGradients:
+class SharedGradients(Participant):
     """Sums of one rank's shared gradients over their holders.
 
     Args:
@@ -86,7 +87,7 @@ class SharedGradients:
         self._incomplete: list[set[int]] = []
         self._before: list[list[Tensor | None]] = []
 
-    def begin(self) -> None:
+    def begin(self, step: Step) -> None:
         """Set aside the gradients of earlier steps."""
         self._incomplete = [set(group.stages) for group in self.shared_groups]
         # Clone, since a gradient may live in a bucket's buffer, which this step's gradients are written to.
@@ -152,7 +153,7 @@ class SharedGradients:
                     group.names[n],
                 )
 
-    def abandon(self) -> None:
+    def abandon(self, failure: StepFailure) -> None:
         """Restore the gradients from before a failed step."""
         for group, before in zip(self.shared_groups, self._before, strict=False):
             for parameter, grad in zip(group.parameters, before, strict=True):

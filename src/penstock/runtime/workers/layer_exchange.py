@@ -14,6 +14,7 @@ from torch import distributed as dist
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, PenstockError
 from penstock.parallel.context import Masks
+from penstock.parallel.participant import Participant, Step, StepFailure
 from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.ops import Kind, Op
@@ -22,7 +23,7 @@ from penstock.trace.expert_load import ProcessLoad
 sendable(ProcessLoad)  # marked here, since `trace` must not import torch, and the encoding does
 
 
-class LayerExchange:
+class LayerExchange(Participant):
     """This process among those that together have all experts of its layers, and among those with the other tokens.
 
     They are in different replicas, and a layer of one waits for the same layer of the others. So a process whose step fails
@@ -57,43 +58,31 @@ class LayerExchange:
         self._moments: dict[torch.device | None, tuple[list[Any], list[Any]]] = {}
         self._failed = self._active = False
 
-    def begin(self, step: int, microbatches: int, op: Callable[[], Op]) -> None:
-        """Begin a step; every process of the run calls it.
-
-        Args:
-            microbatches: number of a replica's.
-            op: function that tells the present op.
-        """
+    def begin(self, step: Step) -> None:
+        """Begin a step; every process of the run calls it."""
         if self._failed:
             for axis, make in self._make_groups.items():
                 dist.destroy_process_group(self.groups[axis])
                 self.groups[axis] = make()
             self._failed = False
-        self._step, self.microbatches, self._op = step, microbatches, op
+        self._step, self.microbatches, self._op = step.number, step.microbatches, step.op
         self._tokens.clear()
         self._moments.clear()
         self.masks.clear()
-
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Return a context for what all processes do in a step; its error is told to the others."""
         self._active = True
-        try:
-            yield
-            if self._calls:
-                self.meet(_END, torch.zeros(self.size, 0, dtype=torch.int64))
-        except Exception as error:
-            self.tell(str(error))
-            raise
-        finally:
-            self._active = False
 
-    def note_failure(self) -> None:
-        """Have the next step begin with a new communicator, after one that failed on all processes of the run."""
-        self._failed = True
+    def finish(self) -> None:
+        if self._calls:
+            self.meet(_END, torch.zeros(self.size, 0, dtype=torch.int64))
+        self._active = False
 
-    def tell(self, why: str) -> None:
-        """Tell the others that this process does not make the exchanges that are left in its step."""
+    def abandon(self, failure: StepFailure) -> None:
+        """Tell the others that the exchanges which are left do not come; the next step begins with new communicators."""
+        if self._active and isinstance(failure.error, Exception):
+            self._tell(str(failure.report))
+        self._active, self._failed = False, True
+
+    def _tell(self, why: str) -> None:
         # Without a store that answers, the others wait for the timeout.
         with suppress(RuntimeError):
             for axis in self.groups:
