@@ -19,9 +19,9 @@ import torch
 from bench.compare import Figures, alternate, main, ratio
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss

@@ -33,10 +33,10 @@ from penstock.measure.calibration import calibrate
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import held_activations
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile
 from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline

@@ -15,9 +15,9 @@ from bench.fit import with_rates
 from bench.published_runs import DATA, Run, preset_of
 from penstock.plan.cluster import Cluster, read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import ModelShape
 
 _DEEPSEEK: dict[str, Any] = {
     "heads": 128, "kv_heads": 128, "head_size": 192, "query_rank": 1536, "kv_rank": 512, "rotary_size": 64,

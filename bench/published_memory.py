@@ -10,10 +10,10 @@ from bench.fit import with_rates
 from bench.published_runs import Run, runs
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.closed_form import PARAMETER_BYTES, Workload
-from penstock.plan.profile.layer_cost import LayerCost
 from penstock.plan.rank_memory import RankMemory
 from penstock.plan.run_layout import Layout
+from penstock.profile.closed_form import PARAMETER_BYTES, Workload
+from penstock.profile.layer_cost import LayerCost
 from penstock.schedule.memory import peak
 
 GIB, GB = 2**30, 1e9

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.plan.profile.model_profile import Profile, of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
 
 DATA = Path(__file__).parent / "data"
 _GPT = {

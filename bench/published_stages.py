@@ -13,7 +13,7 @@ from bench.fit import with_rates
 from bench.published_runs import DATA, runs
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict, step_program
-from penstock.plan.profile.model_profile import of_shape
+from penstock.profile.model_profile import of_shape
 from penstock.schedule.ops import Kind
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate

@@ -26,10 +26,10 @@ from bench.searched_sleep import sleeping
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import op_costs
-from penstock.plan.profile.model_profile import Profile, of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times, stage_costs
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, Family
 from penstock.schedule.memory import Budget

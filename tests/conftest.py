@@ -1,4 +1,4 @@
-"""What all tests share: one pool of worker processes, and one intra-op thread."""
+"""What all tests share: one pool of worker processes, one browser, and one intra-op thread."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.support.children import end_with_this_process
 
 if TYPE_CHECKING:
     from penstock.runtime.workers.pool import LocalProcesses
+    from tests.support.browser import Browser
 
 # CI sees the same examples each time; elsewhere each run explores new ones, and prints how to repeat what fails.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -104,6 +105,16 @@ def pool() -> Iterator[LocalProcesses]:
     from penstock.runtime.workers.pool import LocalProcesses
 
     with LocalProcesses(4) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """One browser for all pages."""
+    pytest.importorskip("selenium")
+    from tests.support.browser import browser
+
+    with browser() as started:
         yield started
 
 

@@ -19,11 +19,10 @@ SOURCE = Path(penstock.__file__).parent
 ROOT = SOURCE.parents[1]
 FLOORS = [
     {"base"},
-    {"schedule", "stage", "parallel", "trace"},
-    {"simulate", "forward"},
+    {"schedule", "stage", "trace"},
+    {"parallel", "simulate", "forward", "profile"},
+    {"runtime", "show"},
     {"plan"},
-    {"profile", "show"},
-    {"runtime"},
     {"verify", "huggingface", "measure"},
     {"checkpoint"},
     {"train"},

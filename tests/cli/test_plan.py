@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from penstock.base.errors import PenstockError
 from penstock.cli.plan import command
-from penstock.plan.profile.model_profile import read_model
+from penstock.profile.model_profile import read_model
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import read_csv, write_csv

@@ -17,7 +17,7 @@ from penstock.cli.plan import command
 from penstock.cli.plan_files import pipeline_code
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import of_shape
+from penstock.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.lanes import slow
 from tests.support.plan_inputs import write_inputs

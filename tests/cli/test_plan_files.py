@@ -16,7 +16,7 @@ from penstock.cli.plan import command
 from penstock.cli.plan_files import start_of_script
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import of_shape
+from penstock.profile.model_profile import of_shape
 from tests.support.lanes import exhaustive
 from tests.support.plan_inputs import CLUSTER, GPT2, write_inputs
 from tests.support.planning import SMALL, timed_profile

@@ -16,7 +16,7 @@ from penstock.cli.plan import command
 from penstock.cli.plan_run import _layout_of, config_of
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import read_model
+from penstock.profile.model_profile import read_model
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
 from tests.support.plan_inputs import CLUSTER as INPUT

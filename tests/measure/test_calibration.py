@@ -11,8 +11,8 @@ from penstock.measure.busy_ranks import measure_cluster
 from penstock.measure.calibration import calibrate, profile_layers
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import Profile
 from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig

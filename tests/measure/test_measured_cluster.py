@@ -13,7 +13,7 @@ from penstock.measure.measured_cluster import Measurement, require_writable, rou
 from penstock.measure.rounds import Rounds
 from penstock.plan.cluster import LinkSpeed, read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import of_shape
+from penstock.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
 from tests.support.lanes import exhaustive

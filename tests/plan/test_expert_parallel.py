@@ -14,12 +14,12 @@ from penstock.cli.plan import command
 from penstock.plan.cluster import Cluster, Device, LinkSpeed, read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.prediction import predict
-from penstock.plan.profile.closed_form import Workload, block_cost
-from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.profile.model_profile import Profile, of_shape, read_profile
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times
+from penstock.profile.closed_form import Workload, block_cost
+from penstock.profile.layer_cost import DeviceWork
+from penstock.profile.model_profile import Profile, of_shape, read_profile
+from penstock.profile.model_shape import ModelShape
 from penstock.train.config.file import load
 from tests.support.planning import timed_profile
 

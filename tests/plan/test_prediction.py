@@ -17,8 +17,8 @@ from penstock.plan.cluster import Cluster, LinkSpeed, read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict, step_program
-from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import of_shape
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.text import write_csv

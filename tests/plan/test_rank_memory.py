@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.closed_form import Workload
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN, held_activations, merged_backwards
+from penstock.profile.closed_form import Workload
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import peak
 from tests.support.lanes import exhaustive

@@ -13,9 +13,9 @@ from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import left_out_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.rank_memory import bound_sharded, rank_memory
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.schedule.check import check
 from penstock.schedule.memory import Budget, WeightBytes
 from penstock.schedule.residency import Sharding, make_residency

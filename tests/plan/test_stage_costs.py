@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Device, LinkSpeed, read_cluster
-from penstock.plan.profile.closed_form import Workload, block_cost, embedding_cost, head_cost
-from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.profile.model_profile import of_shape
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     Links,
@@ -25,6 +22,9 @@ from penstock.plan.stage_costs import (
     seconds_of,
     stage_costs,
 )
+from penstock.profile.closed_form import Workload, block_cost, embedding_cost, head_cost
+from penstock.profile.layer_cost import DeviceWork
+from penstock.profile.model_profile import of_shape
 from penstock.schedule.placement import Placement
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
 

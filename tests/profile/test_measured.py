@@ -11,9 +11,9 @@ from torch import nn
 from penstock.base.errors import SplitError
 from penstock.plan.cluster import Cluster, Device
 from penstock.plan.prediction import predict
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer
+from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.traced import trace_layers
 from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.train.config.sections import ModelConfig

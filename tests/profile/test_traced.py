@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.base.errors import ProfileError, SplitError
-from penstock.plan.profile.closed_form import Workload, block_cost
-from penstock.plan.profile.model_profile import Profile, read_profile
-from penstock.plan.profile.model_shape import ModelShape
+from penstock.profile.closed_form import Workload, block_cost
+from penstock.profile.model_profile import Profile, read_profile
+from penstock.profile.model_shape import ModelShape
 from penstock.profile.traced import trace_layers
 from penstock.stage.compute.runner import LossInputs
 from penstock.stage.compute.stage import Stage

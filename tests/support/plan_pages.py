@@ -6,10 +6,10 @@ from pathlib import Path
 
 from penstock.plan.cluster import Cluster, read_cluster
 from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.plan_page import write_plan
 from penstock.plan.prediction import Prediction
-from penstock.plan.profile.model_profile import Profile, of_shape
-from penstock.plan.profile.model_shape import ModelShape
-from penstock.show.plan_page import write_plan
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
 
 CLUSTER = read_cluster("h100*4")
 

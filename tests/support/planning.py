@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer
-from penstock.plan.profile.model_shape import ModelShape
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer
+from penstock.profile.model_shape import ModelShape
 
 SMALL = ModelShape(
     name="small", layers=16, hidden=64, heads=8, kv_heads=4, head_size=8, ffn=128, vocabulary=512

@@ -12,9 +12,9 @@ from penstock.base.errors import PenstockError
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.plan.explore.search_space import Space, make_space
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import Profile, of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

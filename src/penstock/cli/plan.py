@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.explore.search_result import SearchResult
     from penstock.plan.prediction import Prediction
-    from penstock.plan.profile.model_profile import Profile
+    from penstock.profile.model_profile import Profile
 
 # Reasons against other layouts that are printed without --why.
 _REASONS = 3
@@ -120,8 +120,8 @@ def command(
     from penstock.cli.plan_files import require_writable
     from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
-    from penstock.plan.profile.model_profile import is_profile
     from penstock.plan.run_layout import Layout
+    from penstock.profile.model_profile import is_profile
 
     values = layout_values_of(layout_text, fixes, schedules, devices, order_seconds)
     own, asked = is_profile(model), out is not None
@@ -183,7 +183,7 @@ def command(
     # Files come first: they are complete even if the reader of the output is gone.
     lines = []
     if page is not None:
-        from penstock.show.plan_page import write_plan
+        from penstock.plan.plan_page import write_plan
 
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
         lines += ["", f"page:    {page}"]
@@ -208,8 +208,8 @@ def _read_profile(
     model: str, cluster: Cluster, run: Path | None, sequence: int | None, values: Mapping[str, Any]
 ) -> Profile:
     """Return the profile of a model, traced if its family has no closed form; only then it loads torch."""
-    from penstock.plan.profile.model_profile import read_model
-    from penstock.plan.profile.model_shape import NoClosedFormError
+    from penstock.profile.model_profile import read_model
+    from penstock.profile.model_shape import NoClosedFormError
 
     try:
         return read_model(model)

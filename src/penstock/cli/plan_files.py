@@ -13,8 +13,8 @@ from penstock.show.units import size_text, time_text
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.prediction import Prediction
-    from penstock.plan.profile.model_profile import Profile
     from penstock.plan.run_layout import Layout
+    from penstock.profile.model_profile import Profile
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""

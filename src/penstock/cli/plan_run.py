@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.fitting import Residual
     from penstock.plan.prediction import Prediction
-    from penstock.plan.profile.model_profile import Profile
     from penstock.plan.run_layout import Layout
+    from penstock.profile.model_profile import Profile
     from penstock.trace.events import Trace
 
 
@@ -178,7 +178,7 @@ def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> 
 
 def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
     """Return (name, size of the planned model, size of the run's) for every size that both have."""
-    from penstock.plan.profile.model_shape import NoClosedFormError, read_shape
+    from penstock.profile.model_shape import NoClosedFormError, read_shape
 
     planned = profile.shape
     try:

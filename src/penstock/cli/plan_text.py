@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.explore.search_result import SearchResult
     from penstock.plan.prediction import Prediction
-    from penstock.plan.profile.model_profile import Profile
+    from penstock.profile.model_profile import Profile
 
 # Ranks in the table of memory; of more, the first and the last 8.
 _MAX_ROWS = 16

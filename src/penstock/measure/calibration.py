@@ -15,9 +15,9 @@ from torch.utils import _pytree
 from penstock.parallel.data.exchange import gather_values
 from penstock.plan.cluster import Cluster
 from penstock.plan.fitting import MeasuredLayout, fit_profile
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers
+from penstock.profile.model_profile import Profile
 from penstock.profile.traced import trace_layers
 from penstock.runtime.model.given_model import layers_of
 from penstock.runtime.options import ExecutionOptions

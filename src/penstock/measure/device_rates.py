@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.base import host
-from penstock.plan.profile.closed_form import DTYPE_BYTES
+from penstock.profile.closed_form import DTYPE_BYTES
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UPDATE_BYTES = 32

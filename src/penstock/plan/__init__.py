@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from penstock.plan.explore.search_result import SearchResult as SearchResult
     from penstock.plan.prediction import Prediction as Prediction
     from penstock.plan.prediction import predict as predict
-    from penstock.plan.profile.model_profile import Profile as Profile
-    from penstock.plan.profile.model_profile import of_shape as of_shape
-    from penstock.plan.profile.model_profile import read_model as read_model
-    from penstock.plan.profile.model_shape import ModelShape as ModelShape
     from penstock.plan.run_layout import Layout as Layout
+    from penstock.profile.model_profile import Profile as Profile
+    from penstock.profile.model_profile import of_shape as of_shape
+    from penstock.profile.model_profile import read_model as read_model
+    from penstock.profile.model_shape import ModelShape as ModelShape
 
 _HOME = {
     "Cluster": "penstock.plan.cluster",
     "Layout": "penstock.plan.run_layout",
-    "ModelShape": "penstock.plan.profile.model_shape",
+    "ModelShape": "penstock.profile.model_shape",
     "Prediction": "penstock.plan.prediction",
-    "Profile": "penstock.plan.profile.model_profile",
+    "Profile": "penstock.profile.model_profile",
     "SearchResult": "penstock.plan.explore.search_result",
-    "of_shape": "penstock.plan.profile.model_profile",
+    "of_shape": "penstock.profile.model_profile",
     "predict": "penstock.plan.prediction",
     "read_cluster": "penstock.plan.cluster",
-    "read_model": "penstock.plan.profile.model_profile",
+    "read_model": "penstock.profile.model_profile",
     "search": "penstock.plan.explore.branch_and_bound",
 }
 

@@ -45,7 +45,7 @@ from typing import Any
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, nearest
-from penstock.plan.profile.closed_form import DTYPE_BYTES
+from penstock.profile.closed_form import DTYPE_BYTES
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""

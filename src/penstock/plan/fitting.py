@@ -21,10 +21,10 @@ from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.op_costs import op_costs, split_shares
 from penstock.plan.prediction import Prediction, predict, step_program
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, layer_times, stage_costs
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.profile.model_profile import RuntimeCosts
 from penstock.plan.rank_memory import merged_backwards
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
+from penstock.profile.model_profile import RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Communication, Costs, Link

@@ -17,8 +17,6 @@ from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
-from penstock.plan.profile.closed_form import PARAMETER_BYTES
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory, residency_of, updated_parameters
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
@@ -33,6 +31,8 @@ from penstock.plan.stage_costs import (
     require_inputs,
     stage_costs,
 )
+from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement

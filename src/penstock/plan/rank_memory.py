@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.profile.closed_form import PARAMETER_BYTES
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, rank_parameters
+from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
-from penstock.plan.profile.closed_form import Workload
-from penstock.plan.profile.layer_cost import DeviceWork
-from penstock.plan.profile.model_profile import LayerTable, Profile
 from penstock.plan.run_layout import Layout
+from penstock.profile.closed_form import Workload
+from penstock.profile.layer_cost import DeviceWork
+from penstock.profile.model_profile import LayerTable, Profile
 from penstock.schedule.placement import Placement
 from penstock.stage.partition import by_counts, even
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from penstock.base.errors import ProfileError, first_line
-from penstock.plan.profile.layer_cost import LayerCost
+from penstock.profile.layer_cost import LayerCost
 from penstock.profile.op_counter import OpCounter, storage_key
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Layer

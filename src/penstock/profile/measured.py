@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.fake_layers import LayerRun, Sample
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.traced import input_values, kinds_of, profile_of_runs, require_autocast, trace_sizes
 from penstock.stage.compute.runner import LossFunction, LossInputs, Messages, Settings
 from penstock.stage.compute.stage import Stage

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from penstock.plan.profile.layer_cost import DeviceWork, Unit
+from penstock.profile.layer_cost import DeviceWork, Unit
 
 _aten = torch.ops.aten
 _forward_flops: Callable[..., int] = sdpa_flop_count

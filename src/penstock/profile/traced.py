@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from penstock.base.errors import ProfileError
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.fake_layers import LayerRun, Sample, run_layers
+from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Layer, as_layers
 

@@ -19,9 +19,9 @@ from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.counts import plural
 from penstock.base.errors import PenstockError
 from penstock.plan.cluster import PRESETS, read_cluster
-from penstock.plan.profile.closed_form import Workload
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import read_shape
+from penstock.profile.closed_form import Workload
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import read_shape
 from penstock.show.analysis import StepAnalysis
 from penstock.show.palette import BUSY, CAUSES
 from penstock.show.units import Unit, amount, finite

@@ -14,9 +14,9 @@ from penstock.measure.busy_ranks import measure_cluster
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import Effort, Exchange, measure_layers
+from penstock.profile.model_profile import Profile
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.start.launch_environment import local_size
 from penstock.runtime.workers.run_group import RunGroup

@@ -15,10 +15,10 @@ from penstock.plan.explore.outlook import grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.explore.search_space import make_space
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.stage_costs import layer_times
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer, of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from tests.support.lanes import exhaustive

@@ -11,10 +11,10 @@ from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.plan.fitting import MeasuredLayout, fit_profile, recalibrate, residuals
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import predict
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts, of_shape
-from penstock.plan.profile.model_shape import ModelShape
 from penstock.plan.run_layout import Layout
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts, of_shape
+from penstock.profile.model_shape import ModelShape
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
 

@@ -27,8 +27,6 @@ from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
-from penstock.plan.profile.closed_form import PARAMETER_BYTES
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import bound_sharded, rank_memory, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
@@ -39,6 +37,8 @@ from penstock.plan.stage_costs import (
     require_inputs,
     work_shares,
 )  # fmt: skip
+from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.model_profile import Profile
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind

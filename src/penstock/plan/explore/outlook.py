@@ -9,8 +9,8 @@ from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.explore.rejections import SAME, Reason, value_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.stage_costs import layer_times, stage_costs
+from penstock.profile.model_profile import Profile
 
 # Share of a step from which its limit is named.
 _SHOWN_SHARE = 0.001

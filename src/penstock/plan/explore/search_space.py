@@ -13,10 +13,10 @@ from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import family_schedule, step_program
-from penstock.plan.profile.closed_form import require_divisible
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
+from penstock.profile.closed_form import require_divisible
+from penstock.profile.model_profile import Profile
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement

@@ -11,8 +11,8 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import MARGIN
+from penstock.profile.model_profile import Profile
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.text import write_csv

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from penstock.base.errors import SplitError
-from penstock.plan.profile.layer_cost import LayerCost
-from penstock.plan.profile.model_profile import Profile, read_profile
 from penstock.profile.fake_layers import Sample
+from penstock.profile.layer_cost import LayerCost
 from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile, read_profile
 from penstock.runtime.workers.world import World
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction

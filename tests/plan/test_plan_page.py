@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.plan import plan_page
 from penstock.plan.cluster import read_cluster
 from penstock.plan.explore.search_result import SimulatedLayout
+from penstock.plan.plan_page import frontier, write_plan
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
-from penstock.show import plan_page
-from penstock.show.plan_page import frontier, write_plan
 from tests.support.plan_pages import CLUSTER, page_of, small_model
 
 

@@ -16,8 +16,8 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.explore.outlook import changes, grouped_reasons, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
-from penstock.plan.profile.model_profile import Profile
 from penstock.plan.rank_memory import RankMemory
+from penstock.profile.model_profile import Profile
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
 from penstock.show.figures import figures, height_of_ranks

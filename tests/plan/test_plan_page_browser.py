@@ -12,7 +12,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import predict
-from penstock.plan.profile.model_profile import Profile
+from penstock.profile.model_profile import Profile
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.show.palette import MEMORY_PARTS

@@ -15,9 +15,9 @@ from penstock.huggingface.from_transformers import from_transformers, read_confi
 from penstock.plan.cluster import read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.prediction import predict
-from penstock.plan.profile.closed_form import Workload, block_cost
-from penstock.plan.profile.model_profile import of_shape
-from penstock.plan.profile.model_shape import MODEL_TYPES, ModelShape, NoClosedFormError, read_shape
+from penstock.profile.closed_form import Workload, block_cost
+from penstock.profile.model_profile import of_shape
+from penstock.profile.model_shape import MODEL_TYPES, ModelShape, NoClosedFormError, read_shape
 from penstock.profile.traced import trace_layers
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers

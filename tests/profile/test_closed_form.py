@@ -15,7 +15,7 @@ from penstock.parallel.context import Division, Finish, SequencePart, dividing
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.tensor import tensor_parallel
-from penstock.plan.profile.closed_form import (
+from penstock.profile.closed_form import (
     Workload,
     block_cost,
     embedding_cost,
@@ -23,8 +23,8 @@ from penstock.plan.profile.closed_form import (
     largest_tp,
     require_divisible,
 )
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_shape import ModelShape, read_shape
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_shape import ModelShape, read_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers

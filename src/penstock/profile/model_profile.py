@@ -17,7 +17,7 @@ from penstock.base.atomic import write_text
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError
-from penstock.plan.profile.closed_form import (
+from penstock.profile.closed_form import (
     DTYPE_BYTES,
     Workload,
     block_cost,
@@ -26,8 +26,8 @@ from penstock.plan.profile.closed_form import (
     require_divisible,
     require_positions,
 )
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost, Unit
-from penstock.plan.profile.model_shape import ModelShape, read_shape
+from penstock.profile.layer_cost import DeviceWork, LayerCost, Unit
+from penstock.profile.model_shape import ModelShape, read_shape
 
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]

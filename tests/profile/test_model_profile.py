@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.plan.profile.closed_form import Workload
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_profile import Profile, ProfiledLayer, of_shape, read_profile
-from penstock.plan.profile.model_shape import ModelShape
+from penstock.profile.closed_form import Workload
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer, of_shape, read_profile
+from penstock.profile.model_shape import ModelShape
 
 SHAPE = ModelShape(
     name="small", layers=3, hidden=64, heads=4, kv_heads=2, head_size=16, ffn=128, vocabulary=100, tied=True

@@ -18,8 +18,8 @@ from typing import Literal
 
 from penstock.base import model_variants
 from penstock.base.errors import ConfigError
-from penstock.plan.profile.layer_cost import DeviceWork, LayerCost
-from penstock.plan.profile.model_shape import ModelShape
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_shape import ModelShape
 
 AttentionKernel = Literal["fused", "unfused"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
