@@ -10,7 +10,7 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan import cluster as module
-from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, read_cluster, with_memory
+from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, rated_flops, read_cluster, with_memory
 
 DEVICE = "[device]\nmemory = 1e9\nmemory_bandwidth = 1e9\nmatmul = {bf16 = 1e12}\n"
 
@@ -19,6 +19,21 @@ def written(folder: Path, text: str | bytes) -> Path:
     path = folder / "mine.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rated"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
+        ("AMD Instinct MI300X", "fp8", 2615e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("cpu", "fp32", None),
+    ],
+)
+def test_a_device_is_rated_by_the_name_that_its_driver_gives(device: str, dtype: str, rated: float | None):
+    assert rated_flops(device, dtype) == rated
 
 
 @pytest.mark.parametrize("name", PRESETS)

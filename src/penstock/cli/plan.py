@@ -358,7 +358,7 @@ def sizes(
 ) -> tuple[int, int]:
     """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
     from penstock.cli.plan_files import model_tables
-    from penstock.plan.prediction import default_sequence
+    from penstock.profile.model_profile import default_sequence
 
     tables = model_tables(model)
     # The default batch is the least power of two that has 4 samples for each device.

@@ -13,6 +13,7 @@ import transformers
 from penstock.base.counts import plural
 from penstock.base.errors import describe_error
 from penstock.base.host import to_stderr
+from penstock.plan.cluster import rated_flops
 from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.start_record import keep_start
@@ -88,7 +89,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         processes = pipe.ranks * pipe.replicas if pipe.in_processes else 1
         keep_start(
             run, to_stderr, step=state.global_step, layout=_layout(pipe), device=device, processes=processes,
-            threads=pipe.threads, dtype=self._dtype,
+            threads=pipe.threads, dtype=self._dtype, rated=rated_flops,
         )  # fmt: skip
         self._metrics = self._open.enter_context(MetricsWriter(run, to_stderr))
         self._page = self._open.enter_context(RunPage(run, state.max_steps, to_stderr))

@@ -10,8 +10,7 @@ from penstock.base.errors import ConfigError, DataError, ProfileError, SplitErro
 from penstock.base.model_variants import require_positions
 from penstock.huggingface.from_transformers import layers_on_meta, on_meta, read_config
 from penstock.huggingface.loss import causal_lm_loss
-from penstock.plan.prediction import SEQUENCE
-from penstock.profile.model_profile import Profile
+from penstock.profile.model_profile import SEQUENCE, Profile
 from penstock.profile.model_shape import NoClosedFormError
 from penstock.profile.traced import trace_layers
 

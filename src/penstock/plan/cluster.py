@@ -250,6 +250,12 @@ def read_cluster(text: str | Path) -> Cluster:
     return cluster
 
 
+def rated_flops(device: str, dtype: str) -> float | None:
+    """Return the rated FLOP/s of a device by its driver's name for it, as "NVIDIA H100 80GB HBM3"; None if unknown."""
+    preset = next((preset for preset in PRESETS if preset.split("-")[0] in device.lower()), None)
+    return None if preset is None else (read_cluster(preset).device.peak or {}).get(dtype)
+
+
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return a cluster on whose devices a plan may use so many bytes of memory, without a reserve."""
     most = cluster.device.memory

@@ -32,7 +32,7 @@ from penstock.plan.stage_costs import (
     stage_costs,
 )
 from penstock.profile.closed_form import PARAMETER_BYTES
-from penstock.profile.model_profile import Profile
+from penstock.profile.model_profile import Profile, default_sequence
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
@@ -46,8 +46,6 @@ from penstock.trace.bubbles import bubbles, makespan
 from penstock.trace.events import Trace
 
 MAX_BUCKETS = 16
-SEQUENCE = 2048
-"""Tokens of a sample where nothing says otherwise."""
 _LARGEST = 10**9
 _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
@@ -241,18 +239,6 @@ def _simulated(
     if runtime is None:
         return simulate(program, alone)
     return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)
-
-
-def default_sequence(profile: Profile) -> int:
-    """Return the tokens of a sample where nothing says otherwise.
-
-    For a profile of layers, they are its own, or 1 if its samples have no tokens; 2048 for a model of given sizes, or
-    as many as the model allows.
-    """
-    shape = profile.shape
-    if shape is None:
-        return profile.sequence or 1
-    return min(SEQUENCE, shape.positions or shape.context or SEQUENCE)
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:

@@ -32,6 +32,8 @@ from penstock.profile.model_shape import ModelShape, read_shape
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]
 FORMAT = 1
+SEQUENCE = 2048
+"""Tokens of a sample where nothing says otherwise."""
 _MAX_BYTES = 256 * MEGABYTE
 _WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "again")
 
@@ -206,6 +208,18 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile to a path, as JSON."""
         write_text(Path(path), json.dumps(self.as_dict(), indent=1, default=_plain) + "\n")
+
+
+def default_sequence(profile: Profile) -> int:
+    """Return the tokens of a sample where nothing says otherwise.
+
+    For a profile of layers, they are its own, or 1 if its samples have no tokens; 2048 for a model of given sizes, or
+    as many as the model allows.
+    """
+    shape = profile.shape
+    if shape is None:
+        return profile.sequence or 1
+    return min(SEQUENCE, shape.positions or shape.context or SEQUENCE)
 
 
 def of_shape(shape: ModelShape) -> Profile:

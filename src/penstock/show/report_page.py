@@ -18,7 +18,6 @@ import numpy as np
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.counts import plural
 from penstock.base.errors import PenstockError
-from penstock.plan.cluster import PRESETS, read_cluster
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import read_shape
@@ -128,18 +127,14 @@ def _shortened(text: str) -> str:
 
 def _mfu(run: Path, settings: str, start: Mapping[str, Any], speed: float | None) -> float | None:
     """Return the MFU; None unless speed, model and the rating of the device for the run's dtype are known."""
-    name, dtype = str(start.get("device", "")).lower(), str(start.get("dtype", ""))
-    processes = finite(start.get("processes"))
-    device = next((preset for preset in PRESETS if preset.split("-")[0] in name), None)
-    if speed is None or device is None or processes is None:
+    rated, processes = finite(start.get("rated_flops")), finite(start.get("processes"))
+    if not speed or not rated or not processes:
         return None
     try:
-        config = tomllib.loads(settings)
-        rated = (read_cluster(f"{device}*1x1").device.peak or {}).get(dtype)
-        flops = _flops_of_token(run, config, dtype)
+        flops = _flops_of_token(run, tomllib.loads(settings), str(start.get("dtype", "")))
     except (PenstockError, ValueError, RecursionError):
         return None  # a model whose FLOPs are not known
-    return speed * flops / (rated * processes) if rated and flops else None
+    return speed * flops / (rated * processes) if flops else None
 
 
 def _flops_of_token(run: Path, config: Mapping[str, Any], dtype: str) -> float | None:

@@ -17,6 +17,7 @@ from penstock.base.host import to_stderr
 from penstock.base.run_lock import locked, may_be_restart
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
+from penstock.plan.cluster import rated_flops
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
@@ -266,6 +267,7 @@ def _keep_start(
     keep_start(
         path, reporter.say, step=done, layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
         device=device, processes=processes, threads=threads, dtype=config.runtime.precision,
+        rated=rated_flops,
     )  # fmt: skip
 
 

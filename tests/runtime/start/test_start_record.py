@@ -15,7 +15,7 @@ def keep(run: Path, step: int = 0) -> list[str]:
     told: list[str] = []
     keep_start(
         run, told.append, step=step, layout="1f1b on 2 ranks", device=torch.device("cpu"), processes=1, threads=2,
-        dtype="fp32",
+        dtype="fp32", rated=lambda device, dtype: {("cpu", "fp32"): 1e12}[device, dtype],
     )  # fmt: skip
     return told
 
@@ -24,6 +24,7 @@ def test_every_start_is_kept(tmp_path: Path):
     assert keep(tmp_path) == keep(tmp_path, 40) == []
     first, second = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert (first["step"], second["step"]) == (0, 40)
+    assert first["rated_flops"] == 1e12
     assert first["versions"]["torch"] == torch.__version__
     assert first["versions"]["penstock"] == penstock.__version__
     problems: list[str] = []

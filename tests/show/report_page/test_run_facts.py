@@ -17,6 +17,7 @@ sequence = 128
 START = {
     "time": "2026-11-23T10:00:00+0000", "host": "node-7", "command": "penstock train --ranks 2", "step": 0,
     "layout": "1f1b on 2 ranks", "device": "NVIDIA H100 80GB HBM3", "processes": 2, "threads": 1, "dtype": "bf16",
+    "rated_flops": 989e12,
     "versions": {"penstock": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
 }  # fmt: skip
 METRICS = [
@@ -65,7 +66,7 @@ def test_mfu_is_the_models_flops_over_the_rating(tmp_path: Path):
 
 
 def test_mfu_is_unknown_without_a_rating_and_without_the_models_flops(tmp_path: Path):
-    for change in ({"device": "cpu"}, {"device": "RTX 4090"}, {"dtype": "fp32"}, {"processes": "two"}):
+    for change in ({"rated_flops": None}, {"rated_flops": "989"}, {"processes": "two"}, {"processes": 0}):
         assert facts(tmp_path, START | change)[0].mfu is None
     assert facts(tmp_path, {})[0].mfu is None
     for config in ("", "[model", "[model]\nwidth = 'wide'\n[data]\nsequence = 8"):

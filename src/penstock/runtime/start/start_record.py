@@ -31,15 +31,22 @@ def keep_start(
     processes: int,
     threads: int,
     dtype: str,
+    rated: Callable[[str, str], float | None],
 ) -> None:
-    """Add a start to a run's folder; a failed write is reported, and training continues."""
+    """Add a start to a run's folder; a failed write is reported, and training continues.
+
+    Args:
+        rated: returns the rated FLOP/s of a device by its name and a dtype, None where they are not known.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "command": command_line(sys.argv),
         "step": step,
         "layout": layout,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": name,
+        "rated_flops": rated(name, dtype),
         "processes": processes,
         "threads": threads,
         "dtype": dtype,
