@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.compare import Figures, alternate, main, ratio
 from bench.peer import Job
 from bench.sleep import nap_until, oversleep
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.reducer import GroupReducer, Handle
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.reducer import GroupReducer, Handle
 from penstock.runtime.workers.pool import LocalProcesses
 
 RANKS = 2

@@ -33,8 +33,8 @@ from torch import distributed as dist
 import penstock
 from bench.compare import Figures, main
 from penstock.base.errors import PenstockError
-from penstock.parallel import context
-from penstock.parallel.context import current_division
+from penstock.parallel.context import attention as context
+from penstock.parallel.context.attention import current_division
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.compare import Figures, alternate, main, ratio
 from penstock.parallel.dtensor import full_tensor, is_dtensor, local
-from penstock.parallel.experts import divide_experts
+from penstock.parallel.experts.layers import divide_experts
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline

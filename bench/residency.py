@@ -31,10 +31,10 @@ from torch.distributed.fsdp import fully_shard
 from bench.compare import Figures, alternate, main, ratio
 from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
+from penstock.parallel.replicas.resident import ResidentReduction
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.weights.resident import ResidentReduction
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.residency import make_residency
 from penstock.trace.events import Activity

@@ -21,7 +21,7 @@ def install(injector: Injector) -> None:
     import torch
 
     from penstock.checkpoint.checkpoints import Checkpoints
-    from penstock.parallel.data.bucket import Bucket
+    from penstock.parallel.replicas.bucket import Bucket
     from penstock.runtime.pipeline import Pipeline
     from penstock.stage.compute.stage import Stage
     from penstock.train import loop

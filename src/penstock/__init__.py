@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
     from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
     from penstock.measure.calibration import profile_layers as profile_layers
-    from penstock.parallel.context import sequence_positions as sequence_positions
+    from penstock.parallel.context.attention import sequence_positions as sequence_positions
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
-    from penstock.parallel.tensor import tensor_parallel as tensor_parallel
+    from penstock.parallel.tensor.matrices import tensor_parallel as tensor_parallel
     from penstock.runtime.batch.work import StepResult as StepResult
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
@@ -147,8 +147,8 @@ _HOME = {
     "save_adapters": "penstock.huggingface.adapters.save_adapters",
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.forward.own_layers",
-    "tensor_parallel": "penstock.parallel.tensor",
-    "sequence_positions": "penstock.parallel.context",
+    "tensor_parallel": "penstock.parallel.tensor.matrices",
+    "sequence_positions": "penstock.parallel.context.attention",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from penstock.base.encoding import decode, encode, sendable
 from penstock.base.errors import TransportError
 from penstock.base.tensor_file import StoredFile
-from penstock.parallel.data.shard_slice import ShardSlice
+from penstock.parallel.replicas.shard_slice import ShardSlice
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import current_world
 
@@ -136,7 +136,7 @@ def test_only_records_with_fields_can_be_marked():
 
 def exchange(rank: int, folder: str) -> list[str]:
     """Rank 1 sends a pickle that would make a folder, in place of its value."""
-    import penstock.parallel.data.exchange as at
+    import penstock.parallel.replicas.exchange as at
 
     world = current_world()
     assert world is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.huggingface.divided_attention import ArgumentCutter
-from penstock.parallel.context import SequencePart
+from penstock.parallel.context.attention import SequencePart
 
 LENGTH = 8
 

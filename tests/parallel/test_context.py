@@ -22,8 +22,8 @@ from penstock import (
     sequence_positions,
 )
 from penstock.base.errors import BatchError, ConfigError, PenstockError
-from penstock.parallel import context
-from penstock.parallel.context import SequencePart
+from penstock.parallel.context import attention as context
+from penstock.parallel.context.attention import SequencePart
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, built_in, plain, require_same, tokens, trained
 from tests.support.groups import run_cases

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from penstock import MeshShape, Pipeline, sequence_positions
 from penstock.base.errors import PenstockError
-from penstock.parallel.context import Division, SequencePart
+from penstock.parallel.context.attention import Division, SequencePart
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.test_context import CLASSES, ROWS, TOKENS, WIDTH, Attention, Positions, batch
 from tests.support.groups import run_cases

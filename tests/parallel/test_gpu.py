@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import MeshShape
+from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.base.errors import BatchError, ConfigError
-from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import make_mesh
-from penstock.parallel.tensor import (
+from penstock.parallel.replicas.reducer import GroupReducer
+from penstock.parallel.tensor.matrices import (
     PLANS,
     _by_columns_and_rows,
     plan_of,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import Division, Finish, SequencePart, dividing
+from penstock.parallel.context.attention import Division, Finish, SequencePart, dividing
 from penstock.parallel.dtensor import local
 from penstock.parallel.mesh import make_mesh
-from penstock.parallel.tensor import tensor_parallel
+from penstock.parallel.tensor.matrices import tensor_parallel
 from penstock.profile.closed_form import (
     Workload,
     block_cost,

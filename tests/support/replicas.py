@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.reducer import GroupReducer
 
 WIDTH, ROWS = 6, 12
 

@@ -24,7 +24,7 @@ from penstock.checkpoint.read import Prepared, load_into, prepare
 from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
-from penstock.parallel.data.exchange import run_each
+from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named

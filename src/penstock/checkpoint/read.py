@@ -17,8 +17,6 @@ from penstock.base.tensor_file import TensorFile
 from penstock.checkpoint.find import difference
 from penstock.checkpoint.frozen_weights import digests_in, require_same
 from penstock.checkpoint.manifest import Manifest, decode_value
-from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
-from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import (
     from_local_like,
     full_tensor,
@@ -27,6 +25,8 @@ from penstock.parallel.dtensor import (
     local,
     local_slices,
 )
+from penstock.parallel.replicas.shard_slice import ONE_A_PARAMETER, ShardValues
+from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.state import StatefulOptimizer
 from penstock.runtime.pipeline import Pipeline

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import distributed as dist
 
 from penstock.base.errors import PenstockError, is_gloo_timeout
-from penstock.parallel.data.exchange import describe_os_error, gather_values, run_each
+from penstock.parallel.replicas.exchange import describe_os_error, gather_values, run_each
 from penstock.runtime.health.hang import POLL_INTERVAL
 from penstock.runtime.workers.world import World
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import Division, current_division
+from penstock.parallel.context.attention import Division, current_division
 
 _NAME = "penstock_context"
 _KNOWN = ("sdpa", "eager")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.training_args import ParallelMode
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.experts import share_like
+from penstock.parallel.experts.layers import share_like
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup

@@ -32,7 +32,7 @@ from penstock.huggingface.argument_cache import ArgumentCache, Same
 from penstock.huggingface.divided_attention import ArgumentCutter, attention_of_parts, require_known_attention
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
-from penstock.parallel.context import Division, current_division, current_part
+from penstock.parallel.context.attention import Division, current_division, current_part
 from penstock.stage.layers import INTERNAL, Live, follow, has_forward_hooks, live_copy
 from penstock.stage.named import give
 

@@ -25,9 +25,9 @@ from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_o
 from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.run_report import RunReport
-from penstock.parallel.context import SequencePart
+from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.tokens import next_targets
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.tokens import next_targets
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline

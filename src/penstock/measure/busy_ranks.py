@@ -22,8 +22,8 @@ from penstock.measure.device_rates import (
     seconds_of_launch,
     steady_seconds,
 )
-from penstock.parallel.data.exchange import gather_values
 from penstock.parallel.mesh import MeshShape
+from penstock.parallel.replicas.exchange import gather_values
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils import _pytree
 
-from penstock.parallel.data.exchange import gather_values
+from penstock.parallel.replicas.exchange import gather_values
 from penstock.plan.cluster import Cluster
 from penstock.plan.fitting import MeasuredLayout, fit_profile
 from penstock.plan.run_layout import Layout

@@ -32,7 +32,7 @@ class MeshShape:
             follows dp).
         ep: number of ranks that divide the experts of a layer (default 1). No axis of its own: it divides the dp x cp x tp
             ranks of a stage, so that ep neighbours have all experts, and dp x cp x tp / ep ranks have the same ones.
-        cp: number of ranks that divide the tokens of each sample (default 1); see `penstock.parallel.context`.
+        cp: number of ranks that divide the tokens of each sample (default 1); see `penstock.parallel.context.attention`.
 
     Raises:
         ConfigError: if a size is not positive, the order does not name these axes once each, or ep does not divide the

@@ -18,7 +18,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 
-# About the 25 MiB of `penstock.parallel.data.layout`, which imports torch.
+# About the 25 MiB of `penstock.parallel.replicas.layout`, which imports torch.
 BUCKET_BYTES = 25_000_000
 """Bytes of a bucket of gradients in flight."""
 MARGIN = 0.02

@@ -15,8 +15,8 @@ from torch import nn
 
 from penstock.base.counts import require_count
 from penstock.base.errors import CallOrderError, PenstockError, TransportError
-from penstock.parallel.data.exchange import run_each
-from penstock.parallel.data.shards import Shards
+from penstock.parallel.replicas.exchange import run_each
+from penstock.parallel.replicas.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph, require_same_number
 from penstock.runtime.copies.copies import Copies

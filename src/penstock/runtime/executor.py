@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 import torch
 
 from penstock.base.errors import CallOrderError, PenstockError, WaitTimeoutError, describe_error
+from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Outcome, Participant, Step, StepFailure, overrides
 from penstock.runtime.batch.work import Work
-from penstock.runtime.clocks import clock
 from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,

@@ -12,7 +12,7 @@ import torch
 
 from penstock.base import host
 from penstock.base.encoding import sendable
-from penstock.runtime.clocks import Readings
+from penstock.parallel.clocks import Readings
 from penstock.runtime.executor import Executor
 from penstock.runtime.workers.world import World
 from penstock.trace.events import Activity, Trace, with_events

@@ -12,30 +12,30 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context import SequencePart
-from penstock.parallel.data.exchange import run_each
-from penstock.parallel.data.replica_checks import bytes_of, digest
-from penstock.parallel.dtensor import is_dtensor
-from penstock.parallel.experts import TensorRanks, divide_experts, find_experts, undo_division
-from penstock.parallel.participant import Participant
-from penstock.parallel.tensor import tensor_parallel
-from penstock.runtime.copies.fixed import FixedModules
-from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
-from penstock.runtime.executor import Executor
-from penstock.runtime.gradient_scale import GradientScale
-from penstock.runtime.model.divided_samples import (
+from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.samples import (
     DividedLoss,
     asks_for_positions,
     divide_samples,
     undo_samples,
 )
+from penstock.parallel.dtensor import is_dtensor
+from penstock.parallel.experts.layers import TensorRanks, divide_experts, find_experts, undo_division
+from penstock.parallel.fully_sharded import FullyShardedLayers
+from penstock.parallel.participant import Participant
+from penstock.parallel.replicas.exchange import run_each
+from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
+from penstock.parallel.replicas.replica_checks import bytes_of, digest
+from penstock.parallel.replicas.resident import ResidentReduction, require_divisible
+from penstock.parallel.tensor.matrices import tensor_parallel
+from penstock.runtime.copies.fixed import FixedModules
+from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
+from penstock.runtime.executor import Executor
+from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.fully_sharded import FullyShardedLayers
 from penstock.runtime.weights.lending import Lending
-from penstock.runtime.weights.replicas import BucketReduction, ReplicaReduction
-from penstock.runtime.weights.resident import ResidentReduction, require_divisible
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.layer_exchange import LayerExchange

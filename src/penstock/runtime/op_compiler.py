@@ -53,7 +53,7 @@ class OpRecords:
     """Times and memory of a rank's ops in its last step.
 
     Args:
-        now: clock of the rank's device; see `penstock.runtime.clocks.clock`.
+        now: clock of the rank's device; see `penstock.parallel.clocks.clock`.
 
     Attributes:
         start, end: by op, readings of the clock.

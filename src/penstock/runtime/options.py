@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, ScheduleError
-from penstock.parallel.data.layout import BUCKET_BYTES
+from penstock.parallel.replicas.layout import BUCKET_BYTES
 from penstock.runtime.copies.buffers import Rule, require_rule
 from penstock.runtime.health.hang import FIRST_TIMEOUT, require_timeout
 from penstock.schedule.residency import Shard, Sharding
@@ -27,7 +27,7 @@ class ParallelOptions:
         check_replicas: training steps between two comparisons of the copies' parameters and buffers (default 100); 0 never
             compares.
         family: model family whose matrices tensor parallelism shards (default "penstock", the built-in model); see
-            `penstock.parallel.tensor.tensor_parallel`.
+            `penstock.parallel.tensor.matrices.tensor_parallel`.
         sequence_parallel: also shard activations between the blocks along the sequence (default False).
         shard: what replicas divide: "none" (default), the "optimizer" state (ZeRO-1), also the "gradients" (ZeRO-2), or also
             the "weights" (ZeRO-3), which are then gathered before the ops that read them. It begins with the

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.forward.own_layers import ModelLayers
-from penstock.parallel.data.exchange import run_each
-from penstock.parallel.data.shards import Shards
+from penstock.parallel.context.tokens import join_tokens
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
+from penstock.parallel.replicas.exchange import run_each
+from penstock.parallel.replicas.shards import Shards
 from penstock.runtime.batch.splitter import (
     BatchDims,
     BatchSplitter,
@@ -28,7 +29,6 @@ from penstock.runtime.batch.splitter import (
     require_no_graph,
     require_reduction,
 )
-from penstock.runtime.batch.tokens import join_tokens
 from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.first_step import FirstStep

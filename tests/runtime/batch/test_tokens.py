@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.base.errors import BatchError
-from penstock.parallel.context import SequencePart
-from penstock.runtime.batch.tokens import cut_tokens, join_tokens, next_targets, tokens_of
+from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.tokens import cut_tokens, join_tokens, next_targets, tokens_of
 from penstock.runtime.batch.work import StepOptions, Work
 
 

@@ -69,7 +69,7 @@ with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=fl
     for trap in traps:
         trap.seen, trap.armed = -1, rank == int(victim)
     if rank == int(victim) and at == "reduction":
-        from penstock.parallel.data.reducer import GroupReducer
+        from penstock.parallel.replicas.reducer import GroupReducer
         all_reduce = GroupReducer.all_reduce
         GroupReducer.all_reduce = lambda self, flat: (all_reduce(self, flat), strike())[0]
     try:

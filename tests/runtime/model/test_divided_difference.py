@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.runtime.model.divided_samples import _differ
+from penstock.parallel.context.samples import _differ
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.clocks import Readings, clock
+from penstock.parallel.clocks import Readings, clock
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels

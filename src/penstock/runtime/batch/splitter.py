@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import BatchError, ConfigError
-from penstock.parallel.context import SequencePart
-from penstock.parallel.data.replica_checks import digest
+from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.tokens import cut_tokens, next_targets, tokens_of
 from penstock.parallel.dtensor import local
-from penstock.runtime.batch.tokens import cut_tokens, next_targets, tokens_of
+from penstock.parallel.replicas.replica_checks import digest
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
 from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers

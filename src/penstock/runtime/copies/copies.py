@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ReplicaError
-from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import gradient_dtype, is_sharded
+from penstock.parallel.replicas.shards import Shards
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
 from penstock.runtime.copies.fixed import require_no_late_hook, whole_model_modules
 from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, difference_error

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, ReplicaError
-from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.participant import Participant, Step
-from penstock.parallel.tensor import sums_gradients
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.tensor.matrices import sums_gradients
 from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ReplicaError
-from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
+from penstock.parallel.replicas.replica_checks import digest
 
 CHUNKS = 64
 

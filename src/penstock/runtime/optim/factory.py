@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.base.errors import ConfigError, nearest
-from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
+from penstock.parallel.replicas.shard_slice import NOT_ELEMENTWISE
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import full_tensor, is_sharded, local, real_values
+from penstock.parallel.replicas.shards import Shards
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.split_backward.intercepted import has_local_uses

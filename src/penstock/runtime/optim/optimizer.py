@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
-from penstock.parallel.data.exchange import run_each
 from penstock.parallel.dtensor import local
+from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.expert_balance import ExpertBalance
 from penstock.runtime.optim.factory import (

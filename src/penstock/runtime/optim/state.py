@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
-from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import distribute_like, from_local_like, full_tensor, is_dtensor, local
+from penstock.parallel.replicas.shard_slice import ShardSlice, ShardValues
+from penstock.parallel.replicas.shards import ShardedParameter, Shards
 from penstock.runtime.optim.factory import kind_of
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ReplicaError
-from penstock.parallel.data.bucket import require_dense
 from penstock.parallel.dtensor import from_local_like, local, redistribute_grad
 from penstock.parallel.participant import Participant, Step, StepFailure
+from penstock.parallel.replicas.bucket import require_dense
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.ties import Ties
 from penstock.schedule.placement import Placement

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError, first_line, is_gloo_timeout
-from penstock.parallel.data.attendance import REPORT_SECONDS, Attendance, Visit
-from penstock.parallel.data.exchange import gather_values
+from penstock.parallel.replicas.attendance import REPORT_SECONDS, Attendance, Visit
+from penstock.parallel.replicas.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, Timeout, dump_stacks
 from penstock.runtime.health.peers import PeerRegistry
 

@@ -13,9 +13,9 @@ from torch import distributed as dist
 
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, PenstockError
-from penstock.parallel.context import Masks
+from penstock.parallel.clocks import Readings, clock
+from penstock.parallel.context.attention import Masks
 from penstock.parallel.participant import Participant, Step, StepFailure
-from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.ops import Kind, Op
 from penstock.trace.expert_load import ProcessLoad

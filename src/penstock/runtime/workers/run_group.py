@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch
 from torch import distributed as dist
 
-from penstock.parallel.data.exchange import run_each
+from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.pipeline import Pipeline

@@ -28,10 +28,10 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from penstock.base.counts import plural
 from penstock.base.errors import CallOrderError, ConfigError, ScheduleError, TransportError
-from penstock.parallel.context import SequencePart
-from penstock.parallel.data.attendance import Attendance
-from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
+from penstock.parallel.replicas.attendance import Attendance
+from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.parallel.data.layout import BUCKET_BYTES
+from penstock.parallel.replicas.layout import BUCKET_BYTES
 from penstock.train.config.fields import (
     AxisOrder,
     Buffers,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.parallel.context import current_part
+from penstock.parallel.context.attention import current_part
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights

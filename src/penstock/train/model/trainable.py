@@ -37,7 +37,7 @@ class TrainableModel:
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
         source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
-        family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.PLANS`.
+        family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.matrices.PLANS`.
     """
 
     layers: list[Layer]

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.resident_shards import ResidentShards, StageBucket
+from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Step, StepFailure
-from penstock.runtime.clocks import clock
-from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
+from penstock.parallel.replicas.reducer import GroupReducer
+from penstock.parallel.replicas.reduction import Exchange, ReplicaReduction
+from penstock.parallel.replicas.resident_shards import ResidentShards, StageBucket
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.residency import Sharding
 from penstock.stage.module import StageModule

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, TransportError
-from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import BucketEntry, ReductionStream, bucket_order, make_slot
-from penstock.parallel.data.buckets import FrozenParameters
-from penstock.parallel.data.layout import BucketPlan, plan_buckets
-from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
-from penstock.parallel.data.replica_checks import StepReport
-from penstock.parallel.data.shard_slice import ShardSlice
-from penstock.parallel.data.shards import ShardedParameter, Shards, take_back
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
 from penstock.parallel.participant import Collective, CollectiveKind
+from penstock.parallel.replicas import replica_checks
+from penstock.parallel.replicas.bucket import BucketEntry, ReductionStream, bucket_order, make_slot
+from penstock.parallel.replicas.buckets import FrozenParameters
+from penstock.parallel.replicas.layout import BucketPlan, plan_buckets
+from penstock.parallel.replicas.reducer import GroupReducer, Handle, part_of
+from penstock.parallel.replicas.replica_checks import StepReport
+from penstock.parallel.replicas.shard_slice import ShardSlice
+from penstock.parallel.replicas.shards import ShardedParameter, Shards, take_back
 
 
 class StageBucket:

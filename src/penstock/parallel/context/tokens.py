@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from penstock.base.errors import BatchError
-from penstock.parallel.context import SequencePart
+from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.participant import Losses
 from penstock.runtime.batch.work import Work
 from penstock.stage.microbatches import Microbatches

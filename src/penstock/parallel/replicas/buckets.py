@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import PenstockError, ReplicaError, TransportError
-from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import (
+from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
+from penstock.parallel.replicas import replica_checks
+from penstock.parallel.replicas.bucket import (
     Bucket,
     BucketEntry,
     ReductionStream,
@@ -29,10 +30,9 @@ from penstock.parallel.data.bucket import (
     make_slot,
     require_dense,
 )
-from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, plan_buckets
-from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.replica_checks import StepReport, digest
-from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
+from penstock.parallel.replicas.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, plan_buckets
+from penstock.parallel.replicas.reducer import GroupReducer
+from penstock.parallel.replicas.replica_checks import StepReport, digest
 
 
 class GradientBuckets:
@@ -43,7 +43,7 @@ class GradientBuckets:
     steps. A replica without a gradient contributes zeros; a parameter that has none on any replica keeps its ``.grad``.
 
     Args:
-        sharded: whether each replica gets only its part of the sums (see `penstock.parallel.data.shards`; default False).
+        sharded: whether each replica gets only its part of the sums, as with `OptimizerShards` (default False).
         groups: parameter → key; only parameters of equal keys share a bucket.
         owners: parameter → replica that gets the whole sum, if `sharded`; each gets a part of the others'.
         reducers: parameter → communicator over which its gradient is summed, for experts, which only some of the processes

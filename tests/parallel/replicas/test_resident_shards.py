@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.bucket import BucketEntry
-from penstock.parallel.data.buckets import FrozenParameters
-from penstock.parallel.data.layout import BucketPlan
-from penstock.parallel.data.resident_shards import StageBucket
+from penstock.parallel.replicas.bucket import BucketEntry
+from penstock.parallel.replicas.buckets import FrozenParameters
+from penstock.parallel.replicas.layout import BucketPlan
+from penstock.parallel.replicas.resident_shards import StageBucket
 
 
 class Done:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError, PeerError, PenstockError
-from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import local
+from penstock.parallel.replicas.reducer import GroupReducer
 
 # Fixed: the replicas that receive the message take part in its exchange, and do not know its length. A multiple of 8.
 TEXT_BYTES = 1024

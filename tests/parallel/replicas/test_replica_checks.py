@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.base.errors import ConfigError, PeerError, PenstockError
-from penstock.parallel.data.replica_checks import (
+from penstock.parallel.replicas.replica_checks import (
     StepReport,
     exchange_reports,
     first_replicas,

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.bucket import Bucket, BucketEntry, ReductionStream
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.layout import BucketPlan
-from penstock.parallel.data.reducer import GroupReducer, Handle
-from penstock.parallel.data.shard_slice import ShardSlice, join_shards
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
+from penstock.parallel.replicas.bucket import Bucket, BucketEntry, ReductionStream
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.layout import BucketPlan
+from penstock.parallel.replicas.reducer import GroupReducer, Handle
+from penstock.parallel.replicas.shard_slice import ShardSlice, join_shards
 
 
 class ShardedParameter(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.parallel.data.layout import Slot, plan_buckets
-from penstock.parallel.data.shards import choose_owners
+from penstock.parallel.replicas.layout import Slot, plan_buckets
+from penstock.parallel.replicas.shards import choose_owners
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.base.errors import CallOrderError, PeerError, PenstockError, TransportError
-from penstock.parallel.data.bucket import BucketEntry
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
-from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.shards import OptimizerShards, Shards
 from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
 from penstock.parallel.participant import Losses, Outcome, Participant, Step, StepFailure
+from penstock.parallel.replicas.bucket import BucketEntry
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.layout import FIRST_BUCKET_BYTES
+from penstock.parallel.replicas.reducer import GroupReducer
+from penstock.parallel.replicas.shards import OptimizerShards, Shards
 from penstock.runtime.consensus import require_same_number
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses

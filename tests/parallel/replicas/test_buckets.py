@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch import nn
 
 from penstock.base.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
+from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.reducer import GroupReducer, Handle, part_of
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penstock.base.errors import ConfigError, PenstockError, describe_error
-from penstock.parallel.context import Division, Finish, PartExchange, SequencePart, dividing
+from penstock.parallel.context.attention import Division, Finish, PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.stage.compute.linear_cross_entropy import PostponedLogits
 from penstock.stage.module import modes_of

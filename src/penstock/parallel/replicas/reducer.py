@@ -22,8 +22,8 @@ from penstock.base.errors import (
     first_line,
     is_gloo_timeout,
 )
-from penstock.parallel.data.attendance import REPORT_SECONDS, Visit
-from penstock.parallel.data.exchange import gather_values
+from penstock.parallel.replicas.attendance import REPORT_SECONDS, Visit
+from penstock.parallel.replicas.exchange import gather_values
 
 
 class Handle(Protocol):

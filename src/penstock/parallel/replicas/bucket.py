@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.data.layout import BucketPlan, Slot
-from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.dtensor import dense_strides, from_local_like, gradient_dtype, is_dtensor, local
+from penstock.parallel.replicas.layout import BucketPlan, Slot
+from penstock.parallel.replicas.reducer import GroupReducer, Handle
 
 
 class ReductionStream:

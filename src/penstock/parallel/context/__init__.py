@@ -1,0 +1,1 @@
+"""Context parallelism: samples whose tokens replicas divide."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: matrices that processes share."""
