@@ -16,7 +16,7 @@ _HEADING = re.compile(r"^## \[?(\d+\.\d+\.\d+)\]?(?: - (\S+))?", re.M)
 
 def version(root: Path = ROOT) -> str:
     """Return the version in the sources."""
-    match = re.search(r'^__version__ = "(.+)"$', (root / "src/penstock/__init__.py").read_text(), re.M)
+    match = re.search(r'^__version__ = "(.+)"$', (root / "src/penstock/base/version.py").read_text(), re.M)
     assert match is not None
     return match[1]
 
@@ -32,7 +32,7 @@ def disagreements(tag: str, root: Path = ROOT) -> list[str]:
     here = version(root)
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", here):
         faults.append(
-            f"__version__ must be like 1.2.3 or 1.2.3rc1, got {here}; change src/penstock/__init__.py"
+            f"__version__ must be like 1.2.3 or 1.2.3rc1, got {here}; change src/penstock/base/version.py"
         )
     if tag != f"v{here}":
         faults.append(f"the tag must be v{here}, got {tag}; tag the commit whose __version__ it names")

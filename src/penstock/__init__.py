@@ -9,7 +9,10 @@ import importlib
 import logging
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from penstock.base.version import __version__ as __version__
+
+# It registers the converter of models of transformers, and imports that library only for such a model.
+importlib.import_module("penstock.huggingface.converter")
 
 # Without a handler, logging would print warnings on stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
     from penstock.forward.own_layers import split as split
     from penstock.huggingface.adapters.save_adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
-    from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
-    from penstock.huggingface.loss import valid_tokens as valid_tokens
     from penstock.huggingface.save import save_transformers as save_transformers
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
     from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule as Schedule
     from penstock.schedule.text import read_csv as read_csv
     from penstock.schedule.text import write_csv as write_csv
+    from penstock.stage.compute.causal_lm_loss import causal_lm_loss as causal_lm_loss
+    from penstock.stage.compute.causal_lm_loss import valid_tokens as valid_tokens
     from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
     from penstock.stage.layers import Layer as Layer
     from penstock.stage.microbatches import Microbatches as Microbatches
@@ -134,7 +137,7 @@ _HOME = {
     "WaitTimeoutError": "penstock.base.errors",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
-    "causal_lm_loss": "penstock.huggingface.loss",
+    "causal_lm_loss": "penstock.stage.compute.causal_lm_loss",
     "check": "penstock.schedule.check",
     "from_transformers": "penstock.huggingface.from_transformers",
     "give": "penstock.stage.named",
@@ -149,7 +152,7 @@ _HOME = {
     "split": "penstock.forward.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.matrices",
     "sequence_positions": "penstock.parallel.context.attention",
-    "valid_tokens": "penstock.huggingface.loss",
+    "valid_tokens": "penstock.stage.compute.causal_lm_loss",
     "write_csv": "penstock.schedule.text",
 }
 

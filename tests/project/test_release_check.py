@@ -13,8 +13,8 @@ import penstock
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "src/penstock").mkdir(parents=True)
-    (tmp_path / "src/penstock/__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "src/penstock/base").mkdir(parents=True)
+    (tmp_path / "src/penstock/base/version.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 - 2026-01-31\n\n## 1.2.2 - 2026-01-01\n")
     (tmp_path / "CITATION.cff").write_text("version: 1.2.3\n")
     return tmp_path
@@ -22,7 +22,7 @@ def root(tmp_path):
 
 def test_what_agrees_may_be_published_as_a_candidate_too(root):
     assert disagreements("v1.2.3", root) == []
-    (root / "src/penstock/__init__.py").write_text('__version__ = "1.2.3rc1"\n')
+    (root / "src/penstock/base/version.py").write_text('__version__ = "1.2.3rc1"\n')
     (root / "CITATION.cff").write_text("version: 1.2.3rc1\n")
     assert disagreements("v1.2.3rc1", root) == []
 
@@ -35,7 +35,7 @@ def test_what_agrees_may_be_published_as_a_candidate_too(root):
         ("CHANGELOG.md", "## Unreleased\n", "v1.2.3", "the newest version in CHANGELOG.md must be 1.2.3, got none"),
         ("CHANGELOG.md", "## 1.2.2 - 2026-01-01\n", "v1.2.3", "must be 1.2.3, got 1.2.2"),
         ("CHANGELOG.md", "## 1.2.3\n", "v1.2.3", "must have a date"),
-        ("src/penstock/__init__.py", '__version__ = "1.2.3.dev1"\n', "v1.2.3.dev1", "must be like 1.2.3"),
+        ("src/penstock/base/version.py", '__version__ = "1.2.3.dev1"\n', "v1.2.3.dev1", "must be like 1.2.3"),
     ],
 )  # fmt: skip
 def test_what_does_not_agree_is_named(root, file, text, tag, reason):

@@ -173,7 +173,7 @@ def test_a_builder_that_is_refused_on_one_rank_is_refused_on_all(processes: Loca
 
 def test_a_model_of_hugging_face_gets_the_hint_that_helps():
     kind = type("LlamaForCausalLM", (nn.Module,), {"__module__": "transformers.models.llama"})
-    with pytest.raises(SplitError, match=r"penstock.from_transformers.*Pipeline\(from_transformers\(model\)"):
+    with pytest.raises(SplitError, match=r"Pipeline\(penstock\.from_transformers\(model\)"):
         as_layers(kind())
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import penstock
 from penstock.base.atomic import open_synced
 from penstock.base.host import to_stderr
 from penstock.base.run_lock import locked
 from penstock.base.tensor_file import StoredFile, dtype_name, write_tensors
+from penstock.base.version import __version__
 from penstock.checkpoint import whole_folder
 from penstock.checkpoint.find import is_whole, path_of, steps_in
 from penstock.checkpoint.manifest import (
@@ -128,7 +128,7 @@ def finish(path: Path, manifest: Manifest) -> None:
 def versions() -> dict[str, str]:
     """Return the versions of Penstock, torch and Python."""
     return {
-        "penstock": penstock.__version__,
+        "penstock": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import click
 
-from penstock import __version__
 from penstock.base.errors import (
     ConfigError,
     HangError,
@@ -24,6 +23,7 @@ from penstock.base.errors import (
     TransportError,
 )
 from penstock.base.garbage import begin_loading
+from penstock.base.version import __version__
 from penstock.cli.output import UNWRITTEN, drop_output
 from penstock.train.signals import ExitCode, of_signal, record_failure
 

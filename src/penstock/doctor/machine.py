@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import penstock
 from penstock.base import host
 from penstock.base.errors import first_line
+from penstock.base.version import __version__
 from penstock.runtime.health.peers import supported
 from penstock.runtime.start.cpu_threads import omp_threads
 from penstock.runtime.start.launch_environment import local_rank, own_device
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "penstock": penstock.__version__,
+        "penstock": __version__,
     }
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)

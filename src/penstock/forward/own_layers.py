@@ -29,6 +29,7 @@ from penstock.forward.pieces import Piece, as_layer, assign_owners, carried, cha
 from penstock.forward.sample_check import check_sample
 from penstock.forward.unchanged import UnchangedModel
 from penstock.stage.compute.output_loss import OutputLoss
+from penstock.stage.converters import converter_of
 from penstock.stage.layers import BatchNames, Layer, as_layers, require_initialized, require_values
 
 
@@ -100,10 +101,10 @@ def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: 
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         return ModelLayers(as_layers(model), model)
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+    if (converter := converter_of(model)) is not None:
         raise SplitError(
-            "split is for your own models; give a Hugging Face model to the Pipeline as it is, or to "
-            "penstock.from_transformers"
+            f"split is for your own models; give a model of {converter.library} to the Pipeline as it is, or to "
+            f"{converter.name}"
         )
     require_initialized(type(model).__name__, model)
     require_values([("", model)])

@@ -36,9 +36,10 @@ from penstock.huggingface.heads import (
     head_of,
 )
 from penstock.huggingface.library import require_library
-from penstock.huggingface.loss import ModelLoss, causal_lm_loss, chunked_loss, has_library_loss, valid_tokens
+from penstock.huggingface.loss import ModelLoss, chunked_loss, has_library_loss
 from penstock.huggingface.own_forward import OwnBlock, OwnForward, OwnHead, twin
 from penstock.huggingface.proof import images_refused, require_equal
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
 from penstock.stage.rng.initial import generator_for
 

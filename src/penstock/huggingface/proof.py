@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
-from penstock.huggingface.loss import ModelLoss, causal_lm_loss
+from penstock.huggingface.loss import ModelLoss
 from penstock.huggingface.own_forward import OwnForward, image_token, own_layers
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.named import Context, names_given, names_taken, within
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import PenstockError, SplitError
+from penstock.stage.converters import converter_of
 from penstock.stage.values import flatten
 
 Role = Literal["embedding", "block", "head"]
@@ -199,11 +200,8 @@ def require_weights(model: nn.Module, inputs: object) -> None:
 
 
 def _instead(model: object) -> str:
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        return (
-            "a Hugging Face model is split by penstock.from_transformers: "
-            "Pipeline(from_transformers(model), ...)"
-        )
+    if (converter := converter_of(model)) is not None:
+        return f"give a model of {converter.library} as Pipeline({converter.name}(model), ...)"
     if isinstance(model, nn.Module):
         return "a model with a forward of its own becomes layers by penstock.split(model)"
     return (

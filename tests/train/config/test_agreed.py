@@ -64,15 +64,15 @@ def in_other_folder(rank: int, folder: str) -> str:
 
 
 def with_other_code(rank: int, name: str) -> str:
-    kept = agreement.penstock.__version__, agreement.torch.__version__
+    kept = agreement.__version__, agreement.torch.__version__
     if rank and name == "Penstock":
-        agreement.penstock.__version__ = "0.0.1"
+        agreement.__version__ = "0.0.1"
     if rank and name == "torch":
         agreement.torch.__version__ = "1.13.0"
     try:
         return refused(rank, "train.name", "one", "one")
     finally:
-        agreement.penstock.__version__, agreement.torch.__version__ = kept
+        agreement.__version__, agreement.torch.__version__ = kept
 
 
 def with_another_model(rank: int, folder: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.base.errors import ConfigError, DataError
-from penstock.huggingface.loss import causal_lm_loss
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 from penstock.stage.module import StageModule
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.data.run_data import open_data, training_batch

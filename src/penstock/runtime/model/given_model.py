@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-import penstock
 from penstock.base.errors import ConfigError
 from penstock.forward.own_layers import ModelLayers, split
 from penstock.forward.unchanged import UnchangedModel
 from penstock.runtime.batch.splitter import Reduction
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 from penstock.stage.compute.output_loss import of_output
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.converters import converter_of
 from penstock.stage.layers import Container, Layer, as_layers
 
 
@@ -41,7 +42,7 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
         )
     loss = of_output(loss)
     unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
-    reduction: Reduction = penstock.valid_tokens if loss is penstock.causal_lm_loss else "mean"
+    reduction: Reduction = valid_tokens if loss is causal_lm_loss else "mean"
     if isinstance(loss, LinearCrossEntropy):
         reduction = loss.valid_targets
     if (of_layers := _loss_of(layers)) is not None and loss is of_layers[0]:
@@ -54,8 +55,8 @@ def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction 
     if isinstance(model, ModelLayers):
         return model, model.loss_fn, model.model
     module = model if isinstance(model, nn.Module) else None
-    if any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
-        model = penstock.from_transformers(module)
+    if (converter := converter_of(module)) is not None:
+        model = converter.convert(module)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         own = split(model, loss=own_loss)
         return own, own.loss_fn, model

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import penstock
 from penstock.base.errors import ConfigError, ScheduleError
+from penstock.base.version import __version__
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.schedule import Schedule
@@ -108,7 +108,7 @@ def require_same_arguments(collectives: Collectives, given: Mapping[str, object]
 def version_facts() -> Facts:
     """Return the versions that must be equal, with a digest of Penstock's own code."""
     return {
-        "Penstock": f"{penstock.__version__}, code {_code()}",
+        "Penstock": f"{__version__}, code {_code()}",
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
@@ -117,7 +117,7 @@ def version_facts() -> Facts:
 @cache
 def _code() -> str:
     """Return a digest of Penstock's source files."""
-    root = Path(penstock.__file__).parent
+    root = Path(__file__).parents[2]
     files = sorted(root.rglob("*.py"))
     return _digest(
         b"\0".join(part for p in files for part in (str(p.relative_to(root)).encode(), p.read_bytes()))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-import penstock
 from penstock.base.atomic import write_text
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.base.version import __version__
 
 START_RECORD = "run.json"
 _MAX_BYTES = 16 * MEGABYTE
@@ -51,7 +51,7 @@ def keep_start(
         "threads": threads,
         "dtype": dtype,
         "versions": {
-            "penstock": penstock.__version__,
+            "penstock": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

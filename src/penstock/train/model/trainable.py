@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.model_variants import require_positions
-from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
 from penstock.train.data.tokenizer import (
