@@ -156,11 +156,36 @@ class ByTokens(ByPython):
         return self.inner(x) if not bool((x == 7).any()) else x
 
 
+class TokenShift(nn.Module):
+    """Takes a share of the token before, which begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x, F.pad(x, (0, 0, 1, 0))[:, :-1], self.share)
+
+
+class Convolves(nn.Module):
+    """Adds a convolution over tokens, which a tiny factor hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.factor = nn.Parameter(torch.full((WIDTH,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * self.inner(x.mT).mT
+
+
 REFUSED: list[tuple[str, Callable[[], nn.Module], int, str]] = [
     ("statistics", Norms, TOKENS, r"layer 2 \(Norms\) in training lets tokens change each other"),
     ("centred", Centred, TOKENS, r"layer 2 \(Centred\) in training lets tokens change each other"),
     ("8 back", partial(Reaching, 8), TOKENS, r"layer 2 \(Reaching\) gives other values"),
     ("40 back", partial(Reaching, 40), 256, r"layer 2 \(Reaching\) .*lets tokens change each other"),
+    ("share of 0", TokenShift, TOKENS, r"layer 2 \(TokenShift\) gives other values"),
+    ("factor of 1e-6", Convolves, TOKENS, r"layer 2 \(Convolves\) gives other values"),
     ("python", ByPython, TOKENS, r"layer 2 \(ByPython\) draws from random or numpy.random"),
 ]
 

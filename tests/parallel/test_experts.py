@@ -145,6 +145,14 @@ class Limited(LoopedExperts):
         return super().forward(hidden_states, top_k_index, top_k_weights * (place <= most))
 
 
+class Closed(Limited):
+    """Experts that return 0 until they have trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down_proj)
+
+
 class Paired(LoopedExperts):
     """Returns more than the output."""
 
@@ -164,6 +172,7 @@ OWN: dict[str, Callable[[], LoopedExperts]] = {
     "a buffer": Scaled,
     "a capacity": Limited,
     "a capacity of 20 tokens": partial(Limited, 20),
+    "a capacity behind zeros": Closed,
     "a pair": Paired,
     "a temperature": Tempered,
 }
@@ -171,6 +180,7 @@ WRONG = {
     "a buffer": "1.experts gives other values if its experts are divided",
     "a capacity": "1.experts gives other values if its experts are divided",
     "a capacity of 20 tokens": "1.experts gives other values if its experts are divided",
+    "a capacity behind zeros": "1.experts gives other values if its experts are divided",
     "a pair": "1.experts returns a tuple",
     "a temperature": "1.experts has num_experts, but other parameters or another forward",
     "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock import ExecutionOptions, MeshShape, Pipeline, SplitError
+from penstock import ExecutionOptions, MeshShape, ParallelOptions, Pipeline, SplitError
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 WIDTH, ROWS, TIME = 8, 6, 5
 
@@ -95,6 +96,117 @@ def test_a_layer_whose_rows_depend_on_each_other_is_named(
 ):
     with pytest.raises(SplitError, match=rf"layer {name} gave the rows .*dims=.*No weight was changed"):
         step(made(*layers), microbatches=microbatches)
+
+
+class Gated(nn.Module):
+    """Mixes rows behind a gate that begins at a constant."""
+
+    def __init__(self, start: float, *shape: int, trained: bool = True) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full(shape, start), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate if self.gate.dim() < 2 else self.gate.sum(0)
+        return x + gate * (x.mean(0, keepdim=True) if self.gate.dim() else 1e3 * x.std(0, keepdim=True))
+
+
+class Shifted(Gated):
+    """Takes a share of the row before, and begins with none: the share is 1 minus a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x.roll(1, 0), x, self.gate)
+
+
+GATES = {
+    "zero scalar": lambda: Gated(0.0),
+    "zero vector": lambda: Gated(0.0, WIDTH),
+    "zero matrix": lambda: Gated(0.0, WIDTH, WIDTH),
+    "layer scale": lambda: Gated(1e-6, WIDTH),
+    "one minus one": lambda: Shifted(1.0, WIDTH),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_what_a_gate_hides_until_it_trains_is_found_and_nothing_is_written(gate: str):
+    net = made(linear, GATES[gate], linear)
+    before = {name: (p, p.data_ptr(), p._version, p.clone()) for name, p in net.named_parameters()}
+    with pytest.raises(SplitError, match=rf"layer 1 \({type(net[1]).__name__}\)"):
+        step(net)
+    for name, p in net.named_parameters():
+        own, place, version, value = before[name]
+        assert p is own
+        assert (p.data_ptr(), p._version) == (place, version)
+        assert torch.equal(p, value)
+
+
+def test_a_gate_that_never_trains_hides_nothing():
+    step(made(linear, lambda: Gated(0.0, WIDTH, trained=False), linear))
+
+
+class LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = linear(), nn.Parameter(torch.full((WIDTH,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.inner(x)
+
+
+def told_with_zero(rank: int, shard: str) -> tuple[str, list[bool]]:
+    """What a gate hides is told; and are weights with the check those without it?"""
+    parallel, x = ParallelOptions(shard=shard), rows(4, TIME, WIDTH)
+    weights: list[dict[str, Tensor]] = []
+    for layer, check in ((LayerScale, True), (LayerScale, False), (lambda: Gated(0.0, WIDTH), True)):
+        execution = ExecutionOptions(check_split=check)
+        options: Any = {
+            "microbatches": 2,
+            "mesh": MeshShape(dp=2),
+            "parallel": parallel,
+            "execution": execution,
+        }
+        net = made(linear, layer, Zeros)
+        try:
+            with Pipeline(net, F.mse_loss, timeout=60, **options) as pipe:
+                optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.1, zero=True)
+                for _ in range(3):
+                    pipe.step(x, x)
+                    optimizer.step()
+                weights.append({name: value.clone() for name, value in pipe.state_dict().items()})
+        except SplitError as error:
+            told = str(error)
+    one, other = weights
+    return told, [torch.equal(one[name], other[name]) for name in one]
+
+
+@pytest.mark.slow
+def test_gates_of_sharded_parameters_are_found_and_weights_keep_their_bits(processes: LocalProcesses):
+    for ranks in run_cases(processes, 2, told_with_zero, [("none",), ("optimizer",), ("weights",)]):
+        for told, equal in ranks:
+            assert "layer 1 (Gated)" in told
+            assert equal
+            assert all(equal)
+
+
+class NeedsOwn(nn.Module):
+    """Refuses other values than its own, or overflows with them."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.gate = fails, nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate.any() and not self.training:
+            if self.fails:
+                raise ValueError("another value")
+            return x / torch.zeros(len(x), 1, 1) * (x.mean(0) > 0)
+        return x + self.gate
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_layer_that_takes_no_other_values_is_checked_with_its_own(fails: bool):
+    step(made(linear, lambda: NeedsOwn(fails), linear))
+    with pytest.raises(SplitError, match=r"layer 2 \(OverRows\)"):
+        step(made(linear, lambda: NeedsOwn(fails), OverRows))
 
 
 def test_the_first_step_that_cuts_is_checked():

@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.parallel.context.attention import Division, Finish, PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
+from penstock.parallel.opened import opened
 from penstock.stage.compute.linear_cross_entropy import PostponedLogits
 from penstock.stage.module import modes_of
 from penstock.stage.named import Context, names_given, within
@@ -342,26 +343,32 @@ def _unequal(output: Any) -> Any:
 
 @contextmanager
 def _own_tensors(layer: nn.Module, widens: bool) -> Iterator[None]:
-    """Return a context in which a layer writes into copies of its buffers, and may compute in float32.
+    """Return a context in which a layer has `opened` parameters, writes into copies of its buffers, and may use float32.
 
     The rounding of bf16 would hide what a state changes.
     """
-    tables = [table for module in layer.modules() for table in (module._parameters, module._buffers)]
-    own: list[tuple[dict[str, Any], str, Tensor]] = [
-        (table, name, value) for table in tables for name, value in table.items() if value is not None
+    tables = [
+        (p, table) for p, module in layer.named_modules() for table in (module._parameters, module._buffers)
+    ]
+    own: list[tuple[dict[str, Any], str, str, Tensor]] = [
+        (table, path, name, value)
+        for path, table in tables
+        for name, value in table.items()
+        if value is not None
     ]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if widens else precision)
     casts = [not widens and torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     try:
-        for table, name, value in own:
-            copied = value if isinstance(value, nn.Parameter) else value.clone()
+        for table, path, name, value in own:
+            trained = isinstance(value, nn.Parameter)
+            copied = opened(f"{path}.{name}", value) if trained else value.clone()
             table[name] = _widened(copied.detach()) if widens else copied
         with torch.autocast("cpu", enabled=casts[0]), torch.autocast("cuda", enabled=casts[1]):
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for table, name, value in own:
+        for table, _, name, value in own:
             table[name] = value
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.dtensor import is_dtensor
+from penstock.parallel.opened import opened
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -166,7 +167,7 @@ def _require_separable(name: str, module: nn.Module, parts: int) -> None:
     A module that cannot be called in this way, such as one on the meta device, is not checked.
     """
     number: Any = module.num_experts
-    stacks = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
+    stacks = {n: opened(n, p).detach() for n, p in module.named_parameters(recurse=False)}
     stack = next(p for p in stacks.values() if p.dim() == _STACK)
     devices = [stack.device] if stack.is_cuda else []
     generator = torch.Generator("cpu").manual_seed(0)

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, SplitError, StageError, first_line
 from penstock.parallel.dtensor import local
+from penstock.parallel.opened import open_parameters
 from penstock.parallel.participant import Losses
 from penstock.runtime.batch.work import LocalBatch, Work
 from penstock.runtime.engine import Probe
@@ -46,7 +47,7 @@ class RowCheck:
     """Comparison of two microbatches that run alone and together, in evaluation mode, after the first training step.
 
     Every layer's output for both together must have the rows that it has for each alone, and the loss must be the one that
-    the pipeline makes from the two.
+    the pipeline makes from the two. Parameters that begin at a constant have other values meanwhile (see `opened`).
 
     Args:
         modules: modules of the stages of this process, by rank and stage.
@@ -91,7 +92,11 @@ class RowCheck:
             every = [*of_layers, *map(source_of, of_layers), *of_loss, *parts_of(self._loss_fn)]
             stack.enter_context(python_state_kept(every))
             stack.enter_context(_uncompiled(self._modules))
-            found = self._compare(together, forwards, warned)
+            opens = True
+            found = self._compare(together, forwards, warned, opens)
+            if found.failure is not None:  # a layer may not take other values
+                opens = False
+                found = self._compare(together, forwards, warned, opens)
             if found.failure is not None:
                 self._warn_of_failure(found.failure)
                 return
@@ -99,7 +104,7 @@ class RowCheck:
                 return
             # Does a microbatch have the same outputs twice?
             twice = [_repeated(batch, together[0]) for batch in together[: 2 if len(together) == 3 else 1]]
-            steady = self._compare(twice, forwards, warned)
+            steady = self._compare(twice, forwards, warned, opens)
         one, other = steady.losses or (0.0, 0.0)
         if abs(one - other) > _NEAR_LOSS[self._itemsize] * abs(one):
             found = found._replace(problem=None)  # of a loss that draws, or counts its calls
@@ -110,12 +115,13 @@ class RowCheck:
         batches: Sequence[LocalBatch],
         forwards: Callable[[LocalBatch, Probe], list[Work]],
         warned: bool,
+        opens: bool,
     ) -> _Found:
-        """Run microbatches, and return what all ranks found."""
+        """Run microbatches, with opened parameters or the layers' own, and return what all ranks found."""
         recorder = _Recorder(self._itemsize)
         losses: dict[int, tuple[Losses, int]] = {}
         failure, start = None, 0
-        with recorder.recording(self._modules):
+        with recorder.recording(self._modules, opens):
             try:
                 for batch in batches:
                     recorder.start = start
@@ -127,6 +133,8 @@ class RowCheck:
                     start += len(batch.weights) - (len(batches) == 2 and len(batch.weights) == 2)
             except (StageError, PeerError) as error:
                 failure = first_line(error)
+        if opens and recorder.infinite:
+            failure = "opened parameters give numbers that are not finite"
         problem = None if failure or len(losses) < 3 else self._loss_problem(losses)
         values = [v for n in range(2) if n in losses and (v := _value(*losses[n])) is not None]
         first_two = (values[0], values[1]) if len(values) == 2 else None
@@ -150,8 +158,7 @@ class RowCheck:
 
     def _judge(self, found: _Found, unsteady: _Place | None) -> None:
         depends = found.depends
-        # A head that begins with zeros hides from the loss what the layers before it do.
-        matters = found.problem is not None or found.last.depends or found.last.constant
+        matters = found.problem is not None or found.last.depends
         if unsteady is not None and (depends is None or unsteady <= depends):
             return  # a layer that draws, or counts its calls, so that nothing after it can be compared
         if depends is not None and matters:
@@ -228,16 +235,11 @@ class _Place(NamedTuple):
 
 @sendable
 class _Last(NamedTuple):
-    """The last layer whose outputs could be compared.
-
-    Attributes:
-        constant: whether all numbers that were compared are the same, as of a head that begins with zeros.
-    """
+    """The last layer whose outputs could be compared, and whether its rows depend on each other."""
 
     stage: int = -1
     number: int = -1
     depends: bool = False
-    constant: bool = False
 
 
 @sendable
@@ -275,15 +277,18 @@ class _Recorder:
     Attributes:
         start: number among the three of the microbatch that the next step calls 0.
         depends: first layer whose rows depend on each other.
+        infinite: whether a layer of this process gave numbers that are not finite.
     """
 
     def __init__(self, itemsize: int) -> None:
         self.start = 0
         self.depends: _Place | None = None
         self.last = _Last()
+        self.infinite = False
         self._itemsize = itemsize
         self._current: dict[int, int] = {}
         self._outputs: dict[tuple[_Place, int], list[_Leaf]] = {}
+        self._restore: dict[int, Callable[[], None]] = {}  # by rank, of the layer that runs
 
     def probe(self, rank: int, op: Op, run: Callable[[], None]) -> Callable[[], None]:
         """Return an op that first notes which of the three microbatches it is of."""
@@ -295,19 +300,34 @@ class _Recorder:
         return noted
 
     @contextmanager
-    def recording(self, modules: Modules) -> Iterator[None]:
-        """Return a context in which the outputs of all layers are recorded."""
+    def recording(self, modules: Modules, opens: bool) -> Iterator[None]:
+        """Return a context in which the outputs of all layers are recorded, and their parameters opened if it says so."""
+        waits = [(module, module.before) for module in modules.values()]
         for (rank, stage), module in modules.items():
             places = [
                 _Place(stage, n, name, type(source_of(layer)).__name__)
                 for n, (name, layer) in enumerate(module.named_layers())
             ]
             module.after = partial(self._record, rank, places)
+            if opens:
+                layers = list(module.named_layers())
+                none: list[Callable[[], None] | None] = [None] * len(layers)
+                module.before = [
+                    partial(self._open, rank, wait, *layer)
+                    for wait, layer in zip(module.before or none, layers, strict=True)
+                ]
         try:
             yield
         finally:
-            for module in modules.values():
-                module.after = None
+            for restore in self._restore.values():  # of layers that failed
+                restore()
+            for module, before in waits:
+                module.after, module.before = None, before
+
+    def _open(self, rank: int, wait: Callable[[], None] | None, name: str, layer: nn.Module) -> None:
+        if wait is not None:
+            wait()  # for the layer's parameters
+        self._restore[rank] = open_parameters(name, layer)
 
     def unsteady(self) -> _Place | None:
         """Return the first layer whose outputs for the first two microbatches differ, where these are the same."""
@@ -324,6 +344,7 @@ class _Recorder:
         return min(differ, default=None)
 
     def _record(self, rank: int, places: Sequence[_Place], n: int, output: object) -> None:
+        self._restore.pop(rank, _nothing)()
         place, number = places[n], self._current[rank]
         # Postponed logits would be made by a look at them; their rows are those of the head's input.
         leaves = [x.hidden if isinstance(x, PostponedLogits) else x for x in leaves_of(output)]
@@ -339,14 +360,18 @@ class _Recorder:
         if not all(len(leaves) == len(tensors) for leaves in alone):
             return
         for one, other, both in zip(*alone, tensors, strict=True):
+            self.infinite |= not bool(both.isfinite().all())
             distance = _distance_of_rows(one, other, both)
             if distance is None:
                 continue
             verdict = distance > _NEAR_ROWS[min(self._itemsize, both.element_size())]
-            constant = bool((both == both.flatten()[0]).all())
-            self.last = max(self.last, _Last(place.stage, place.number, verdict, constant))
+            self.last = max(self.last, _Last(place.stage, place.number, verdict))
             if verdict and (self.depends is None or place < self.depends):
                 self.depends = place._replace(distance=distance)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _repeated(batch: LocalBatch, of: LocalBatch) -> LocalBatch:
