@@ -88,7 +88,7 @@ class Victim:
         root: folder for this run alone.
         fault: fault to inject; None for none.
         processes: number of processes under torchrun; 0 for threads of one process.
-        restarts: restarts that ``penstock train --restarts`` may make; None for torchrun, or threads.
+        restarts: restarts that torchrun may make; the run then resumes from its newest checkpoint.
         settings: changes of `SETTINGS`.
         resume: whether to resume the run of that name, as ``--resume`` does.
         echo: folder in which a resumed run saves the loaded state before it continues.
@@ -97,7 +97,7 @@ class Victim:
     root: Path
     fault: Fault | None = None
     processes: int = 0
-    restarts: int | None = None
+    restarts: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
     resume: bool = False
     echo: Path | None = None
@@ -118,16 +118,13 @@ class Victim:
         text = write_text(self.root)
         values = {**SETTINGS, "data.path": text, "train.folder": self.root / "runs", **self.settings}
         words = ["train", *[f"--set={key}={value}" for key, value in values.items()]]
-        if self.resume:
+        if self.resume or self.restarts:
             words.append("--resume")
         victim = ["-m", "bench.faults.victim", str(self.diaries), self.fault.dump() if self.fault else "none"]
         command = [sys.executable]
-        if self.restarts is not None:
-            command += ["-m", "bench.faults.supervised", str(self.restarts), *victim[2:]]
-        elif self.processes:
-            command += [*TORCHRUN, "--nproc-per-node", str(self.processes), *victim]
-        else:
-            command += victim
+        if self.processes:
+            command += [*TORCHRUN, f"--nproc-per-node={self.processes}", f"--max-restarts={self.restarts}"]
+        command += victim
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

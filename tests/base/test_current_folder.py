@@ -57,7 +57,7 @@ VERIFY = ("--ranks", "2", "--schedule", "own_hooks:build", "--transport", "proce
     [
         ["train", *TINY, *OWN_PARTS],
         ["verify", *VERIFY],
-        *exhaustive(["train", *TINY, "--restarts", "0"], ["doctor", "--ranks", "2"]),
+        *exhaustive(["doctor", "--ranks", "2"]),
     ],
     ids=lambda words: f"{words[0]} {words[-2].lstrip('-')}",
 )

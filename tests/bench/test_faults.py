@@ -12,12 +12,12 @@ from tests.support.lanes import exhaustive, slow
 ROW = {row.number: row for row in ROWS}
 
 
-# Row 3 is run by `test_commands`; what ends the processes of rows 10, 11, 14 and 15 is tested in `train`, too. Rows 6, 7, 8
+# Row 3 is run by `test_commands`; what ends the processes of rows 10, 11 and 14 is tested in `train`, too. Rows 6, 7, 8
 # and 12 have their tests beside the checkpoints, without the trainer around them, and row 13 in `test_fuzz`; rows 1, 2 and
 # 4 have limits of time that only a machine without other work keeps.
 @pytest.mark.parametrize(
     "row",
-    [*slow(ROW[5], ROW[9]), *exhaustive(ROW[10], ROW[11], ROW[14], ROW[15])],
+    [*slow(ROW[5], ROW[9]), *exhaustive(ROW[10], ROW[11], ROW[14])],
     ids=lambda row: str(row.number),
 )
 def test_the_fault_does_no_harm(row, tmp_path: Path):

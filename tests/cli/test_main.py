@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_what_went_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == code
+
+
+def test_torchrun_is_told_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    monkeypatch.setattr(sys, "argv", ["penstock", "sample", "nothing"])
+    with pytest.raises(SystemExit):
+        main()
+    assert json.loads(told.read_text())["message"]["message"].startswith("ConfigError: ")
 
 
 def test_what_went_well_ends_without_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -53,7 +53,7 @@ NOT_RUN = {
     "penstock plan my-model -c cluster.toml --from-run": "needs a measured cluster: see tests/cli/test_plan_run.py",
     "penstock doctor --ranks 8": "eight processes: tests/doctor runs fewer",
     "penstock doctor --measure": "measures until rates are steady: tests/doctor does it once",
-    "penstock train my.toml --restarts 3": "four processes: tests/train/test_supervise.py ends and restarts them",
+    "torchrun --standalone": "four processes: tests/train/test_torchrun.py ends and restarts two",
     "from penstock import MeshShape": "eight processes: tests/parallel and tests/train run such meshes",
 }
 """Begin of commands and code that no test runs as printed, with the reason."""

@@ -19,21 +19,13 @@ from penstock.cli import main
 from penstock.train import signals, trainer
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
-from tests.support.listening_rank import listening
 from tests.support.waiting import until
 
 PLAN = "VICTIM"
-NOTES = "VICTIM_NOTES"
 here: list[Noted] = []
 
 
 class Noted(signals.Interrupts):
-    taken = 0
-
-    def _handle(self, number: signal.Signals) -> None:
-        super()._handle(number)
-        self.taken += 1
-
     def __enter__(self) -> Noted:
         here.append(self)
         super().__enter__()
@@ -66,15 +58,6 @@ def term_self() -> None:
     until_asked()
 
 
-def term_all() -> None:
-    """SIGTERM for this process and, from rank 0, for the launcher; the step goes on once the launcher's copy is here."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: here[-1].taken >= 1, 900)
-    if os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signal.SIGTERM)
-    until(lambda: here[-1].taken >= 2, 900)
-
-
 def interrupt_twice() -> None:
     """Ctrl-C twice, the second one in a wait in which no Python runs, and not taken for a copy of the first."""
     from torch.distributed import FileStore
@@ -85,11 +68,6 @@ def interrupt_twice() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     with TemporaryDirectory() as folder:
         FileStore(str(Path(folder) / "store"), 2).get("what nobody sets")
-
-
-def note_addresses() -> None:
-    """Keep on which addresses this process listens."""
-    (Path(os.environ[NOTES]) / f"rank-{os.environ['RANK']}").write_text(" ".join(listening()))
 
 
 def until_asked() -> None:

@@ -42,14 +42,10 @@ def test_processes_on_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch
         choose_plan(from_mapping({**SMALL, "parallel": {"tp": 2}}), print)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--resume", "auto"], "a resumed run keeps its layout"), (["--restarts", "1"], "restarts would have other layouts")],
-)  # fmt: skip
-def test_only_new_runs_are_planned(words: list[str], message: str):
-    result = CliRunner().invoke(group, ["train", "--plan", "auto", *words])
+def test_only_new_runs_are_planned():
+    result = CliRunner().invoke(group, ["train", "--plan", "auto", "--resume", "auto"])
     assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+    assert "a resumed run keeps its layout" in " ".join(result.output.split())
 
 
 def plan_of_replicas(rank: int) -> Config:

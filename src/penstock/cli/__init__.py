@@ -25,7 +25,7 @@ from penstock.base.errors import (
 from penstock.base.garbage import begin_loading
 from penstock.base.version import __version__
 from penstock.cli.output import UNWRITTEN, drop_output
-from penstock.train.signals import ExitCode, of_signal, record_failure
+from penstock.train.signals import ExitCode, of_signal
 
 FIRST_STEPS = f"""\
 Penstock {__version__}: train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does.
@@ -114,7 +114,6 @@ def main() -> None:
     except StoppedError:
         sys.exit(ExitCode.STOPPED)  # how to continue has been printed
     except PenstockError as error:
-        record_failure(error)
         if (
             isinstance(error, StageError)
             and not isinstance(error, NonFiniteError)
@@ -123,6 +122,11 @@ def main() -> None:
             # The user's own code failed, so print where.
             traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            # torchrun prints the error of the rank that failed first.
+            ErrorHandler().record_exception(error)
         _end(_code_of(error), at_once=isinstance(error, TransportError))
 
 

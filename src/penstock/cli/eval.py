@@ -38,9 +38,7 @@ def command(
     """
     from penstock.train.evaluate import evaluate
     from penstock.train.run_log import tokenizing_bar
-    from penstock.train.signals import follow_launcher
 
-    follow_launcher()
     paths = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
     pairs = [*overrides, *(argument for argument in arguments if argument not in paths)]
     if ranks is not None:

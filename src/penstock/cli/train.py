@@ -14,7 +14,6 @@ import click
 from penstock.base.counts import plural
 from penstock.base.garbage import end_loading
 from penstock.cli.output import outlive_readers
-from penstock.train.signals import follow_launcher
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -61,8 +60,7 @@ def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
     "          penstock train my.toml --ranks 2 --plan auto\n\n"
-    "          penstock train --restarts 3 --set parallel.pp=2 train.checkpoint_every=50\n\n"
-    "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
+    "          torchrun --nproc-per-node 2 --max-restarts 3 -m penstock train my.toml --set train.name=first --resume\n\n"
     "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
     "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2",
 )
@@ -87,13 +85,6 @@ def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
     "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, and progress to stderr."
 )
 @click.option(
-    "--restarts",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Start one process per rank of [parallel] on this machine, and restart all of them from the newest checkpoint when "
-    "one fails. Give up after N restarts in a row without a newer checkpoint.",
-)
-@click.option(
     "--plan",
     type=click.Choice(["auto"]),
     help="auto: measure the model's layers on this machine first, and run the schedule, microbatches, split and recompute "
@@ -116,7 +107,6 @@ def command(
     ranks: int | None,
     resume: str | None,
     as_json: bool,
-    restarts: int | None,
     plan: str | None,
     print_config: bool,
     profile: bool,
@@ -139,12 +129,10 @@ def command(
         1    the run failed
         2    bad input; nothing was written
         3    too many steps in a row were NaN or infinite
-        4    --restarts gave up without a newer checkpoint
         75   stopped by a signal and saved; continue with --resume
         124  a rank hung and was ended
         130  ended at once by a second Ctrl-C (SIGTERM: 143, SIGHUP: 129, SIGUSR1: 138)
     """
-    launched = follow_launcher()
     outlive_readers()
     from penstock.runtime.start.launch_environment import find_launch
     from penstock.train.config.config import HINTS
@@ -172,8 +160,6 @@ def command(
     if print_config:
         _print(read())
         return None
-    if restarts is not None and plan is None:
-        return _supervise(read(), restarts, as_json, profile)
     launch = find_launch()
     if launch is None:
         config = read()
@@ -184,11 +170,6 @@ def command(
     if plan is not None:
         if resume is not None:
             raise click.UsageError("--plan chooses the layout of a new run; a resumed run keeps its layout")
-        if restarts is not None:
-            raise click.UsageError(
-                "--plan measures before every start, so restarts would have other layouts; start the processes with "
-                "torchrun, or write the layout that --plan prints into the config"
-            )
         from penstock.train.auto_plan import choose_plan
 
         config = choose_plan(config, lambda line: click.echo(line, err=as_json))
@@ -197,13 +178,12 @@ def command(
         end_loading()  # what the run needs is loaded: torch's optimizers were the last
         return reporter(steps, leads=leads, to_stderr=as_json)
 
-    with Interrupts(announce=not launched and (launch is None or launch.rank == 0)) as interrupts:
+    with Interrupts(announce=launch is None or launch.rank == 0) as interrupts:
         outcome = train(
             config,
             start_reporter,
             profile=profile,
             stopping=interrupts.asked,
-            lock=not launched,
         )
     if outcome is None:
         return None
@@ -230,19 +210,6 @@ def _print(config: Config) -> None:
     launch = find_launch()
     if launch is None or launch.rank == 0:
         click.echo(dump(resolve(config, launch.size if launch else None)), nl=False)
-
-
-def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
-    from penstock.runtime.start.launch_environment import find_launch
-    from penstock.train.supervise import supervise
-
-    if "RANK" in os.environ or find_launch() is not None:
-        raise click.UsageError(
-            "--restarts starts the processes itself, but torchrun, srun or another launcher has started this one; use its "
-            "own restarts (--max-restarts; sbatch --requeue) with --resume"
-        )
-    options = [option for option, is_set in (("--json", as_json), ("--profile", profile)) if is_set]
-    return supervise(config, restarts=restarts, options=options)
 
 
 def _config_file(files: list[str], resume: str | None) -> Path | None:

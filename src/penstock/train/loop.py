@@ -86,7 +86,6 @@ def train(
     *,
     profile: bool = False,
     stopping: Stopping | None = None,
-    lock: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome | None:
     """Train a model in threads, or as one of several processes, and leave a run folder.
@@ -95,7 +94,6 @@ def train(
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.train.signals.Interrupts` does so.
-        lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
 
     Returns:
         The outcome on the leading process, None on the others.
@@ -118,7 +116,7 @@ def train(
         run_group = RunGroup.of(pipe)
         found: list[Callback] = []
         run_group.decide(lambda: found.extend([*find_callbacks(config), *callbacks]))
-        path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
+        path = Path(run_group.decide(lambda: str(_create(path, config, lock_held))))
         optimizer = build_optimizer(pipe, config)
         with make_reporter(config.train.steps, run_group.leads) as shown:
             reporter, calls = LoggedReporter(shown), CallbackList(found, shown.say)
@@ -238,12 +236,11 @@ def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iter
         raise
 
 
-def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
-    """Lock the folder if `lock` is given, and create it; for the leader alone."""
-    if lock is not None:
-        # A process that has lost its peers notices it only when a wait between ranks times out, and then has to end.
-        wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
-        lock.enter_context(locked(path, wait=wait, say=to_stderr))
+def _create(path: Path, config: Config, lock: ExitStack) -> Path:
+    """Lock the folder until `lock` is closed, and create it; for the leader alone."""
+    # A process that has lost its peers notices it only when a wait between ranks times out, and then has to end.
+    wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
+    lock.enter_context(locked(path, wait=wait, say=to_stderr))
     return run_folder.create(path, config)
 
 

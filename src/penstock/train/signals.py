@@ -1,33 +1,24 @@
-"""Signals and exit codes of ``penstock train``, and how the processes of a launcher end.
+"""Signals and exit codes of ``penstock train``.
 
 The first signal makes a run save after its step, a later one ends it at once. systemd, Slurm and other supervisors send a
 signal to every process they started, and a launcher passes on its own copy, so one request reaches a process twice. A
 repeat within `SAME_REQUEST` seconds therefore changes nothing. Before the first step there is nothing to save, and a
 process may have to wait long for that step: the first signal ends it.
 
-Exit codes are for scripts, schedulers and `penstock.train.supervise`. A process that a second signal ends at once
-has the shell's code for that signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
-
-Processes started by `penstock.train.supervise` end with their launcher and report failures to it.
+Exit codes are for scripts and schedulers. A process that a second signal ends at once has the shell's code for that signal:
+130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import signal
-import sys
 import time
-import traceback
 from contextlib import suppress
 from enum import IntEnum
-from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, NoReturn, Self
-
-from penstock.base.errors import ConfigError
 
 
 class ExitCode(IntEnum):
@@ -40,8 +31,6 @@ class ExitCode(IntEnum):
     """No run was begun, and nothing was written."""
     NOT_FINITE = 3
     """Losses or gradients were NaN or infinite more often in a row than allowed; a restart would repeat the same steps."""
-    GAVE_UP = 4
-    """The launcher used up its restarts without a newer checkpoint."""
     STOPPED = 75
     """A signal stopped the run and its state is saved. EX_TEMPFAIL of ``sysexits.h``: try again."""
     HUNG = 124
@@ -142,49 +131,3 @@ class Interrupts:
 
 def _leave_to_thread(number: int, frame: object) -> None:
     """Do nothing; without a handler the signal would not be written to the pipe."""
-
-
-LAUNCHER = "PENSTOCK_LAUNCHER"
-"""Environment variable with the launcher's process id."""
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable of torch's launchers: the file in which a process reports its failure. torchrun prints it."""
-
-# Of Linux's <sys/prctl.h>; Python has no name for it.
-_PR_SET_PDEATHSIG = 1
-
-
-def follow_launcher() -> bool:
-    """Make the kernel kill this process when its launcher ends, for whatever reason.
-
-    The kernel does so even if the process is stopped or hangs; only Linux can.
-    """
-    # Taken out, so that processes which this one starts do not follow the launcher themselves.
-    launcher = os.environ.pop(LAUNCHER, None)
-    if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not _runs(int(launcher)):  # it ended before the kernel knew
-            os._exit(1)
-    return launcher is not None
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def record_failure(error: BaseException) -> None:
-    """Report an error to the launcher, if it has named a file for that; bad input is its line alone, without a traceback."""
-    path = os.environ.get(ERROR_FILE)
-    if path is None:
-        return
-    line = f"{type(error).__name__}: {error}"
-    # The format of torch.distributed.elastic, which prints the call stack.
-    details = {
-        "py_callstack": line if isinstance(error, ConfigError) else traceback.format_exc(),
-        "timestamp": str(int(time.time())),
-    }
-    with suppress(OSError):  # a full disk; the error itself is printed
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))

@@ -58,11 +58,6 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     return shape
 
 
-def processes_of(parallel: ParallelConfig) -> int:
-    """Return the number of processes a run needs, one for each rank, where no launcher has started any."""
-    return (parallel.pp or THREADS) * parallel.dp * parallel.cp * parallel.tp
-
-
 def describe(shape: MeshShape) -> str:
     """Return the number of ranks, with the axes where there are more than the pipeline's."""
     ranks = plural(shape.ranks, "rank")
