@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from dataclasses import asdict, replace
@@ -24,35 +23,18 @@ class _TrainCommand(click.Command):
     """The command, with a hint for config keys that are written as options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)  # click takes them from the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            hint = _hint(error.option_name, given, list(error.possibilities or ()))
-            if hint is None:
+            from penstock.train.config.config import nearest_key
+
+            near = nearest_key(error.option_name)
+            if error.possibilities and not near:
                 raise
-            raise click.UsageError(f"{error.option_name} is not an option; {hint}", ctx) from error
-
-
-def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
-    """Return how to write the key of the config that an unknown option may have meant; None if there is none."""
-    from penstock.train.config.config import HINTS
-    from penstock.train.config.hints import assignments
-
-    if not option.startswith("--"):  # click takes the letters of -lr one by one
-        option = next(text.partition("=")[0] for text in arguments if text.startswith(option))
-    if difflib.get_close_matches(option, similar, cutoff=0.9):
-        return None  # a misspelt option, such as --rank
-    keys = HINTS.exact(option) or ([] if similar else HINTS.nearest(option))
-    if not keys:
-        return None
-    at = next(n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option)
-    _, equals, value = arguments[at].partition("=")
-    if not equals:
-        following = arguments[at + 1 : at + 2]
-        value = following[0] if following and not following[0].startswith("--") else "VALUE"
-    written = assignments(keys[:3], value)
-    return f"write values of the config without dashes:  penstock train {written}"
+            raise click.UsageError(
+                f"{error.option_name} is not an option; write a key of the config as section.key=VALUE{near}",
+                ctx,
+            ) from error
 
 
 @click.command(
@@ -135,16 +117,12 @@ def command(
     """
     outlive_readers()
     from penstock.runtime.start.launch_environment import find_launch
-    from penstock.train.config.config import HINTS
     from penstock.train.config.file import load
     from penstock.train.loop import train
     from penstock.train.run_log import reporter
     from penstock.train.signals import Interrupts
 
     files = [argument for argument in arguments if "=" not in argument]
-    for name in files:
-        if name in HINTS.exact(name) and not os.path.lexists(name):
-            raise click.UsageError(f"{name} has no value; write  penstock train {name}=VALUE")
     if len(files) > 1:
         raise click.UsageError(
             f"give at most one config, got {', '.join(files)}; values of it are written as section.key=value"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.base.errors import ConfigError, ScheduleError, nearest
+from penstock.base.errors import ConfigError, ScheduleError
 from penstock.schedule.residency import Sharding
 from penstock.train.config.fields import Table
-from penstock.train.config.hints import KeyHints, assignments
 from penstock.train.config.optimizers import optim_defaults, require_optimizer
 from penstock.train.config.sections import (
     DataConfig,
@@ -45,25 +43,12 @@ class Config(Table):
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
-HINTS = KeyHints({section: type(table) for section, table in vars(Config()).items()})
-"""Hints for misspelt keys of any section."""
+_NAMES = [
+    name
+    for section, table in vars(Config()).items()
+    for name in (section, *(f"{section}.{key}" for key in vars(table)))
+]
 _CONFIG = TypeAdapter(Config)
-_PLAIN = "text without NUL and without broken characters"
-_EXPECTED = {
-    "bool_type": "true or false",
-    "dataclass_type": "a section with keys",
-    "dict_type": "a table of names and values",
-    "finite_number": "a finite number",
-    "float_type": "a finite number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "string_pattern_mismatch": _PLAIN,
-    "string_type": "text in quotes",
-    "string_unicode": _PLAIN,
-    "missing": "given",
-}
-"""Allowed values by the type of pydantic's error, where its own text does not say how to write them in TOML."""
-_SHOWN = 200
 _OF_EXPERTS = (
     "experts_per_token",
     "expert_hidden",
@@ -115,42 +100,33 @@ def _schedule_defaults(config: Config, given: set[str]) -> ScheduleConfig:
 
 def _explain(error: ErrorDetails) -> str:
     """Turn one of pydantic's errors into a line."""
-    # The kinds of a union are in the location, too, as literal['even','measured'].
-    section, *keys = (
-        str(part) for part in error["loc"] if not re.match(r"literal\b|constrained-|list\[", str(part))
-    )
-    name = ".".join((section, *keys))
+    # Behind the key there may be a kind of a union, and a place in a list.
+    name = ".".join(map(str, error["loc"][:2]))
     if error["type"] == "unexpected_keyword_argument":
-        table = getattr(Config(), section) if keys else Config
-        known = [each.name for each in dataclasses.fields(table)]
-        if keys:
-            near = _suggest(HINTS.exact(name)) or nearest(keys[-1], known)
-            return f"no key {name}{near}{_as_in(name, error['input'])}; [{section}] has {', '.join(known)}"
-        if not isinstance(error["input"], dict):
-            near = _suggest(HINTS.nearest(section))
-            return f"{section} is outside of the sections{near}; write a key below its section: {', '.join(known)}"
-        return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"
-    allowed = _EXPECTED.get(error["type"]) or re.sub("^(Input should be|Value error,) ", "", error["msg"])
+        return f"no key {name}{nearest_key(name)}; `penstock config` prints the keys of every section"
+    allowed = error["msg"].partition(" should ")[2] or error["msg"].removeprefix("Value error, ")
     try:
         value = repr(error["input"])
     except ValueError:
         value = "a number of too many digits"
-    if len(value) > _SHOWN:
-        value = f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
-    return f"{name} must be {allowed}, got {value}"
+    return f"{name} must {allowed}, got {value:.200}"
 
 
-def _suggest(near: Sequence[str]) -> str:
-    """Return ``' (did you mean ...?)'`` with the keys that may be meant, or an empty string."""
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+def nearest_key(name: str) -> str:
+    """Return ``' (did you mean ...?)'`` with the keys or sections that `name` may have meant, or an empty string.
 
-
-def _as_in(name: str, value: object) -> str:
-    """Return the likeliest key with the value that was given, as it is written on the command line."""
-    near = HINTS.nearest(name)
-    if not near or isinstance(value, list | dict) or len(str(value)) > _SHOWN // 4:
-        return ""
-    return f", as in {assignments(near[:1], str(value).lower() if isinstance(value, bool) else str(value))}"
+    Args:
+        name: name with or without a section, leading dashes, and dashes for underscores.
+    """
+    section, _, own = name.lstrip("-").replace("-", "_").rpartition(".")
+    close = [
+        known
+        for near in difflib.get_close_matches(own, {known.rpartition(".")[2] for known in _NAMES}, cutoff=0.7)
+        for known in _NAMES
+        if known.rpartition(".")[2] == near
+    ]
+    here = [known for known in close if known.startswith(f"{section}.")]
+    return f" (did you mean {' or '.join((here or close)[:3])}?)" if close else ""
 
 
 def _check_model(table: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from penstock.base.errors import ConfigError, nearest
-from penstock.train.config.config import HINTS, Config
+from penstock.base.errors import ConfigError
+from penstock.train.config.config import Config, nearest_key
 
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 _LIMIT = 2**31 - 1
@@ -76,10 +76,7 @@ def keys_text(names: Sequence[str]) -> str:
     for name in names:
         matching = [key for key in everything if name in (key.section, f"{key.section}.{key.key}")]
         if not matching:
-            near = HINTS.nearest(name)
-            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-            hint = nearest(name, list(sections), 0.75) or hint
-            raise ConfigError(f"no key {name}{hint}; the sections are {', '.join(sections)}")
+            raise ConfigError(f"no key {name}{nearest_key(name)}; the sections are {', '.join(sections)}")
         chosen += matching
     return "\n".join(
         f"{key.section}.{key.key}{f' = {key.default}' if key.default else ''}\n"

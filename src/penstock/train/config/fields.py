@@ -34,19 +34,19 @@ def axes_of(order: str) -> tuple[str, ...]:
 
 def _check_loggers(text: str) -> str:
     if not set(names_in(text)) <= set(LOGGERS):
-        raise ValueError(f"names out of {', '.join(LOGGERS)}, with commas between")
+        raise ValueError(f"be names out of {', '.join(LOGGERS)}, with commas between")
     return text
 
 
 def _check_callbacks(text: str) -> str:
     if not all(_FUNCTION.fullmatch(name) for name in names_in(text)):
-        raise ValueError("MODULE:FUNCTION, or several with commas between, such as my_hooks:Notify")
+        raise ValueError("be MODULE:FUNCTION, or several with commas between, such as my_hooks:Notify")
     return text
 
 
 def _check_order(text: str) -> str:
     if sorted({*axes_of(text), "cp"}) != sorted({*AXES}) or len(axes_of(text)) > len({*axes_of(text)}):
-        raise ValueError("pp, dp and tp once each, and cp or not, with commas between, outermost first")
+        raise ValueError("be pp, dp and tp once each, and cp or not, with commas between, outermost first")
     return text
 
 
@@ -54,7 +54,7 @@ def _check_name(text: str) -> str:
     too_long = len(text.encode("utf-8", "replace")) > _NAME_BYTES
     plain = text.isprintable() and text == text.strip() and not set(text) & {"/", "\\"}
     if text in (".", "..") or too_long or not plain:
-        raise ValueError(f"a plain name without a path, of at most {_NAME_BYTES} bytes")
+        raise ValueError(f"be a plain name without a path, of at most {_NAME_BYTES} bytes")
     return text
 
 

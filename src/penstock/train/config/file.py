@@ -12,8 +12,7 @@ import tomli_w
 
 from penstock.base.bounded_io import MEGABYTE, read_bytes
 from penstock.base.errors import ConfigError
-from penstock.train.config.config import HINTS, Config, from_mapping
-from penstock.train.config.hints import assignments
+from penstock.train.config.config import Config, from_mapping, nearest_key
 
 _MAX_BYTES = 4 * MEGABYTE
 
@@ -50,10 +49,8 @@ def _split(override: str) -> tuple[list[str], Any]:
     name = name.strip()
     names = name.split(".")
     if not (equals and len(names) > 1 and all(names) and name.isprintable()):
-        near = HINTS.nearest(name) if equals and name.isprintable() else []
-        hint = f"; did you mean {assignments(near, text.strip())}?" if near else ""
         raise ConfigError(
-            f"an override must be section.key=value, as in train.steps=100, got {override!r}{hint}"
+            f"an override must be section.key=value, as in train.steps=100, got {override!r}{nearest_key(name)}"
         )
     try:
         tables = tomllib.loads(f"value = {text}")
