@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp import read_dcp as read_dcp
     from penstock.forward.own_layers import split as split
-    from penstock.huggingface.adapters.save_adapters import save_adapters as save_adapters
+    from penstock.huggingface.adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
     from penstock.huggingface.save import save_transformers as save_transformers
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
@@ -147,7 +147,7 @@ _HOME = {
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp",
     "register_family": "penstock.schedule.families",
-    "save_adapters": "penstock.huggingface.adapters.save_adapters",
+    "save_adapters": "penstock.huggingface.adapters",
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.forward.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.matrices",

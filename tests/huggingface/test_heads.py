@@ -144,7 +144,7 @@ def test_adapters_and_the_head_are_trained(tmp_path: Path, kind: str, task: str)
     expected = hf_models.assert_same_step(adapted, whole, count=targets_in)
     assert any("score" in name for name, gradient in expected.gradients.items() if gradient is not None)
     with penstock.Pipeline(penstock.from_transformers(adapted), ranks=2, microbatches=4) as pipe:
-        penstock.save_adapters(pipe, tmp_path / "adapters")
+        penstock.save_adapters(pipe, tmp_path / "adapters", adapted)
     again = peft.PeftModel.from_pretrained(
         auto(kind).from_pretrained(tmp_path / "base"), tmp_path / "adapters"
     )

@@ -19,9 +19,8 @@ TARGETS = {"gpt2": ["c_attn", "c_fc", "c_proj"], "gpt_neox": ["query_key_value",
 def config(family: str = "llama", **changes: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(
-        **{"r": 4, "lora_alpha": 8, "target_modules": TARGETS.get(family, "all-linear"), **changes}
-    )
+    given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS.get(family, "all-linear"), **changes}
+    return LoraConfig(fan_in_fan_out=family == "gpt2", **given)  # GPT-2's matrices have their inputs first
 
 
 def base_folder(root: Path, family: str = "llama", **changes: Any) -> Path:
@@ -31,10 +30,14 @@ def base_folder(root: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def adapted(base: Path, ranks: int | None = 2, family: str = "llama", **changes: Any) -> penstock.Pipeline:
-    """Make a pipeline of a base model with new adapters."""
-    layers = penstock.from_transformers(base, adapters=config(family, **changes), seed=3)
-    return hf_models.pipeline(layers, ranks)
+def adapted(base: Path, family: str = "llama", **changes: Any) -> Any:
+    """Give a base model new adapters, the same ones every time."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(3)
+    return get_peft_model(model, config(family, **changes)).train()
 
 
 def move(pipe: penstock.Pipeline) -> None:
@@ -46,13 +49,13 @@ def move(pipe: penstock.Pipeline) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=draws).to(parameter.dtype), alpha=0.2)
 
 
-def with_peft(base: Path, adapters: Path, trainable: bool = True) -> Any:
+def with_peft(base: Path, adapters: Path) -> Any:
     """Load adapters as users of peft do."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base)
-    return PeftModel.from_pretrained(model, adapters, is_trainable=trainable).train(trainable)
+    return PeftModel.from_pretrained(model, adapters)
 
 
 def accumulated(model: Any, step: int = 0) -> tuple[float, dict[str, Tensor]]:

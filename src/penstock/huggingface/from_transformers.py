@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ConfigError, DataError, SplitError, describe_error
 from penstock.base.model_variants import LARGEST_SIZE, VARIANT_KEYS, refused_architecture, refused_variant
 from penstock.huggingface import model_folder
-from penstock.huggingface.adapters import fill
-from penstock.huggingface.adapters.adapted_model import Adapters, adapters_in, add_adapters, with_adapters
-from penstock.huggingface.adapters.supported import is_peft_model, read_adapter_folder
+from penstock.huggingface.adapters import base_with_adapters, is_peft_model
 from penstock.huggingface.conversion import converted
 from penstock.huggingface.heads import (
     CAUSAL,
@@ -60,9 +58,7 @@ Make = Callable[[str], nn.Module]
 """Function from a module's name in the whole model to a module with weights."""
 
 
-def from_transformers(
-    model: object, *, seed: int = 0, adapters: object = None, check: bool = True
-) -> list[Layer]:
+def from_transformers(model: object, *, seed: int = 0, check: bool = True) -> list[Layer]:
     """Split a model of Hugging Face transformers into layers that a `Pipeline` takes.
 
     The first layer takes token ids, int64 (batch, sequence); layers pass on the hidden state, (batch, sequence, width);
@@ -95,10 +91,7 @@ def from_transformers(
               library's rules, drawn from `seed` and the names of the modules alone;
             - a local folder with ``config.json`` and safetensors files, one or several with an index: each process
               reads only the tensors of its own layers. Nothing is downloaded.
-        seed: seed of the initial weights if `model` is a config, and of new adapters (default 0).
-        adapters: with a folder, LoRA adapters to train in place of the model's own weights, which are frozen: peft's
-            ``LoraConfig`` for new ones, whose weights depend on `seed` and names alone, or a folder that
-            ``save_pretrained`` of peft or `penstock.save_adapters` has written (default None, no adapters).
+        seed: seed of the initial weights if `model` is a config (default 0).
         check: whether a small random model of the same kind proves that logits, loss and every gradient are the model's own,
             bit for bit (default True).
 
@@ -107,7 +100,7 @@ def from_transformers(
         embedding if they share a weight.
 
     Raises:
-        ConfigError: if transformers or peft is not installed, `model` is none of these, or the adapters cannot be split.
+        ConfigError: if transformers is not installed, `model` is none of these, or its adapters cannot be split.
         DataError: if the folder's files cannot be read, or tensors are missing, unknown or misshapen; lists all of
             them, and nothing is built.
         SplitError: if the model, or this variant of it, cannot be split, or the layers give other numbers.
@@ -118,15 +111,10 @@ def from_transformers(
     if isinstance(model, str | os.PathLike):
         path = Path(model).expanduser()
         if not os.path.isfile(path):
-            return _of_folder(local_folder(model), adapters, seed, check)
+            return _of_folder(local_folder(model), check)
         model = read_config(path, HEADS)
-    if adapters is not None:
-        raise ConfigError(
-            "adapters are added to the weights of a folder; of a model in memory give peft.get_peft_model(model, config)"
-        )
     if is_peft_model(model):
-        in_model, base = adapters_in(model), _base_of(model)
-        return with_adapters(_of_model(base, check), in_model)
+        model = base_with_adapters(model)
     if isinstance(model, PreTrainedModel):
         return _of_model(model, check)
     if isinstance(model, PreTrainedConfig):
@@ -286,16 +274,11 @@ def _weights(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _base_of(model: Any) -> Any:
-    """Return the library's model within one of peft, whose modules have the adapters."""
-    return model.get_base_model()
-
-
 def _itself(module: nn.Module) -> nn.Module:
     return module
 
 
-def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[Layer]:
+def _of_folder(folder: Path, check: bool) -> list[Layer]:
     config = read_config(folder / model_folder.CONFIG, HEADS)
     stored = model_folder.stored_tensors(folder)
     if not stored:
@@ -318,18 +301,7 @@ def _of_folder(folder: Path, adapters: object, seed: int, check: bool) -> list[L
                 f"{one} and {other} in {folder} differ, but its {model_folder.CONFIG} ties them; set "
                 "tie_word_embeddings to false there, or leave one of them out"
             )
-    if adapters is None:
-        return _layers(pattern, head, partial(_loaded, pattern, matches))
-    stored_adapters: dict[str, model_folder.Stored] | None = None
-    if isinstance(adapters, str | os.PathLike):
-        adapters_folder = Path(adapters).expanduser()
-        adapters, stored_adapters = read_adapter_folder(adapters_folder)
-    added = add_adapters(pattern, adapters, str(folder.resolve()), new=stored_adapters is None)
-    if stored_adapters is not None:
-        fill.require_fitting(adapters_folder, added, stored_adapters)
-    return with_adapters(
-        _layers(pattern, head, partial(_adapted, pattern, matches, added, stored_adapters, seed)), added
-    )
+    return _layers(pattern, head, partial(_loaded, pattern, matches))
 
 
 def _require_blocks(folder: Path, config: Any, stored: Iterable[str]) -> None:
@@ -499,24 +471,4 @@ def _loaded(pattern: Any, stored: dict[str, model_folder.Stored], name: str) -> 
     module.load_state_dict(
         model_folder.read_tensors({inner: stored[f"{name}.{inner}"] for inner in module.state_dict()})
     )
-    return _require_buffers(module, name)
-
-
-def _adapted(
-    pattern: Any,
-    stored: dict[str, model_folder.Stored],
-    adapters: Adapters,
-    stored_adapters: dict[str, model_folder.Stored] | None,
-    seed: int,
-    name: str,
-) -> nn.Module:
-    """Build a module with adapters: its base from the files, the adapters from theirs or initialised."""
-    module = _real(pattern, pattern.get_submodule(name))
-    bases = {inner: adapters.base_name(f"{name}.{inner}") for inner in module.state_dict()}
-    base = model_folder.read_tensors({inner: stored[full] for inner, full in bases.items() if full in stored})
-    module.load_state_dict(base, strict=False)
-    if stored_adapters is None:
-        fill.initialise(module, name, adapters, seed)
-    else:
-        fill.load(module, name, adapters, stored_adapters)
     return _require_buffers(module, name)

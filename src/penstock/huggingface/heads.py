@@ -10,12 +10,12 @@ from penstock.forward.frames import OWN_HEAD
 CAUSAL, SEQUENCE, TOKEN = "CausalLM", "SequenceClassification", "TokenClassification"
 IMAGES = "ImageTextToText"
 HEADS = {
-    CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", "CAUSAL_LM"),
-    SEQUENCE: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model for sequence classification", "SEQ_CLS"),
-    TOKEN: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "model for token classification", "TOKEN_CLS"),
-    IMAGES: ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "model of images and text", "CAUSAL_LM"),
+    CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"),
+    SEQUENCE: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model for sequence classification"),
+    TOKEN: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "model for token classification"),
+    IMAGES: ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "model of images and text"),
 }
-"""Heads that can be split, as names of classes end: the library's table of classes, a name, and peft's task."""
+"""Heads that can be split, as names of classes end: the library's table of classes, and a name."""
 
 
 def classes_of(config: Any, head: str) -> tuple[type, ...]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
-from penstock.huggingface.adapters.adapted_model import adapters_of, merged_state
 from penstock.huggingface.from_transformers import (
     STORED_NAMES,
     config_from,
@@ -51,8 +50,8 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls this and writes its own part.
 
     The folder gets ``config.json``, ``model.safetensors`` (from several processes one file per rank and an index), and the
-    generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced. Adapters that
-    `from_transformers` knows are merged into the weights; `penstock.save_adapters` saves them alone.
+    generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced. Adapters
+    are not merged: `penstock.save_adapters` saves them, and peft merges them (``merge_and_unload``).
 
     Args:
         pipe: pipeline of the layers that `from_transformers` returned.
@@ -83,8 +82,7 @@ def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the pipeline's state by the names in files, without second names of tied parameters."""
     tied = {whole_name(layer.name, inner) for layer in pipe.layers for inner in layer.tied}
     state = {name: value for name, value in own_state(pipe).items() if name not in tied}
-    adapters = adapters_of(pipe.layers)
-    return stored_names(state if adapters is None else merged_state(pipe, state, adapters), config)
+    return stored_names(state, config)
 
 
 def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
@@ -114,8 +112,8 @@ def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, An
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ConfigError(
             f"these weights are not those of the {config.get('model_type')} model the config describes, so transformers "
-            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MAX_LISTED])}{more}. Merge adapters "
-            "into the weights and put the original modules back first (peft: merge_and_unload), or keep the weights with "
+            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MAX_LISTED])}{more}. Save "
+            "adapters with penstock.save_adapters and merge them with peft (merge_and_unload), or keep all weights with "
             "penstock.Checkpoints"
         )
 
