@@ -18,8 +18,8 @@ import penstock
 from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptimizer
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
+from penstock.parallel.experts.axis import require_same_stacks
 from penstock.parallel.experts.layers import TensorRanks, _Joined, _Part
-from penstock.runtime.local_stages import require_same_stacks
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.groups import outcome, run_cases

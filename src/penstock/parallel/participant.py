@@ -1,4 +1,4 @@
-"""What takes part in a rank's steps beside its ops: gradients that are reduced, weights that are gathered, and checks.
+"""Participants of a rank's steps beside its ops: gradients that are reduced, weights that are gathered, and checks.
 
 An executor has one tuple of participants, and calls those that do something in a phase of a step:
 
@@ -12,13 +12,14 @@ So the first ones are around the others, as nested contexts are. `Executor` expl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from penstock.base.encoding import sendable
+from penstock.base.errors import CallOrderError
 from penstock.schedule.ops import Op
 from penstock.stage.compute.stage import Stage
 
@@ -68,7 +69,7 @@ class Losses:
         self.rows_out = self.rows_out or other.rows_out
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Step:
     """A step of one rank, as its participants see it.
 
@@ -174,6 +175,15 @@ class Participant:
 
     def abandon(self, failure: StepFailure) -> None:
         """End a step that failed on this rank, and tell those who wait for it. May be called before `begin`."""
+
+
+def require_same_number(numbers: Iterable[object]) -> None:
+    """Raise CallOrderError unless all processes give the same number of microbatches to a step."""
+    if len(found := sorted(set(map(str, numbers)))) > 1:
+        raise CallOrderError(
+            f"the processes give other numbers of microbatches to one step: {', '.join(found)}; every process must give the "
+            "same. No weight was changed; zero the gradients before the next step"
+        )
 
 
 def overrides(participants: Sequence[Participant], method: str) -> list[Any]:

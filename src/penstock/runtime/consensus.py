@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.base.errors import BatchError, CallOrderError, NonFiniteError, PenstockError, StageError
+from penstock.base.errors import BatchError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.dtensor import local, real_values
 from penstock.parallel.participant import Losses, Outcome, Participant, Refusal, Step, StepFailure
 from penstock.runtime.health.failure_report import failure_of
@@ -214,15 +214,6 @@ def compare_marks(flags: int, refusal: Refusal | None) -> tuple[Refusal | None, 
     elif all(scales):
         refusal = Refusal(_SCALES, 0, 0)
     return refusal, flags & (1 << _FLAGS) - 1
-
-
-def require_same_number(numbers: Iterable[object]) -> None:
-    """Raise CallOrderError unless all processes give the same number of microbatches to a step."""
-    if len(found := sorted(set(map(str, numbers)))) > 1:
-        raise CallOrderError(
-            f"the processes give other numbers of microbatches to one step: {', '.join(found)}; every process must give the "
-            "same. No weight was changed; zero the gradients before the next step"
-        )
 
 
 def require_graph(flags: int, step: int) -> None:

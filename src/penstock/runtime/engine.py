@@ -15,10 +15,11 @@ from torch import nn
 
 from penstock.base.counts import require_count
 from penstock.base.errors import CallOrderError, PenstockError, TransportError
+from penstock.parallel.participant import require_same_number
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
-from penstock.runtime.consensus import require_graph, require_same_number
+from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
 from penstock.runtime.gather_trace import gather_trace, measured_trace
@@ -424,10 +425,12 @@ class Engine:
 
     def gather_expert_load(self) -> ExpertLoad | None:
         """Return the work of divided experts in the last step; see `Pipeline.gather_expert_load`."""
-        exchange = self.local_stages.exchange
-        if exchange is None or self._world is None or not self._traced:
+        if self._world is None or not self._traced:
             return None
-        return join_loads(self._world.gather(exchange.load(), "run", "count the tokens of experts"))
+        loads = [load for axis in self.local_stages.axes if (load := axis.load()) is not None]
+        return (
+            join_loads(self._world.gather(loads[0], "run", "count the tokens of experts")) if loads else None
+        )
 
     def close(self, gathers: bool = True) -> None:
         """End the threads or the connections; may be called twice.

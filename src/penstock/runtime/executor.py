@@ -148,8 +148,15 @@ class Executor:
         self._abandon(error, report, ran=False)
 
     def _step(self, number: int, trained: int, reduces: bool) -> Step:
-        collectives, op = self._collectives, self._present_op
-        return Step(number, trained, self.trains, reduces, self._microbatches, collectives, op)
+        return Step(
+            number=number,
+            trained=trained,
+            trains=self.trains,
+            reduces=reduces,
+            microbatches=self._microbatches,
+            collectives=self._collectives,
+            op=self._present_op,
+        )
 
     def _begin(self, step: Step, work: Work) -> None:
         progress = self.progress

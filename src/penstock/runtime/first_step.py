@@ -1,4 +1,4 @@
-"""What a pipeline does once, after its first training step: two checks, and the choice of what to recompute."""
+"""Checks and choices of a pipeline after its first training step, once: its layers, its rows, what to recompute."""
 
 from __future__ import annotations
 

@@ -12,22 +12,14 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.context.samples import (
-    DividedLoss,
-    asks_for_positions,
-    divide_samples,
-    undo_samples,
-)
+from penstock.parallel.axis import AxisOptions
 from penstock.parallel.dtensor import is_dtensor
-from penstock.parallel.experts.layers import TensorRanks, divide_experts, find_experts, undo_division
 from penstock.parallel.fully_sharded import FullyShardedLayers
-from penstock.parallel.participant import Participant
+from penstock.parallel.participant import Losses, Participant
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
-from penstock.parallel.replicas.replica_checks import bytes_of, digest
 from penstock.parallel.replicas.resident import ResidentReduction, require_divisible
-from penstock.parallel.tensor.matrices import tensor_parallel
+from penstock.runtime.batch.work import Work
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
@@ -38,7 +30,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.lending import Lending
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
-from penstock.runtime.workers.layer_exchange import LayerExchange
+from penstock.runtime.workers.streams import device_of
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.memory import peak
@@ -52,7 +44,6 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
-from penstock.stage.split_backward.intercepted import local_weight
 
 Modules = dict[tuple[int, int], StageModule]
 """Stage modules by (rank, stage)."""
@@ -127,11 +118,11 @@ class LocalStages:
         with self.lending.in_place():
             own_of_ranks = self.ties.apply(modules)
         self.lending.add(own_of_ranks)
-        self.exchange = None if world is None else world.layer_exchange()
-        if world is not None and world.shards_matrices:
-            shard_modules(modules, world, options, self.exchange)
-        if world is not None and world.sample_part is not None:
-            self._divide_samples(modules, world, world.sample_part, compile)
+        self.axes = () if world is None else world.axes
+        for axis in self.axes:
+            axis.prepare(
+                _named_layers(modules), AxisOptions(options.family, options.sequence_parallel, compile)
+            )
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' compiles a stage's layers as one, so none can be recomputed alone; use compile='block'"
@@ -161,45 +152,28 @@ class LocalStages:
             }
         self.replica_reduction: ReplicaReduction | None = None
 
-    def _divide_samples(self, modules: Modules, world: World, part: SequencePart, compile: object) -> None:
-        exchange = self.exchange
-        assert exchange is not None, "made with the mesh"
+    def require_known(self) -> None:
+        """Raise ConfigError if the forwards so far have shown that layers do not know their part; see `Axis`."""
+        for axis in self.axes:
+            axis.require_known(_named_layers(self.modules))
 
-        def divide() -> None:
-            if compile != "none":
-                raise ConfigError(
-                    f"compile={compile!r} cannot be used with cp = {part.parts}, whose exchange of keys and values is not "
-                    "compiled; leave compile out"
-                )
-            if self._options.sequence_parallel:
-                raise ConfigError(
-                    f"sequence parallelism (with tp) cannot be used with cp = {part.parts}, which divides the same tokens; "
-                    "leave one of them out"
-                )
-            for module in modules.values():
-                divide_samples(module.named_layers(), part, exchange)
-
-        run_each(divide, world.gather)
-
-    def require_positions(self) -> None:
-        """Require that a layer of the pipeline asked for the positions of its tokens in the forwards so far.
-
-        Other positions change little in a model that is not trained yet, so that comparing values does not find them.
-        """
-        assert self._world is not None, "samples are divided"
-        asked = any(asks_for_positions(module.named_layers()) for module in self.modules.values())
-        if not any(self._world.gather(asked, action="compare the positions of tokens")):
-            raise ConfigError(
-                "no layer called penstock.sequence_positions, and with cp a layer that counts its tokens itself has other "
-                "positions than in whole samples; call it where the model makes positions, or leave cp at 1"
-            )
-
-    def check_divided_loss(self, weight: Callable[[Any], object] | None) -> None:
-        """Have the first loss compared with that of whole samples, if samples are divided."""
-        if self._world is None or (part := self._world.sample_part) is None or self.exchange is None:
+    def join(self, works: Sequence[Work], sums: bool) -> None:
+        """Have the axes join the losses of parts of microbatches, in place; see `Axis.join`."""
+        if not self.axes:
             return
-        for stage in self.stages.values():
-            stage.wrap_loss(partial(DividedLoss, part=part, exchange=self.exchange, weight=weight))
+        losses = Losses()
+        for work in works:
+            losses.update(work.losses)
+            work.losses = Losses()
+        for axis in self.axes:
+            losses = axis.join(losses, works[0].options.microbatches, sums)
+        works[0].losses = losses
+
+    def wrap_loss(self, weight: Callable[[Any], object] | None) -> None:
+        """Have the axes compute the loss of this process's part; see `Axis.wrap_loss`."""
+        for axis in self.axes:
+            for stage in self.stages.values():
+                stage.wrap_loss(partial(axis.wrap_loss, weight=weight))
 
     def programs_for(self, program: Program) -> Programs:
         """Return what another number of microbatches needs; its schedule may split backwards where the first does not."""
@@ -211,8 +185,8 @@ class LocalStages:
     def records_kept(self) -> Iterator[None]:
         """Return a context with other steps, after which what is recorded of collectives is of the step before it."""
         with ExitStack() as stack:
-            if self.exchange is not None:
-                stack.enter_context(self.exchange.load_kept())
+            for axis in self.axes:
+                stack.enter_context(axis.record_kept())
             if isinstance(self.replica_reduction, ResidentReduction):
                 stack.enter_context(self.replica_reduction.records_kept())
             yield
@@ -245,10 +219,8 @@ class LocalStages:
 
     def undo(self) -> None:
         """Give the user's modules back the parameters and forwards that were replaced."""
-        if self.exchange is not None:
-            for module in self.modules.values():
-                undo_samples(module.named_layers())
-                undo_division(module.named_layers())
+        for axis in self.axes:
+            axis.undo(_named_layers(self.modules))
         self.ties.undo()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -259,7 +231,8 @@ class LocalStages:
 
     def make_buckets(self, world: World, zero: bool, whole: Collection[nn.Parameter]) -> None:
         """Make the buckets of this process's gradients, or make them again; every replica calls it."""
-        reducer = world.replicas()
+        of_divided = next((each for axis in self.axes if (each := axis.open_reducer()) is not None), None)
+        reducer = world.replicas(of_divided is not None)
         resident = zero and self._options.sharding.comes_and_goes
         if resident and reducer is not None:  # before the reduction that is replaced ends
             require_divisible(self._of_rank(world.rank).values(), whole, self._options.sharding)
@@ -272,7 +245,13 @@ class LocalStages:
             self.replica_reduction = ReplicaReduction(exchange, modules, shared)
         elif resident:
             self.replica_reduction = ResidentReduction(
-                reducer, exchange, modules, shared, options.bucket_bytes, options.sharding
+                reducer,
+                exchange,
+                modules,
+                shared,
+                options.bucket_bytes,
+                options.sharding,
+                device=device_of([*modules.values()]),
             )
         else:
             self.replica_reduction = BucketReduction(
@@ -283,7 +262,7 @@ class LocalStages:
                 options.bucket_bytes,
                 zero,
                 whole=whole,
-                expert_reducer=world.expert_replicas(),
+                divided_reducer=of_divided,
             )
 
     @cached_property
@@ -332,7 +311,7 @@ class LocalStages:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
             within.append(SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory))
-        within += [] if self.exchange is None else [self.exchange]
+        within += [each for axis in self.axes for each in axis.participants]
         sharded = FullyShardedLayers(stages.values())
         within += [sharded] if sharded.layers else []
         within += [] if fixed is None else [fixed]
@@ -396,61 +375,8 @@ def _is_wrapper(module: nn.Module) -> bool:
     )
 
 
-def shard_modules(
-    modules: Modules, world: World, options: ParallelOptions, exchange: LayerExchange | None
-) -> None:
-    """Shard the matrices and divide the experts of this process's stages, or raise on every rank if a stage cannot be."""
-    mesh = world.mesh
-    assert mesh is not None
-    layers = [pair for module in modules.values() for pair in module.named_layers()]
-    if mesh.shape.tp > 1:
-        # All stages at once: a weight that is tied between two of them stays one parameter.
-        run_each(
-            lambda: tensor_parallel(layers, mesh.axis("tp"), options.family, options.sequence_parallel),
-            world.gather,
-        )
-    if exchange is None or mesh.shape.ep == 1:
-        return
-    same_tokens = None
-    if mesh.shape.tp > 1:
-        gather = partial(exchange.all_gather, group=mesh.group("tp"))
-        same_tokens = TensorRanks(mesh.coordinate("tp"), mesh.shape.tp, gather)
-    require_same_stacks(layers, world)
-    found = run_each(
-        lambda: divide_experts(layers, world.expert_mesh(), exchange, same_tokens, local_weight), world.gather
-    )
-    if not any(found):
-        near = world.gather(
-            [
-                ".".join(filter(None, (name, n)))
-                for name, layer in layers
-                for n, m in layer.named_modules()
-                if hasattr(m, "num_experts") and any(p.dim() == 3 for p in m.parameters(recurse=False))
-            ]
-        )
-        names = [name for each in near for name in each]
-        raise ConfigError(
-            f"the mesh ({mesh.shape}) divides experts, and no layer has a module with stacks of them: parameters of shape "
-            "(num_experts, ...), and forward(hidden_states, top_k_index, top_k_weights); leave ep at 1"
-            + (f". {names[0]} has num_experts, but other parameters or another forward" if names else "")
-        )
-
-
-def require_same_stacks(layers: Sequence[tuple[str, nn.Module]], world: World) -> None:
-    """Compare the experts of the processes of a stage, before each keeps a share of them."""
-    stacks = {
-        f"{name}.{inner}": digest(bytes_of(p.detach()))
-        for name, module in find_experts(layers)
-        for inner, p in module.named_parameters()
-    }
-    told = world.gather(stacks, "dp and tp", "compare their experts")
-    others = world.gather(
-        next((name for name in stacks if any(t.get(name) != stacks[name] for t in told)), None)
-    )
-    if (odd := next((name for name in others if name is not None), None)) is not None:
-        raise ConfigError(
-            f"the experts {odd} differ between the processes that divide them; use the same seed or checkpoint on all"
-        )
+def _named_layers(modules: Modules) -> list[tuple[str, nn.Module]]:
+    return [pair for module in modules.values() for pair in module.named_layers()]
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.forward.own_layers import ModelLayers
-from penstock.parallel.context.tokens import join_tokens
+from penstock.parallel.axis import GivenLoss
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
@@ -27,7 +27,6 @@ from penstock.runtime.batch.splitter import (
     counted_by,
     ignore_index_of,
     require_no_graph,
-    require_reduction,
 )
 from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
 from penstock.runtime.engine import Engine
@@ -52,6 +51,7 @@ from penstock.runtime.validation import (
     program_for,
     require_loss_without_parameters,
     require_seed,
+    resolve_loss,
     resolve_mesh,
     resolve_schedule,
 )
@@ -63,8 +63,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.compute.shifted_loss import without_shift
-from penstock.stage.layers import require_values
+from penstock.stage.layers import Layer, require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -157,47 +156,32 @@ class Pipeline(PipelineModel):
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         print_traceback_once()
+        # 1. What was given, as far as it can be judged in this process alone.
         require_count("microbatches", microbatches)
         require_count("virtual_stages", 1 if virtual_stages is None else virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
-        self.timeout = require_timeout(timeout)
+        self.timeout, self.seed = require_timeout(timeout), require_seed(seed)
         given = given_model(model, loss_fn)
-        loss_fn = given.loss_fn
-        self._loss_fn = loss_fn
-        self.seed = require_seed(seed)
-        axes, shape = given_mesh(mesh)
-        self.mesh, self.parallel, self.execution = shape, parallel, execution
+        self._loss_fn, self.layers = given.loss_fn, given.layers
+        axes, self.mesh = given_mesh(mesh)
+        self.parallel, self.execution = parallel, execution
         self._random = RandomState(self.seed)
-        cp = 1 if shape is None else shape.cp
-        divides = shape is not None and (shape.ep > 1 or cp > 1)
-        settings = make_settings(recompute, autocast, execution, self._random, divides)
-        # The count that comes with a loss also knows whether it shifts its targets.
-        counts = callable(given.reduction) and reduction == "valid"
-        self.reduction = require_reduction(given.reduction if reduction is None or counts else reduction)
-        if isinstance(loss_fn, OutputLoss) and self.reduction not in ("mean", "sum"):
-            raise ConfigError(
-                f"reduction={reduction!r} counts targets, and the loss takes none; use 'mean', which counts rows, or 'sum'"
-            )
-        if isinstance(loss_fn, OutputLoss) and cp > 1:
-            raise ConfigError(
-                f"the loss takes no target, by whose tokens cp = {cp} weighs the parts of a sample; leave cp at 1"
-            )
-        of_shifted = without_shift(loss_fn, self.reduction) if cp > 1 else None
-        if of_shifted is not None:
-            loss_fn, self.reduction = of_shifted
+        settings = make_settings(recompute, autocast, execution, self._random, self.mesh)
+        loss = resolve_loss(given.loss_fn, given.reduction, reduction, self.mesh, dims)
+        self.reduction = loss.reduction
+        # 2. The schedule, which is proved here.
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
-        require_loss_without_parameters(loss_fn, self.schedule, shape)
-        self.microbatches = microbatches
-        self.ranks, self.steps = self.schedule.ranks, 0
-        self.reduce_gradients = True
-        self.scaler: LossScale | None = None
+        require_loss_without_parameters(loss.function, self.schedule, self.mesh)
         program = check(self.schedule).program
         # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.
         if parallel.sharding.comes_and_goes:
             make_residency(self.schedule, parallel.sharding)
-        self.layers = given.layers
+        self.microbatches, self.ranks, self.steps = microbatches, self.schedule.ranks, 0
+        self.reduce_gradients = True
+        self.scaler: LossScale | None = None
+        # 3. The processes meet, and compare what each was given.
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
@@ -206,7 +190,7 @@ class Pipeline(PipelineModel):
             schedule=self.schedule,
             layers=self.layers,
             given={
-                "microbatches": microbatches, "schedule": schedule, "mesh": shape, "split": split, "timeout": self.timeout,
+                "microbatches": microbatches, "schedule": schedule, "mesh": self.mesh, "split": split, "timeout": timeout,
                 "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "dims": dims,
                 "parallel": parallel, "execution": execution, "device": None if self.device is None else self.device.type,
             },
@@ -216,32 +200,16 @@ class Pipeline(PipelineModel):
             if world is not None and self.in_processes
             else None
         )
-        run_each(
-            lambda: require_values((x.name, x.module) for x in given.layers if x.module is not None),
-            None if self.world is None else self.world.gather,
-        )
-        split = resolve_split(
-            split, self.layers, loss_fn, self.schedule, world=self.world, seed=self.seed, autocast=autocast
-        )
-        layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
-        self.rank = self.world.rank if self.world is not None else 0
-        self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        self.replicas, self.tensor_ranks = (1, 1) if shape is None else (shape.replicas, shape.tp)
-        self.replica = 0
-        if self.world is not None and self.world.mesh is not None:
-            self.replica = self.world.mesh.replica
-        self.is_first = self.world is None or self.world.is_first
-        gather = (
-            None if self.world is None else partial(self.world.gather, over="run", action="share the cores")
-        )
-        self.threads = cpu_threads(gather, self.ranks, execution.threads)
+        self._find_place()
+        # 4. The stages of this process, and the engine that runs them.
+        layers_of_stages = self._split(split, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
         self._local = LocalStages(
             program,
             layers_of_stages,
             local_ranks=self.local_ranks,
             device=self.device,
-            loss_fn=loss_fn,
+            loss_fn=loss.function,
             settings=settings,
             compile=execution.compile,
             world=self.world,
@@ -265,44 +233,81 @@ class Pipeline(PipelineModel):
             options=parallel,
             threads=self.threads,
         )
-        alone = (
-            self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1
-        )  # takes only its own batch
-        self._splitter = BatchSplitter(
+        # 5. What cuts a batch, and what is left for the first step.
+        self._splitter = self._make_splitter(loss, dims)
+        self._local.wrap_loss(self._splitter.weight)
+        self._container = given.container
+        self._first_step = self._make_first_step(layers_of_stages, loss.function, parameters, autocast)
+        others = [loss.function] if isinstance(loss.function, nn.Module) else []
+        # Last, since it takes the values of what this process does not hold.
+        super().__init__(parameters, self._engine, given.module, self.world, others)
+        if self._emptied:
+            self._container.record()
+        self.global_norm = GlobalNorm(parameters, self.world)
+
+    def _find_place(self) -> None:
+        """Find the place of this process among those that train the model."""
+        world = self.world
+        self.rank = world.rank if world is not None else 0
+        self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
+        self.replicas, self.tensor_ranks = (1, 1) if self.mesh is None else (self.mesh.replicas, self.mesh.tp)
+        self.replica = 0 if world is None or world.mesh is None else world.mesh.replica
+        self.is_first = world is None or world.is_first
+        gather = None if world is None else partial(world.gather, over="run", action="share the cores")
+        self.threads = cpu_threads(gather, self.ranks, self.execution.threads)
+
+    def _split(self, split: Split, loss_fn: LossFunction, autocast: torch.dtype | None) -> list[list[Layer]]:
+        """Return the layers of each stage."""
+        world = self.world
+        run_each(
+            lambda: require_values((x.name, x.module) for x in self.layers if x.module is not None),
+            None if world is None else world.gather,
+        )
+        split = resolve_split(
+            split, self.layers, loss_fn, self.schedule, world=world, seed=self.seed, autocast=autocast
+        )
+        return split_layers(self.layers, self.schedule.stages, split)
+
+    def _make_splitter(self, loss: GivenLoss, dims: Mapping[str, object] | None) -> BatchSplitter:
+        takes_whole_batch = self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1
+        ignore_index = ignore_index_of(loss.function, self.reduction)
+        return BatchSplitter(
             replicas=self.replicas,
             replica=self.replica,
             sample_part=None if self.world is None else self.world.sample_part,
-            shifts=of_shifted is not None,
+            shifts=loss.shifts,
             device=self.device,
             reduction=self.reduction,
-            ignore_index=(ignore_index := ignore_index_of(loss_fn, self.reduction)),
-            counts=counted_by(loss_fn, ignore_index),
+            ignore_index=ignore_index,
+            counts=counted_by(loss.function, ignore_index),
             routes=self._local.routes,
             holds_first=self.holds_first,
             holds_last=self.holds_last,
-            compares=self.in_processes and not alone,
-            takes_target=not isinstance(loss_fn, OutputLoss),
+            compares=self.in_processes and not takes_whole_batch,
+            takes_target=not isinstance(loss.function, OutputLoss),
             dims=BatchDims.given(dims, self.layers[0].batch, self._local.routes),
         )
-        if cp > 1 and dims:
-            raise ConfigError(
-                f"dims={dims!r} cannot be used with cp = {cp}, which divides dimension 1; leave it out"
-            )
-        self._local.check_divided_loss(self._splitter.weight)
-        self._positions_unknown = cp > 1
-        self._container = given.container
-        of_layers, of_rows = None, None
-        if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
+
+    def _make_first_step(
+        self,
+        layers_of_stages: Sequence[Sequence[Layer]],
+        loss_fn: LossFunction,
+        parameters: LocalParameters,
+        autocast: torch.dtype | None,
+    ) -> FirstStep:
+        of_layers, of_rows, layers = None, None, self.layers
+        checks = self.execution.check_split
+        if checks and isinstance(layers, ModelLayers) and layers.unchecked:
             of_layers = FirstStepCheck(
-                given.layers,
+                layers,
                 loss_fn,
-                stages=[s for s, layers in enumerate(layers_of_stages) for _ in layers],
+                stages=[s for s, stage in enumerate(layers_of_stages) for _ in stage],
                 parameters=parameters,
                 world=self.world,
                 checker=self.schedule.placement.holders[-1][0],
                 autocast=autocast,
             )
-        if execution.check_split:
+        if checks:
             dtypes = [autocast, *(p.dtype for m in self._local.modules.values() for p in m.parameters())]
             of_rows = RowCheck(
                 self._local.modules,
@@ -311,25 +316,19 @@ class Pipeline(PipelineModel):
                 reduction=self.reduction,
                 itemsize=min([4, *(d.itemsize for d in dtypes if d is not None and d.is_floating_point)]),
             )
-        self._first_step = FirstStep(
+        return FirstStep(
             self._engine,
             self._local,
             self._splitter,
             random=self._random,
             loss_fn=loss_fn,
-            names=self.layers[0].batch,
+            names=layers[0].batch,
             without_gradients=self._without_gradients,
             layers=of_layers,
             rows=of_rows,
-            memory=execution.memory,
+            memory=self.execution.memory,
             replicas=self.replicas,
         )
-        others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
-        # Last, since it takes the values of what this process does not hold.
-        super().__init__(parameters, self._engine, given.module, self.world, others)
-        if self._emptied:
-            self._container.record()
-        self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(
         self,
@@ -510,8 +509,6 @@ class Pipeline(PipelineModel):
             experts are not divided over processes (``ep``).
         """
         self._require_open()
-        if self.world is None or self.mesh is None or self.mesh.ep == 1:
-            return None
         with self.calling("pipe.gather_expert_load()"):
             return self._engine.gather_expert_load()
 
@@ -580,12 +577,8 @@ class Pipeline(PipelineModel):
             if not self._first_step.done:
                 self._first_step.after(x, y, named, works[0])
             self.steps += 1
-        part = None if self.world is None else self.world.sample_part
-        if part is not None:
-            if self._positions_unknown:
-                self._local.require_positions()
-                self._positions_unknown = False
-            join_tokens(works, part, self.replicas // part.parts, self.reduction == "sum")
+        self._local.require_known()
+        self._local.join(works, self.reduction == "sum")
         return works
 
     def _cut(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,10 @@ from torch import nn
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError, ScheduleError, first_line
+from penstock.parallel.axes import used_axes
+from penstock.parallel.axis import GivenLoss
 from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
+from penstock.runtime.batch.splitter import Reduction, require_reduction
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
@@ -20,8 +23,9 @@ from penstock.schedule.families import CatalogueFamily, require_family
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
+from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import require_policy
-from penstock.stage.compute.runner import Settings
+from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.layers import Layer
 from penstock.stage.rng.random_state import RandomState
 
@@ -165,20 +169,48 @@ class LossScale(Protocol):
         """The factor."""
 
 
+def resolve_loss(
+    loss_fn: LossFunction,
+    own: Reduction,
+    chosen: Reduction | None,
+    mesh: MeshShape | None,
+    dims: Mapping[str, object] | None,
+) -> GivenLoss:
+    """Return the loss function of a pipeline, and how the losses of microbatches are joined.
+
+    Args:
+        own: the reduction that comes with the function.
+        chosen: the one that was given, or None.
+    """
+    # The count that comes with a loss also knows whether it shifts its targets.
+    counts = callable(own) and chosen == "valid"
+    reduction = require_reduction(own if chosen is None or counts else chosen)
+    if isinstance(loss_fn, OutputLoss) and reduction not in ("mean", "sum"):
+        raise ConfigError(
+            f"reduction={chosen!r} counts targets, and the loss takes none; use 'mean', which counts rows, or 'sum'"
+        )
+    loss = GivenLoss(loss_fn, reduction)
+    for axis in used_axes(mesh):
+        assert mesh is not None, "it has axes"
+        loss = axis.take_loss(mesh, loss, dims)
+    return loss
+
+
 def make_settings(
     recompute: object,
     autocast: object,
     options: ExecutionOptions,
     random: RandomState,
-    divides_experts: bool,
+    mesh: MeshShape | None,
 ) -> Settings:
     """Return the settings of the stages' computation."""
+    exchanges = any(axis.exchanges for axis in used_axes(mesh))
     policy, memory = require_policy(recompute), options.memory
     if policy == "auto":
-        if divides_experts:
+        if exchanges:
             raise ConfigError(
-                "recompute='auto' measures each process, and with divided experts (ep) all must recompute the same layers; "
-                "take 'full', 'none' or a number of layers"
+                "recompute='auto' measures each process, and with divided experts (ep) or samples (cp) all must recompute "
+                "the same layers; take 'full', 'none' or a number of layers"
             )
         if memory is None:
             raise ConfigError(
@@ -189,7 +221,7 @@ def make_settings(
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
-    return Settings(policy, options.offload, autocast, random, options.strict, divides_experts)
+    return Settings(policy, options.offload, autocast, random, options.strict, exchanges)
 
 
 def require_seed(seed: object) -> int:

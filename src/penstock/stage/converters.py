@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Converter(NamedTuple):
-    """How models of a library become layers.
+    """Functions that make layers of a library's models.
 
     Attributes:
         library: package that the classes of its models are from.

@@ -15,19 +15,17 @@ from penstock.runtime.optim.grad_norm import GlobalNorm
 
 
 class Calls:
-    """A world that only records its sums."""
+    """A world with one axis that only records its sums."""
 
     shards_matrices = False
 
-    def __init__(self, replicas: object = None) -> None:
+    def __init__(self) -> None:
         self.seen: list[str] = []
-        self._replicas = replicas
+        self.axes = [self]
 
-    def expert_replicas(self) -> object:
-        return self._replicas
-
-    def all_reduce_experts(self, column: torch.Tensor, replicas: bool) -> None:
-        self.seen.append(f"experts {replicas}")
+    def sum_norms(self, squares: dict[str, torch.Tensor], present: torch.Tensor, over_replicas: bool) -> None:
+        assert set(squares) == {"tp", "ep"}
+        self.seen.append(f"axis {over_replicas}")
 
     def __getattr__(self, name: str) -> Any:
         return lambda column: self.seen.append(name.removeprefix("all_reduce") or "_all")
@@ -89,16 +87,14 @@ def test_a_part_of_a_matrix_is_added_over_those_that_share_it(divided, local, ma
 
 
 @pytest.mark.parametrize(
-    ("shards", "replicas", "sums"),
+    ("shards", "sums"),
     [
-        (False, None, ["_tp", "experts False", "experts False", *["_all"] * 5]),
-        (False, object(), ["_tp", "experts False", "experts False", *["_all"] * 5]),
-        (True, None, ["_dp", "_dp", "_dp", "_tp", "experts False", "experts False", *["_all"] * 5]),
-        (True, object(), ["_dp", "_dp", "_dp", "_tp", "experts True", "experts True", *["_all"] * 5]),
+        (False, ["axis False", *["_all"] * 5]),
+        (True, ["_dp", "_dp", "_dp", "axis True", *["_all"] * 5]),
     ],
 )
-def test_shards_of_experts_are_added_over_replicas_where_the_update_is_divided_too(shards, replicas, sums):
-    world = Calls(replicas)
+def test_shards_are_added_over_replicas_where_the_update_is_divided_too(shards, sums):
+    world = Calls()
     every = SimpleNamespace(find=lambda parameter: None) if shards else None
     norm, _ = norm_of([torch.tensor([3.0, 4.0])], [True], world, every)
     assert norm.item() == 5.0

@@ -37,11 +37,13 @@ class PartExchange(Protocol):
 
     Attributes:
         masks: those that layers of a step share, by queries, keys and dtype.
-        microbatches: number of a replica's microbatches in the step.
     """
 
     masks: Masks
-    microbatches: int
+
+    @property
+    def microbatches(self) -> int:
+        """Number of a replica's microbatches in the step."""
 
     def start_gather(self, part: Tensor) -> Finish:
         """Gather the tensors of all processes, along a new dimension 0."""

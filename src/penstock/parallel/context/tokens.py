@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.utils import _pytree
 from penstock.base.errors import BatchError
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.participant import Losses
-from penstock.runtime.batch.work import Work
 from penstock.stage.microbatches import Microbatches
 from penstock.stage.values import leaves_of
 
@@ -65,17 +63,14 @@ def _cut(leaf: object, part: SequencePart, length: int, what: str) -> object:
     return part.cut(leaf) if leaf.shape[1] == length else leaf
 
 
-def join_tokens(works: Sequence[Work], part: SequencePart, samples: int, sums: bool) -> None:
-    """Join the losses of the parts of each microbatch, in place; their ids are then those of whole samples' microbatches.
+def join_tokens(losses: Losses, part: SequencePart, microbatches: int, samples: int, sums: bool) -> Losses:
+    """Return the losses of whole samples' microbatches from those of their parts; the ids are then theirs.
 
     Args:
+        microbatches: number of a replica's.
         samples: number of replicas that have different samples.
         sums: whether losses are summed rather than weighed.
     """
-    microbatches = works[0].options.microbatches
-    losses = Losses()
-    for work in works:
-        losses.update(work.losses)
     joined = Losses()
     for replica in range(samples) if losses.total else ():
         for n in range(microbatches):
@@ -88,9 +83,7 @@ def join_tokens(works: Sequence[Work], part: SequencePart, samples: int, sums: b
             joined.parts[number] = {
                 name: _joined([losses.parts[i][name] for i in ids], weights, part, sums) for name in names
             }
-    for work in works:
-        work.losses = Losses()
-    works[0].losses = joined
+    return joined
 
 
 def _joined(values: list[Tensor], weights: list[float], part: SequencePart, sums: bool) -> Tensor:

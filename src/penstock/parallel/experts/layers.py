@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Exchange(Protocol):
     """Collectives of the processes that divide the experts; every one of them makes the same calls in the same order."""
 
-    size: int
-    """Number of processes."""
+    @property
+    def size(self) -> int:
+        """Number of processes."""
 
     def prepare(self, calls: Sequence[str], width: int) -> None:
         """Take note of the calls that `meet` may be given, and of the numbers in its longest row."""

@@ -17,13 +17,19 @@ from torch import Tensor, nn
 
 from penstock.base.errors import CallOrderError, PeerError, PenstockError, TransportError
 from penstock.parallel.dtensor import is_dtensor, local, redistribute_grad
-from penstock.parallel.participant import Losses, Outcome, Participant, Step, StepFailure
+from penstock.parallel.participant import (
+    Losses,
+    Outcome,
+    Participant,
+    Step,
+    StepFailure,
+    require_same_number,
+)
 from penstock.parallel.replicas.bucket import BucketEntry
 from penstock.parallel.replicas.buckets import GradientBuckets
 from penstock.parallel.replicas.layout import FIRST_BUCKET_BYTES
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.replicas.shards import OptimizerShards, Shards
-from penstock.runtime.consensus import require_same_number
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses
 
@@ -167,8 +173,8 @@ class BucketReduction(ReplicaReduction):
 
     Args:
         whole: parameters that one replica updates as a whole, with `zero`.
-        expert_reducer: communicator of the processes with the same experts, if they are divided; None if there is one
-            process for each, whose gradients are then complete.
+        divided_reducer: communicator of the processes with the same part of parameters that an axis divides; None if each
+            process has its own part, whose gradients are then complete.
     """
 
     def __init__(
@@ -181,10 +187,10 @@ class BucketReduction(ReplicaReduction):
         zero: bool = False,
         *,
         whole: Collection[nn.Parameter] = (),
-        expert_reducer: GroupReducer | None = None,
+        divided_reducer: GroupReducer | None = None,
     ) -> None:
         super().__init__(exchange, modules, shared)
-        self._expert_reducer = expert_reducer
+        self._divided_reducer = divided_reducer
         self._reductions = 0
         self.buckets = self._make_buckets(reducer, self._named(), bucket_bytes, zero, whole)
         self.buckets.attach()
@@ -208,11 +214,11 @@ class BucketReduction(ReplicaReduction):
             "first_bucket_bytes": size if self._groups else min(size, FIRST_BUCKET_BYTES),
             "groups": self._groups,
         }
-        experts = [p for _, p in named if has_local_uses(p)]
-        if self._expert_reducer is None:
+        divided = [p for _, p in named if has_local_uses(p)]
+        if self._divided_reducer is None:
             named = [(name, p) for name, p in named if not has_local_uses(p)]
         else:
-            options["reducers"] = dict.fromkeys(experts, self._expert_reducer)
+            options["reducers"] = dict.fromkeys(divided, self._divided_reducer)
         if zero:
             self.shards = shards = OptimizerShards(named, reducer, whole=whole, **options)
             for module in self._modules.values():

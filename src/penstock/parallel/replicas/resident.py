@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from penstock.base.errors import ConfigError
@@ -13,7 +14,6 @@ from penstock.parallel.participant import Step, StepFailure
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.replicas.reduction import Exchange, ReplicaReduction
 from penstock.parallel.replicas.resident_shards import ResidentShards, StageBucket
-from penstock.runtime.workers.streams import device_of
 from penstock.schedule.residency import Sharding
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses
@@ -54,6 +54,8 @@ class ResidentReduction(ReplicaReduction):
         shared: Mapping[int, Sequence[nn.Parameter]],
         bucket_bytes: int,
         sharding: Sharding,
+        *,
+        device: torch.device | None,
     ) -> None:
         super().__init__(exchange, modules, shared)
         self.sharding = sharding
@@ -71,7 +73,7 @@ class ResidentReduction(ReplicaReduction):
             bucket_bytes=bucket_bytes,
         )
         self.shards = self.resident
-        self._device = device_of([*modules.values()])
+        self._device = device
         self._moments, self._clock = 0, clock(None, 0)
         for module in modules.values():
             module.before = [self.resident.waiter(layer.parameters()) for layer in module.layers]

@@ -88,10 +88,8 @@ class GlobalNorm:
         if world is not None:
             for column in (tensor_squares, zero_squares, present) if shards is not None else ():
                 world.all_reduce_dp(column)
-            world.all_reduce_tp(tensor_squares)
-            divided = shards is not None and world.expert_replicas() is not None
-            for column in (expert_squares, present):
-                world.all_reduce_experts(column, replicas=divided)
+            for axis in world.axes:
+                axis.sum_norms({"tp": tensor_squares, "ep": expert_squares}, present, shards is not None)
             for column in (norms, tensor_squares, zero_squares, expert_squares, present):
                 world.all_reduce(column)
         norms += (tensor_squares + zero_squares + expert_squares).sqrt()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,6 +28,8 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from penstock.base.counts import plural
 from penstock.base.errors import CallOrderError, ConfigError, ScheduleError, TransportError
+from penstock.parallel.axes import axes_of
+from penstock.parallel.axis import Axis, Over
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.replicas.attendance import Attendance
@@ -40,16 +42,12 @@ from penstock.runtime.start.restarts import name_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.layer_exchange import LayerExchange
 from penstock.schedule.program import Program
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RESULT_SLOTS = 2
-Over = Literal["pp", "dp", "dp and tp", "run"]
-"""Processes whose values are gathered: along axes of the mesh, or all of the run."""
-
 _joins: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """For each start of ``torch.distributed``, the pipelines that this process began to join, by their processes."""
 _for_dtensors: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
@@ -87,10 +85,9 @@ class World:
         self._reductions: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
-        self._experts: dist.ProcessGroup | None = None
-        self._expert_replicas: dist.ProcessGroup | None = None
-        self._exchange: LayerExchange | None = None
-        self._reducers: list[GroupReducer] = []
+        self._named: list[dist.ProcessGroup] = []
+        self._releases: list[Callable[[], None]] = []
+        self.axes: tuple[Axis, ...] = ()
         self._more_groups: list[dist.ProcessGroup] = []
         # `join` replaces it.
         self.timeout = Timeout(60.0)
@@ -110,12 +107,12 @@ class World:
     @property
     def layers_wait(self) -> bool:
         """True if layers wait for those of other pipelines: they share matrices, experts or samples."""
-        return self.shards_matrices or (self.mesh is not None and self.mesh.shape.cp > 1)
+        return bool(self.axes)
 
     @property
     def shards_matrices(self) -> bool:
         """True if processes of this mesh share matrices (tensor parallelism) or experts."""
-        return self.mesh is not None and (self.mesh.shape.tp > 1 or self.mesh.shape.ep > 1)
+        return any(axis.divides_parameters for axis in self.axes)
 
     def join(
         self,
@@ -133,7 +130,7 @@ class World:
             compare: function that is called once all processes have met, before what depends on their arguments.
             device: type of the devices that have the weights (default "cpu").
         """
-        self.timeout, self._device_type = Timeout(timeout, first), device
+        self.timeout, self.device_type = Timeout(timeout, first), device
         self._peer_registry = PeerRegistry()
         self._collectives = Collectives(self.timeout, self._peer_registry)
         if not _joined:
@@ -174,18 +171,14 @@ class World:
             self.rank, self.size = mesh.coordinate("pp"), shape.pp
             if shape.replicas > 1 or shape.tp > 1:
                 self.mesh = mesh
-                self._buckets = self._group(self._lines(shape.replica_ranks))
-                self._beside = self._group(self._lines(shape.stage_ranks))
-                if shape.ep > 1:
-                    self._experts = self._named_group(
-                        sorted(mesh.ranks[r] for r in shape.expert_ranks(mesh.rank))
-                    )
-                    self._expert_replicas = self._group(self._lines(shape.expert_replicas))
+                self._buckets = self._group(self.lines(shape.replica_ranks))
+                self._beside = self._group(self.lines(shape.stage_ranks))
         self._messages = self._group(self._pipelines, "gloo")
         self._reductions = self._group(self._pipelines)
+        self.axes = () if self.mesh is None else axes_of(self, self.mesh)
         return self
 
-    def _lines(self, line_of: Callable[[int], list[int]]) -> list[list[int]]:
+    def lines(self, line_of: Callable[[int], list[int]]) -> list[list[int]]:
         """Return the lines of the mesh that a function gives by rank, as ranks in ``torch.distributed``."""
         mesh = self.mesh
         assert mesh is not None, "joined with a mesh"
@@ -237,17 +230,36 @@ class World:
         self._applied = self.timeout.seconds
         axes = self.mesh.groups() if self.mesh is not None else []
         everyone = self.collectives.everyone
-        for group in (everyone, *self._own_groups(), self._experts, *axes):
+        for group in (everyone, *self._own_groups(), *self._named, *axes):
             if group is not None:
                 _set_pg_timeout(self.timeout.delta, group)
         if _default_group() in _met_here:  # one of the user's own keeps its timeout
             _set_pg_timeout(self.timeout.delta)
 
     def _own_groups(self) -> list[dist.ProcessGroup | None]:
-        return [
-            *self._more_groups, self._messages, self._reductions, self._buckets, self._beside, self._expert_replicas,
-            *(() if self._exchange is None else self._exchange.groups.values()),
-        ]  # fmt: skip
+        return [*self._more_groups, self._messages, self._reductions, self._buckets, self._beside]
+
+    def open_group(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """Make one more communicator for each line of ranks, and return the one of this process, which is in a line."""
+        group = self._group(lines)
+        assert group is not None, "each process is in a line"
+        self._more_groups.append(group)
+        self._applied = 0.0  # it has the timeout of a first step
+        return group
+
+    def end_group(self, group: dist.ProcessGroup) -> None:
+        """End a communicator of `open_group`."""
+        self._more_groups.remove(group)
+        dist.destroy_process_group(group)
+
+    def open_store(self) -> Any:
+        """Return a connection of its own to the rendezvous store."""
+        world: Any = _default_group()
+        return world.get_group_store().clone()
+
+    def on_release(self, release: Callable[[], None]) -> None:
+        """Have a function called when all communicators end; it drops what refers to them."""
+        self._releases.append(release)
 
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
@@ -268,71 +280,37 @@ class World:
                 joined = group
         return joined
 
-    def _named_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return the one communicator of some ranks for DTensors, which is named by the ranks and not destroyed.
-
-        torch caches what it knows of operations with the mesh of the first DTensor, also for a later, equal mesh, and finds
-        its communicator by the name.
-        """
+    def named_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
+        """Return the one communicator of some ranks for DTensors, by its name; it is not destroyed with this world."""
         made = _for_dtensors.setdefault(_default_group(), {})
-        name = f"penstock-ep-{'-'.join(map(str, ranks))}"
         if name not in made:
             with named_errors(f"no connection between the processes {ranks}"):
                 made[name] = _new_group(name, ranks, _backends(), self._longest)
         group: dist.ProcessGroup = made[name]
+        self._named.append(group)
         return group
 
-    def replicas(self) -> GroupReducer | None:
-        """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
-        if self.mesh is None or (self.mesh.shape.replicas == 1 and self.expert_replicas() is None):
+    def replicas(self, divided: bool) -> GroupReducer | None:
+        """Return this process's end of the reduction of gradients over its replicas; None if there are none.
+
+        Args:
+            divided: whether gradients of parameters that an axis divides are summed over other processes.
+        """
+        if self.mesh is None or (self.mesh.shape.replicas == 1 and not divided):
             return None
         assert self._buckets is not None, "joined"
-        return self._reducer(self._buckets)
+        return self.open_reducer(self._buckets)
 
-    def expert_replicas(self) -> GroupReducer | None:
-        """Return this process's end of the reduction over the processes with the same experts; None if there are none."""
-        if self._expert_replicas is None or dist.get_world_size(self._expert_replicas) == 1:
-            return None
-        return self._reducer(self._expert_replicas)
-
-    def _reducer(self, group: dist.ProcessGroup) -> GroupReducer:
+    def open_reducer(self, group: dist.ProcessGroup) -> GroupReducer:
+        """Return this process's end of sums of gradients over a group."""
         reducer = GroupReducer(
             group,
             self.timeout.seconds,
             require_all=self.peer_registry.require_all,
             enter=partial(self.collectives.enter, group),
         )
-        self._reducers.append(reducer)
+        self.on_release(reducer.release)
         return reducer
-
-    def layer_exchange(self) -> LayerExchange | None:
-        """Return this process among those whose layers wait for each other, for experts or tokens; None if none do."""
-        if self.mesh is None:
-            return None
-        shape = self.mesh.shape
-        lines = {"ep": self._lines(shape.expert_ranks)} if shape.ep > 1 else {}
-        if shape.cp > 1:
-            lines["cp"] = self._lines(lambda rank: shape.line(rank, "cp"))
-        if not lines:
-            return None
-
-        def make_group(axis: str) -> dist.ProcessGroup:
-            group = self._group(lines[axis])
-            assert group is not None, "each process is in one"
-            self._applied = 0.0  # it has the timeout of a first step
-            return group
-
-        world: Any = _default_group()
-        makes = {axis: partial(make_group, axis) for axis in lines}
-        self._exchange = LayerExchange(makes, self.collectives, world.get_group_store().clone())
-        return self._exchange
-
-    def expert_mesh(self) -> DeviceMesh:
-        """Return the one-dimensional mesh, named ep, of the processes that divide the experts."""
-        from torch.distributed.device_mesh import DeviceMesh
-
-        assert self._experts is not None, "experts are divided"
-        return DeviceMesh.from_group(self._experts, self._device_type, mesh_dim_names=("ep",))
 
     def connect(
         self,
@@ -499,15 +477,9 @@ class World:
         if self.mesh is not None and self.mesh.shape.replicas > 1:
             self.collectives.all_reduce(values, self._buckets, "add up over the replicas")
 
-    def all_reduce_experts(self, values: Tensor, replicas: bool) -> None:
-        """Sum a tensor over the processes that divide the experts of a layer, in place; they all call it.
-
-        Args:
-            replicas: whether to sum over those with the same experts, too.
-        """
-        if self._experts is not None:
-            group = self._beside if replicas else self._experts
-            self.collectives.all_reduce(values, group, "add up over divided experts")
+    def sum_over_stage(self, values: Tensor, action: str) -> None:
+        """Sum a tensor over the processes with this one's rank in their pipelines, in place; they all call it."""
+        self.collectives.all_reduce(values, self._beside, action)
 
     def disconnect(self, failed: bool = False) -> None:
         """Close everything that `connect` opened.
@@ -536,14 +508,12 @@ class World:
         for group in (*self._own_groups(), self.collectives.everyone):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._messages = self._reductions = self._buckets = self._beside = self._expert_replicas = None
+        self._messages = self._reductions = self._buckets = self._beside = None
         self.collectives.everyone = None
         self._more_groups.clear()
-        for reducer in self._reducers:
-            reducer.release()
-        self._reducers.clear()
-        if self._exchange is not None:
-            self._exchange.groups.clear()
+        for release in self._releases:
+            release()
+        self._releases.clear()
 
 
 def _leave() -> None:

@@ -8,7 +8,7 @@ import torch
 from penstock.base.errors import BatchError
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.context.tokens import cut_tokens, join_tokens, next_targets, tokens_of
-from penstock.runtime.batch.work import StepOptions, Work
+from penstock.parallel.participant import Losses
 
 
 def test_the_length_of_samples_is_that_of_the_first_tensor_with_tokens():
@@ -35,14 +35,12 @@ def test_the_last_token_has_no_next_one():
     assert moved[1] is rows
 
 
-def works(totals: list[float], weights: list[float]) -> list[Work]:
+def losses_of(totals: list[float], weights: list[float]) -> Losses:
     """Two parts of the samples of two replicas, with one microbatch each."""
-    made = []
+    made = Losses()
     for n, (total, weight) in enumerate(zip(totals, weights, strict=True)):
-        work = Work(options=StepOptions(microbatches=1))
-        work.losses.total[n], work.losses.weights[n] = torch.tensor(total), weight
-        work.losses.parts[n] = {"loss": torch.tensor(2 * total)}
-        made.append(work)
+        made.total[n], made.weights[n] = torch.tensor(total), weight
+        made.parts[n] = {"loss": torch.tensor(2 * total)}
     return made
 
 
@@ -55,26 +53,12 @@ def works(totals: list[float], weights: list[float]) -> list[Work]:
     ],
 )
 def test_losses_of_parts_are_weighed_by_what_counts_in_them(sums, weights, joined, weight):
-    parts = works([2.0, 4.0, 16.0, 32.0], weights)
-    join_tokens(parts, SequencePart(0, 2), 2, sums)
-    losses = parts[0].losses
+    losses = join_tokens(losses_of([2.0, 4.0, 16.0, 32.0], weights), SequencePart(0, 2), 1, 2, sums)
     assert [losses.total[n].item() for n in (0, 1)] == joined
     assert [losses.parts[n]["loss"].item() for n in (0, 1)] == [2 * each for each in joined]
     assert [losses.weights[n] for n in (0, 1)] == weight
-    assert all(not work.losses.total for work in parts[1:])
 
 
 def test_a_part_without_targets_may_have_a_loss_that_is_not_a_number():
-    parts = works([2.0, float("nan")], [1.0, 0.0])
-    join_tokens(parts, SequencePart(0, 2), 1, False)
-    assert parts[0].losses.total[0].item() == 2.0
-
-
-def test_probabilities_of_tokens_are_put_in_the_order_of_the_samples():
-    whole = torch.arange(16.0).view(2, 8)
-    parts = works([0.0, 0.0], [1.0, 1.0])
-    for n, work in enumerate(parts):
-        work.losses.total[n] = SequencePart(n, 2).cut(whole)
-        work.losses.parts.clear()
-    join_tokens(parts, SequencePart(0, 2), 1, False)
-    assert torch.equal(parts[0].losses.total[0], whole)
+    losses = join_tokens(losses_of([2.0, float("nan")], [1.0, 0.0]), SequencePart(0, 2), 1, 1, False)
+    assert losses.total[0].item() == 2.0
