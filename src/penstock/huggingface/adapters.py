@@ -94,7 +94,7 @@ def save_adapters(pipe: Pipeline, folder: str | os.PathLike[str], like: Any) -> 
     }
     needed = {tied.get(name, name) for name in chosen}
     trained = [_PREFIX + name for name, p in pipe.named_parameters() if p.requires_grad]
-    run_group = RunGroup.of(pipe)
+    run_group = RunGroup.of(pipe.world)
     parts = run_group.each(lambda: ({*state}, {*trained}))
     if missing := needed.difference(*(held for held, _ in parts)):
         raise ConfigError(f"like must be the PeftModel that the pipeline trains, which has no {min(missing)}")

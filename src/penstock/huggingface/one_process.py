@@ -144,7 +144,7 @@ class WholeOptimizer:
             [names.get(id(parameter), "") for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-        told = RunGroup.of(pipe).each(lambda: own)
+        told = RunGroup.of(pipe.world).each(lambda: own)
         if any(not name for groups in told for names_of in groups for name in names_of):
             raise ConfigError(
                 "the optimizer has parameters that are not the model's, so its state cannot be saved from several "

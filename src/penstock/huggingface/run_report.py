@@ -41,7 +41,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
 
     def __init__(self, pipe: Pipeline, *, trace_every: int, dtype: str, mean_of_tokens: bool) -> None:
         self._pipe, self._every, self._dtype, self._in_bits = pipe, trace_every, dtype, mean_of_tokens
-        self._group = RunGroup.of(pipe)
+        self._group = RunGroup.of(pipe.world)
         self._open = ExitStack()
         self._traces: KeptTraces | None = None
         self._page = RunPage(None, 0, to_stderr)

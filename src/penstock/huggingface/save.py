@@ -67,7 +67,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     path = Path(folder).expanduser()
     config = config_of(like)
     state = _as_stored(pipe, config)
-    run_group = RunGroup.of(pipe)
+    run_group = RunGroup.of(pipe.world)
     parts = run_group.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
     require_loadable({name: shape for part in parts for name, shape in part.items()}, config)
     try:

@@ -438,7 +438,7 @@ class PipelineTrainerMixin:
                 f"schedule {pipe.schedule.name} leaves an evaluation's logits on several processes; set "
                 "prediction_loss_only=True, or take a schedule such as '1f1b'"
             )
-        parts = RunGroup.of(pipe).each(
+        parts = RunGroup.of(pipe.world).each(
             lambda: (pipe.replica, torch.cat(result.outputs).cpu()) if pipe.holds_last else None
         )
         of_replica = dict(part for part in parts if part is not None)
@@ -509,7 +509,7 @@ class PipelineTrainerMixin:
             except Exception as error:  # of torch, safetensors or the tokenizer
                 raise PenstockError(describe_error(error)) from error
 
-        RunGroup.of(self.pipe).decide(run)
+        RunGroup.of(self.pipe.world).decide(run)
 
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.base.errors import BatchError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.dtensor import local, real_values
 from penstock.parallel.participant import Losses, Outcome, Participant, Refusal, Step, StepFailure
-from penstock.runtime.health.failure_report import failure_of
+from penstock.runtime.failure_report import failure_of
 from penstock.runtime.health.rank_progress import RankProgress
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule.program import Action, Program

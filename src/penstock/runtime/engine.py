@@ -29,10 +29,10 @@ from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.transport.channel import Channel, Failure
+from penstock.runtime.transport.streams import Streams
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
-from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Program

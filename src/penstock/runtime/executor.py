@@ -25,14 +25,14 @@ from penstock.runtime.consensus import (
     find_nonfinite,
     marks_of,
 )
-from penstock.runtime.health.failure_report import explain_error
+from penstock.runtime.failure_report import explain_error
 from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState, collectives_of
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Program
 from penstock.stage.compute.stage import Stage
+from penstock.stage.devices import device_of
 
 
 class Executor:

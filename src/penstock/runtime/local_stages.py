@@ -20,17 +20,16 @@ from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
 from penstock.parallel.replicas.resident import ResidentReduction, require_divisible
 from penstock.runtime.batch.work import Work
-from penstock.runtime.copies.fixed import FixedModules
-from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
 from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.weights.fixed import FixedModules
 from penstock.runtime.weights.lending import Lending
+from penstock.runtime.weights.separate import Isolations, SeparateModules, alias
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
-from penstock.runtime.workers.streams import device_of
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.memory import peak
@@ -41,6 +40,7 @@ from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.compute.stage import Stage
+from penstock.stage.devices import device_of
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState

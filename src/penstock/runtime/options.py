@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.parallel.replicas.layout import BUCKET_BYTES
-from penstock.runtime.copies.buffers import Rule, require_rule
 from penstock.runtime.health.hang import FIRST_TIMEOUT, require_timeout
 from penstock.schedule.residency import Shard, Sharding
 
+BufferRule = Literal["refuse", "mean", "first"]
 COMPILED = ("none", "block", "stage")
 
 
@@ -41,7 +42,7 @@ class ParallelOptions:
     """
 
     bucket_bytes: int = BUCKET_BYTES
-    buffers: Rule = "refuse"
+    buffers: BufferRule = "refuse"
     check_replicas: int = 100
     family: str = "penstock"
     sequence_parallel: bool = False
@@ -52,7 +53,8 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if not is_count(self.bucket_bytes):
             raise ConfigError(f"bucket_bytes must be a positive number of bytes, got {self.bucket_bytes!r}")
-        require_rule(self.buffers)
+        if self.buffers not in get_args(BufferRule):
+            raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', got {self.buffers!r}")
         if not is_count(self.check_replicas, 0):
             raise ConfigError(
                 f"check_replicas must be a number of steps, or 0 for never, got {self.check_replicas!r}"

@@ -38,9 +38,7 @@ from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.measured_split import resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.model.row_check import RowCheck
-from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
-from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.start.refusals import print_traceback_once
 from penstock.runtime.validation import (
@@ -55,7 +53,9 @@ from penstock.runtime.validation import (
     resolve_mesh,
     resolve_schedule,
 )
+from penstock.runtime.weights.grad_norm import GlobalNorm
 from penstock.runtime.weights.parameters import LocalParameters
+from penstock.runtime.workers.agreement import require_same_pipeline
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.residency import make_residency

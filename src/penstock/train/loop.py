@@ -113,7 +113,7 @@ def train(
         # Clipping and the optimizer are many small operations: with more threads a busy machine waits longer for the last
         # thread of each than it computes.
         torch.set_num_threads(pipe.threads)
-        run_group = RunGroup.of(pipe)
+        run_group = RunGroup.of(pipe.world)
         found: list[Callback] = []
         run_group.decide(lambda: found.extend([*find_callbacks(config), *callbacks]))
         path = Path(run_group.decide(lambda: str(_create(path, config, lock_held))))

@@ -62,7 +62,7 @@ def leave_with_an_error(rank: int) -> str:
         dist.destroy_process_group()
         return ""
     with pytest.raises(PeerError) as raised:
-        RunGroup.of(pipe).each(lambda: 0)
+        RunGroup.of(pipe.world).each(lambda: 0)
     return str(raised.value)
 
 

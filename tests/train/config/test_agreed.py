@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.start import agreement
+from penstock.runtime.workers import agreement
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.agreed import MAY_DIFFER, agreed_config
 from penstock.train.config.file import load

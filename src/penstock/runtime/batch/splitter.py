@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import BatchError, ConfigError
+from penstock.forward.loss_reach import modules_called, parts_of, passed_numbers
+from penstock.parallel.checksums import checksums
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.context.tokens import cut_tokens, next_targets, tokens_of
 from penstock.parallel.dtensor import local
 from penstock.parallel.replicas.replica_checks import digest
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
-from penstock.runtime.copies.replica_check import checksums
-from penstock.runtime.model.loss_reach import modules_called, parts_of, passed_numbers
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames

@@ -13,16 +13,16 @@ between two steps reaches all copies in the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ConfigError, ReplicaError
+from penstock.base.errors import ReplicaError
+from penstock.runtime.options import BufferRule
 from penstock.stage.module import StageModule
 from penstock.stage.values import same_values
 
-Rule = Literal["refuse", "mean", "first"]
 Values = dict[str, Tensor]
 """Buffers of a copy of a stage that a step changed, by name in the whole model."""
 
@@ -31,13 +31,6 @@ Gather = Callable[[dict[int, Values]], dict[int, list[Values]]]
 
 # BatchNorm1d, 2d and 3d have the forward of one base class.
 _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
-
-
-def require_rule(rule: object) -> Rule:
-    """Return a valid rule."""
-    if rule not in ("refuse", "mean", "first"):
-        raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', got {rule!r}")
-    return rule
 
 
 class NamedBuffer(NamedTuple):
@@ -158,7 +151,7 @@ class BufferCopies:
     def __init__(
         self,
         stages: Mapping[int, Sequence[StageModule]],
-        rule: Rule,
+        rule: BufferRule,
         gather: Gather | None = None,
         agree: Callable[[str], list[str]] | None = None,
     ) -> None:
@@ -233,7 +226,7 @@ class BufferCopies:
             copy.record()
 
 
-def _join(copy: _StageCopy, changes: Sequence[Values], rule: Rule) -> tuple[Values, str]:
+def _join(copy: _StageCopy, changes: Sequence[Values], rule: BufferRule) -> tuple[Values, str]:
     """Return the new values of every copy's buffers, and the name of the first that the rule refuses."""
     joined: Values = {}
     for name in dict.fromkeys(name for values in changes for name in values):

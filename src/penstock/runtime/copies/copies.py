@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from penstock.base.errors import ReplicaError
 from penstock.parallel.dtensor import gradient_dtype, is_sharded
 from penstock.parallel.replicas.shards import Shards
-from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
-from penstock.runtime.copies.fixed import require_no_late_hook, whole_model_modules
+from penstock.runtime.copies.buffers import BufferCopies, Values, is_batch_norm, stage_buffers
 from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, difference_error
 from penstock.runtime.local_stages import LocalStages
-from penstock.runtime.options import ParallelOptions
+from penstock.runtime.options import BufferRule, ParallelOptions
+from penstock.runtime.weights.fixed import require_no_late_hook, whole_model_modules
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import INTERNAL
 from penstock.stage.module import StageModule
@@ -76,7 +76,7 @@ class Copies:
         named = local_stages.named_parameters() if world is None else ()
         self._aliases = Aliases(named, local_stages.ties.over_stages)
 
-    def _init_threads(self, rule: Rule) -> None:
+    def _init_threads(self, rule: BufferRule) -> None:
         local_stages = self._local_stages
         modules = {
             s: [local_stages.modules[rank, s] for rank in ranks]
@@ -88,7 +88,7 @@ class Copies:
         self._module_copies = ModuleCopies(local_stages.modules.values(), [*pairs, *stages])
         self._buffers = BufferCopies(self._modules, rule) if self._modules else None
 
-    def _init_processes(self, world: World, replicas: int, rule: Rule) -> None:
+    def _init_processes(self, world: World, replicas: int, rule: BufferRule) -> None:
         local_stages = self._local_stages
         holders = local_stages.schedule.placement.holders
         modules = {s: stage.module for s, stage in local_stages.stages_by_number.items()}

@@ -12,11 +12,11 @@ from torch import Tensor
 from penstock.base.encoding import encode
 from penstock.base.errors import PenstockError, SplitError, first_line
 from penstock.base.host import memory
+from penstock.forward.loss_reach import modules_called, names_in
 from penstock.forward.own_layers import ModelLayers
 from penstock.forward.sample_check import check_sample
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
-from penstock.runtime.model.loss_reach import modules_called, names_in
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
+from penstock.forward.loss_reach import modules_called
 from penstock.parallel.dtensor import full_tensor
-from penstock.runtime.model.loss_reach import modules_called
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import Layer, require_weights, whole_name

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from penstock.base.encoding import sendable
 from penstock.base.errors import PeerError, SplitError, StageError, first_line
+from penstock.forward.loss_reach import modules_called, parts_of
 from penstock.parallel.dtensor import local
 from penstock.parallel.opened import open_parameters
 from penstock.parallel.participant import Losses
 from penstock.runtime.batch.work import LocalBatch, Work
 from penstock.runtime.engine import Probe
 from penstock.runtime.local_stages import Modules
-from penstock.runtime.model.loss_reach import modules_called, parts_of
 from penstock.runtime.model.python_state import python_state_kept
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Op

@@ -35,7 +35,7 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
 from penstock.runtime.optim.shared_groups import SharedOptions
-from penstock.runtime.start.agreement import require_same_arguments
+from penstock.runtime.workers.agreement import require_same_arguments
 from penstock.stage.split_backward.intercepted import has_local_uses
 
 if TYPE_CHECKING:

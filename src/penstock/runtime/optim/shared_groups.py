@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.start.agreement import require_same
+from penstock.runtime.workers.agreement import require_same
 from penstock.runtime.workers.world import World
 
 _UNKNOWN = object()

@@ -17,7 +17,7 @@ from penstock.base.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_progress
 from penstock.runtime.transport.channel import Failure
-from penstock.runtime.workers.streams import Events, Streams
+from penstock.runtime.transport.streams import Events, Streams
 from penstock.schedule.program import Program
 from penstock.stage.values import Message
 

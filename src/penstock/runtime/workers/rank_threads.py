@@ -27,7 +27,7 @@ from penstock.runtime.health.hang import (
     Timeout,
     dump_stacks,
 )
-from penstock.runtime.workers.streams import Streams
+from penstock.runtime.transport.streams import Streams
 
 Job = Callable[[], Any]
 

@@ -14,11 +14,10 @@ from torch import distributed as dist
 from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
-from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.start.agreement import Facts, require_same
 from penstock.runtime.start.meeting import meet
+from penstock.runtime.workers.agreement import Facts, require_same
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.world import current_world
+from penstock.runtime.workers.world import World, current_world
 
 T = TypeVar("T")
 
@@ -31,9 +30,9 @@ class RunGroup:
         self._collectives = collectives
 
     @staticmethod
-    def of(pipe: Pipeline) -> RunGroup:
-        """Return the group of all processes of a pipeline's run, with all replicas."""
-        return RunGroup(None if pipe.world is None else pipe.world.collectives)
+    def of(world: World | None) -> RunGroup:
+        """Return the group of all processes of the run that a pipeline's world is part of, with all replicas."""
+        return RunGroup(None if world is None else world.collectives)
 
     @staticmethod
     def meet(timeout: Timeout) -> RunGroup:
@@ -58,7 +57,7 @@ class RunGroup:
         return run_each(job, lambda report: collectives.gather(report, None, "report on a job", patient=True))
 
     def require_same(self, facts: Facts) -> None:
-        """Check that all processes have the same facts, as `penstock.runtime.start.agreement.require_same`."""
+        """Check that all processes have the same facts, as `penstock.runtime.workers.agreement.require_same`."""
         if self._collectives is not None:
             require_same(facts, self._collectives)
 

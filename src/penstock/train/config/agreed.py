@@ -14,7 +14,7 @@ from typing import Any
 from penstock.base.errors import ConfigError, TransportError
 from penstock.huggingface.model_folder import CONFIG
 from penstock.runtime.health.hang import Timeout
-from penstock.runtime.start.agreement import Facts, version_facts
+from penstock.runtime.workers.agreement import Facts, version_facts
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.config import Config
 from penstock.train.data.tokenizer import TOKENIZER_FILE

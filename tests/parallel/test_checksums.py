@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime.copies.replica_check import checksums
+from penstock.parallel.checksums import checksums
 
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.complex64]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ConfigError
-from penstock.runtime.copies.fixed import require_no_late_hook
+from penstock.runtime.weights.fixed import require_no_late_hook
 from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.stage import Foreign, Isolation

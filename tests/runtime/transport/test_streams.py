@@ -14,9 +14,9 @@ from torch import nn
 from penstock.parallel.clocks import Readings, clock
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.streams import Streams
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
 from penstock.runtime.workers.rank_threads import RankThreads
-from penstock.runtime.workers.streams import Streams
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Message

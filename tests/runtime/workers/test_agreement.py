@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock import ExecutionOptions, MeshShape, ParallelOptions, Pipeline
 from penstock.base.errors import ConfigError
-from penstock.runtime.start.agreement import require_same
+from penstock.runtime.workers.agreement import require_same
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 from tests.support.groups import run_cases

@@ -24,21 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.devices import device_of, devices_of
 from penstock.stage.values import Message
 
 Events = dict[tuple[int, int, int, torch.device], Any]
 """The events of messages that are under way, by sender, receiver, tag and device."""
-
-
-def device_of(modules: Sequence[nn.Module]) -> torch.device | None:
-    """Return the CUDA device of the first parameter or buffer on one; None if all are on the CPU."""
-    return next(iter(_devices(modules)), None)
 
 
 class Streams:
@@ -54,7 +49,7 @@ class Streams:
     @staticmethod
     def of(modules: Sequence[Sequence[nn.Module]]) -> Streams | None:
         """Return the streams for ranks with these modules; None if all modules are on the CPU."""
-        used = sorted({d for of_rank in modules for d in _devices(of_rank)}, key=str)
+        used = sorted({d for of_rank in modules for d in devices_of(of_rank)}, key=str)
         return Streams([device_of(of_rank) for of_rank in modules], used) if used else None
 
     @contextmanager
@@ -107,13 +102,6 @@ class Streams:
         for leaf in message.leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(streams[leaf.device])
-
-
-def _devices(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
-    for module in modules:
-        for tensor in chain(module.parameters(), module.buffers()):
-            if tensor.is_cuda:
-                yield tensor.device
 
 
 def _message_devices(message: Message) -> set[torch.device]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.optim import grad_norm
-from penstock.runtime.optim.grad_norm import GlobalNorm
+from penstock.runtime.weights import grad_norm
+from penstock.runtime.weights.grad_norm import GlobalNorm
 
 
 class Calls:
