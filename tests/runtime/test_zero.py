@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -190,6 +191,57 @@ def test_what_cannot_be_is_refused_on_every_process_and_changes_no_weight(proces
         assert "wait for the optimizer's step() or zero_grad()" in said["pending"]
         assert "zero must be False, True or 'overlap', got 'later'" in said["value"]
         assert "a later PipelineOptimizer was made for this pipeline" in said["replaced"]
+
+
+def by_hand(pipe: Pipeline) -> None:
+    for p in pipe.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[Pipeline], object]] = {
+    "clipped": lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
+    "clipped by value": lambda pipe: nn.utils.clip_grad_value_(pipe.parameters(), 1.0),
+    "scaled": by_hand,
+    "read": lambda pipe: [p.grad.norm() for p in pipe.parameters() if p.grad is not None],
+    "copied": lambda pipe: [p.grad.data for p in pipe.parameters() if p.grad is not None],
+}
+
+
+def with_torch(rank: int, mesh: MeshShape, shard: str) -> tuple[list[str], bool]:
+    """What is said where a program changes gradients that are divided; do training and evaluation go on after it?"""
+    x, y = plain.batch(0, 8)
+    net = plain.model(2)
+    parallel = ParallelOptions(shard=shard)
+    with Pipeline(net, mse_loss, microbatches=2, mesh=mesh, parallel=parallel, timeout=60) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, zero=True)
+        pipe.step(x, y)
+        said = [outcome(change, pipe) for change in CHANGES.values()]
+        pipe.evaluate(x, y)
+        assert optimizer.step().applied
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(x, y)
+        said.append(repr(next(pipe.parameters()).grad))
+        optimizer.zero_grad()
+        pipe.step(x, y)
+        optimizer.step()
+        pipe.step(x, y)
+    return said, all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.slow
+def test_changing_gradients_that_are_divided_is_refused_and_does_not_pass_in_silence(
+    processes: LocalProcesses,
+):
+    for stages, shards in ((1, ["none", "optimizer", "weights"]), (2, ["none", "gradients"])):
+        cases = [(MeshShape(stages, 2, 1), shard) for shard in shards]
+        for ranks in run_cases(processes, 2 * stages, with_torch, cases):
+            for (*said, shown), empty in ranks:
+                for told in said:
+                    assert "divided among the replicas" in told
+                    assert "pipe.clip_grad_norm_" in told
+                assert shown.startswith("DividedGradient(")
+                assert empty
 
 
 def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:

@@ -96,13 +96,17 @@ class ReplicaReduction(Participant):
             wait: whether to wait for transfers under way (default True). Give False after a failure, when other processes
                 may never send theirs.
         """
-        if self.shards is not None and wait:
-            self.shards.gather_all()
+        if self.shards is not None:
+            self.shards.unmark()
+            if wait:
+                self.shards.gather_all()
         for module in self._modules.values():
             module.before, module.released = [], None
 
     def begin(self, step: Step) -> None:
         self._step = step
+        if step.trains and self.shards is not None:
+            self.shards.unmark()
         # While ops run that reduce gradients, the reduction tells the others of an error.
         self._waited_for = not (step.trains and step.reduces)
 
@@ -141,6 +145,10 @@ class ReplicaReduction(Participant):
             outcome.flags |= flags
         refusals = [refused for *_, refused, _, _ in rows if refused is not None]
         outcome.refusal = min(refusals, default=None)
+
+    def end(self, step: Step, outcome: Outcome) -> None:
+        if step.trains and step.reduces and outcome.refusal is None and self.shards is not None:
+            self.shards.mark()
 
     def abandon(self, failure: StepFailure) -> None:
         """End the step, and tell the processes with the same rank in the other replicas, which all wait for this one."""

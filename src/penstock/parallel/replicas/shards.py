@@ -24,6 +24,7 @@ from penstock.base.errors import PenstockError
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
 from penstock.parallel.replicas.bucket import Bucket, BucketEntry, ReductionStream
 from penstock.parallel.replicas.buckets import GradientBuckets
+from penstock.parallel.replicas.divided_gradient import DividedGradient
 from penstock.parallel.replicas.layout import BucketPlan
 from penstock.parallel.replicas.reducer import GroupReducer, Handle
 from penstock.parallel.replicas.shard_slice import ShardSlice, join_shards
@@ -104,6 +105,19 @@ class Shards(ABC):
 
     def owned(self) -> list[nn.Parameter]:
         return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
+
+    def mark(self) -> None:
+        """Put a `DividedGradient` into ``.grad`` of the parameters whose sums are in the shards, after a step."""
+        for entry, _, shard in self.sharded:
+            parameter, absent = entry.parameter, shard is not None and shard.grad is None
+            if parameter.requires_grad and parameter.grad is None and not absent:
+                parameter.grad = DividedGradient(parameter, entry.name)
+
+    def unmark(self) -> None:
+        """Take the marks away, as a step needs ``.grad``."""
+        for entry, *_ in self.sharded:
+            if isinstance(entry.parameter.grad, DividedGradient):
+                entry.parameter.grad = None
 
     @abstractmethod
     def require_used(self) -> None:
