@@ -13,7 +13,7 @@ Sections, in this order:
     stages     steps simulated from the measured seconds of every stage
     fit        rates of the presets, fitted again
 
-``--write`` also writes docs/trust.md from all sections but the last.
+``--write`` also writes docs/trust.md and bench/PUBLISHED.md from all sections but the last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.published_experts import expert_rows
 from bench.published_memory import memory_rows
 from bench.published_runs import Run, runs
 from bench.published_stages import stage_rows
-from bench.trust_page import write_page
+from bench.trust_page import write_pages
 from penstock.plan.cluster import read_cluster
 
 EACH = 16
@@ -239,7 +239,8 @@ def measure(options: argparse.Namespace) -> Figures:
     if "fit" in options.only:
         results["fit"] = yield from fitted(options.quick)
     if options.write:
-        yield f"wrote {write_page(comparisons)}"
+        write_pages(comparisons)
+        yield "wrote docs/trust.md and bench/PUBLISHED.md"
     return results
 
 
@@ -247,7 +248,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
     names = [*SECTIONS, "fit"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION")
-    parser.add_argument("--write", action="store_true", help="write docs/trust.md from all sections")
+    parser.add_argument("--write", action="store_true", help="write the pages from all sections")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "penstock"
 DOCS = ROOT / "docs"
-GENERATED = ("config.md", "trust.md", "reference/")
+GENERATED = ("config.md", "reference/")
 """Pages that commands or Sphinx make; parts of other pages between ``<!-- from ... -->`` and ``<!-- end -->`` are, too."""
 SMALL = 90
 """Lines up to which a file that one other file imports is listed."""

@@ -50,9 +50,9 @@ from penstock.profile.closed_form import DTYPE_BYTES
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
 ERROR_BEYOND = 0.5
-"""Least error beyond a cluster's reach, where published steps take up to 1.49 times as long as predicted: see docs/trust.md.
+"""Least error beyond a cluster's reach, where published steps take up to 1.49 times as long as predicted.
 
-They are A100s with tp = 16, and H100s with samples of 131,072 tokens (1.22 times).
+bench/PUBLISHED.md has them. They are A100s with tp = 16, and H100s with samples of 131,072 tokens (1.22 times).
 """
 UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
