@@ -84,7 +84,7 @@ class Processes(Protocol):
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """What the options of a pipeline say to its axes.
+    """Options of a pipeline for its axes.
 
     Attributes:
         family: model family whose matrices are sharded.
@@ -142,7 +142,7 @@ class Axis:
 
     @property
     def participants(self) -> Sequence[Participant]:
-        """What takes part in the steps of this process, within the messages of its pipeline."""
+        """Participants in the steps of this process, within the messages of its pipeline."""
         return ()
 
     def prepare(self, layers: Layers, options: AxisOptions) -> None:

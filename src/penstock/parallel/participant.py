@@ -96,7 +96,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """How a step ends: what this rank knows when its ops are done, and what all know once they have agreed.
+    """Outcome of a step: what this rank knows when its ops are done, and what all know once they have agreed.
 
     Attributes:
         refusal: reason to refuse the step; None if there is none.
