@@ -48,13 +48,11 @@ class FirstStep:
         self._without_gradients = without_gradients
         self._layers, self._rows, self._memory, self._replicas = layers, rows, memory, replicas
 
-    @property
-    def done(self) -> bool:
-        """True if nothing is left to do after a step."""
-        return self._layers is None and self._rows is None and self._memory is None
-
-    def after(self, x: object, y: object, named: Mapping[str, object], work: Work) -> None:
+    def after(self, x: object, y: object, named: Mapping[str, object], work: Work) -> bool:
         """Do what is left, after a training step; every process of the run calls it.
+
+        Returns:
+            True if nothing is left.
 
         Raises:
             SplitError: if the layers are not the model, or rows depend on each other.
@@ -72,6 +70,7 @@ class FirstStep:
         if self._memory is not None:
             self._engine.choose_recompute(self._memory)
             self._memory = None
+        return self._rows is None
 
     def _check_rows(
         self, check: RowCheck, x: object, y: object, named: Mapping[str, object], work: Work

@@ -159,8 +159,6 @@ class LocalStages:
 
     def join(self, works: Sequence[Work], sums: bool) -> None:
         """Have the axes join the losses of parts of microbatches, in place; see `Axis.join`."""
-        if not self.axes:
-            return
         losses = Losses()
         for work in works:
             losses.update(work.losses)

@@ -237,7 +237,9 @@ class Pipeline(PipelineModel):
         self._splitter = self._make_splitter(loss, dims)
         self._local.wrap_loss(self._splitter.weight)
         self._container = given.container
-        self._first_step = self._make_first_step(layers_of_stages, loss.function, parameters, autocast)
+        self._first_step: FirstStep | None = self._make_first_step(
+            layers_of_stages, loss.function, parameters, autocast
+        )
         others = [loss.function] if isinstance(loss.function, nn.Module) else []
         # Last, since it takes the values of what this process does not hold.
         super().__init__(parameters, self._engine, given.module, self.world, others)
@@ -574,11 +576,12 @@ class Pipeline(PipelineModel):
             with self._random.watching():
                 works = self._engine.run_step(options, batch)
         if options.trains:
-            if not self._first_step.done:
-                self._first_step.after(x, y, named, works[0])
+            if self._first_step is not None and self._first_step.after(x, y, named, works[0]):
+                self._first_step = None
             self.steps += 1
-        self._local.require_known()
-        self._local.join(works, self.reduction == "sum")
+        if self._local.axes:
+            self._local.require_known()
+            self._local.join(works, self.reduction == "sum")
         return works
 
     def _cut(
