@@ -196,6 +196,7 @@ class Engine:
                     # 4. What the step did to buffers reaches all copies.
                     self._copies.after_step(trains)
             except BaseException:
+                self._step += probe is not None  # what its messages left is of an earlier step
                 if trains and self._rank_threads is not None:
                     self._late.note(executors, self._rank_threads.at_work)
                 self._copies.restore()

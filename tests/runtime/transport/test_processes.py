@@ -12,6 +12,7 @@ from torch import distributed as dist
 from penstock.base.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import supported
+from penstock.runtime.health.rank_progress import STEP
 from penstock.runtime.transport import processes as transport
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import FRAME_BYTES
@@ -143,6 +144,44 @@ def failing(rank: int, way: str) -> list[str]:
 @both_ways
 def test_the_notice_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, way):
     assert processes.run(2, failing, way)[1] == ["ok", "it failed", "ok"]
+
+
+def refusing(rank: int, sends: bool, steps: int = 20) -> list[str]:
+    """Rank 0 refuses more steps than an edge has room for notices, before rank 1 begins the first of them."""
+    joined = world(rank, "shared memory")
+    joined.timeout.timeout = joined.timeout.first = joined.timeout.seconds = 20.0
+    channel, told = joined.channel, []
+    for step in range(1, steps + 1) if rank == 0 else ():
+        channel.open(step)
+        channel.fail(Failure(0, step, "it failed"))
+    joined.gather(None)
+    for step in range(steps + 1 if rank == 0 else 1, steps + 2):
+        channel.open(step)
+        channel.progress[STEP] = step
+        try:
+            if rank == 0 and sends:
+                channel.send(1, 5, Message((step,)))
+                continue
+            if rank == 1 and step > steps and not sends:
+                channel.send(0, 5, Message((step,)))
+                continue
+            told.append(f"got {channel.recv(1 - rank, 5).leaves[0]}")
+        except TransportError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        channel.progress[STEP] = 0
+    joined.gather(None)
+    joined.disconnect()
+    return told
+
+
+@only_there
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_that_refused_many_steps_is_not_waited_for_in_them(processes: LocalProcesses, sends: bool):
+    first, second = processes.run(2, refusing, sends)
+    refused, then = (second[:20], second[20:] + first)
+    assert then == ["got 21"]
+    for step, text in enumerate(refused, 1):
+        assert text == "PeerError: it failed" or f"step {step} failed there" in text
 
 
 def widened(rank: int, way: str) -> list[int]:

@@ -24,6 +24,7 @@ from penstock.base.errors import CallOrderError, PeerError
 from penstock.runtime.health.rank_progress import (
     CALLS,
     FIELDS,
+    STEP,
     RankProgress,
     call_of,
     new_progress,
@@ -164,6 +165,13 @@ class PeerRegistry:
         calls = {rank: name for rank, progress in others.items() if (name := call_of(progress, number))}
         if any(name != self.call for name in calls.values()):
             raise CallOrderError(other_calls({**calls, self.rank: self.call}))
+
+    def left_step(self, peer: int) -> PeerError | None:
+        """Return an error if a rank of this pipeline is in a later step than this one, which then has failed there."""
+        own, progress = self.progress[STEP], self.progress_of(self.pipeline).get(peer)
+        if not own or progress is None or progress[STEP] <= own:
+            return None
+        return PeerError(f"rank {peer} is in step {progress[STEP]}; step {own} failed there")
 
     def missing(self) -> str:
         """Name the ranks of this pipeline that have not made this one's last call; empty if none is seen."""

@@ -85,6 +85,7 @@ class ProcessChannel:
                 )
         self._rank = rank
         self._step = 0
+        self._early: dict[int, tuple[int, int, Message | Failure]] = {}
         self._kind = 0  # the bits that tags have besides the row
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
         self._taken: dict[int, int] = {}  # messages of this step, by peer
@@ -138,13 +139,21 @@ class ProcessChannel:
 
     def widen(self, outgoing: Mapping[int, int]) -> None:
         """Let at least so many messages be under way to each peer; each rank does so for itself, between two steps."""
+        self._drop_before(self._step + 1)
         for peer, capacity in outgoing.items():
             self._out[peer].widen(capacity)
+
+    def _drop_before(self, step: int) -> None:
+        for incoming in self._in.values():
+            if isinstance(incoming, SharedIncoming):
+                incoming.drop_before(step)
 
     def open(self, step: int, trains: bool = True, microbatches: int = 0) -> None:
         self._step = step
         self._kind = (0 if trains else _EVALUATION) | microbatches << _MICROBATCHES
         self._aside.clear()
+        self._early = {peer: early for peer, early in self._early.items() if early[0] >= step}
+        self._drop_before(step)
         self._taken = dict.fromkeys(self._in, 0)
         self._ended.clear()
         self._peer_registry.report_error("")
@@ -166,6 +175,7 @@ class ProcessChannel:
             step, arrived, content = self._next(peer)
             if step < self._step:
                 continue  # left by a step that failed
+            self._require_present(peer, step, arrived, content)
             if isinstance(content, Failure):
                 self._ended.add(peer)
                 raise PeerError(content.message, content)
@@ -177,7 +187,15 @@ class ProcessChannel:
                 return content
             self._aside[peer, arrived] = content
 
+    def _require_present(self, peer: int, step: int, arrived: int, content: Message | Failure) -> None:
+        """Raise if what has arrived is of a later step, for which it is kept: this one has failed at its sender."""
+        if step > self._step:
+            self._early[peer] = step, arrived, content
+            raise PeerError(f"rank {peer} is in step {step}; step {self._step} failed there")
+
     def _next(self, peer: int) -> tuple[int, int, Message | Failure]:
+        if peer in self._early:
+            return self._early.pop(peer)
         try:
             return self._in[peer].next()
         except TransportError:
@@ -187,9 +205,10 @@ class ProcessChannel:
     def _require_no_notice(self, peer: int) -> None:
         """Raise if a rank that this one waits to send to has failed: it takes no more messages in this step."""
         incoming = self._in.get(peer)
-        while isinstance(incoming, SharedIncoming) and incoming.has_notice:
-            step, _, content = incoming.next()
-            if isinstance(content, Failure) and step >= self._step:
+        while isinstance(incoming, SharedIncoming) and peer not in self._early and incoming.has_notice:
+            step, arrived, content = incoming.next()
+            self._require_present(peer, step, arrived, content)
+            if isinstance(content, Failure) and step == self._step:
                 raise PeerError(content.message, content)
 
     def _other_call(self, peer: int, arrived: int) -> CallOrderError:

@@ -145,6 +145,9 @@ class WakePipe:
             self._peer_registry.require_all()
             if check is not None:
                 check()
+            # What it has sent in this step is there by now. Its notice may have found no place behind earlier ones.
+            if (left := self._peer_registry.left_step(peer)) is not None and not ready():
+                raise left
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"waited {timeout:g} s for rank {peer} to {action}")
 
@@ -365,6 +368,11 @@ class SharedIncoming:
             content = layout.join(tensors)
         self._release()
         return header.step, header.tag, content
+
+    def drop_before(self, step: int) -> None:
+        """Drop what has arrived of earlier steps, which failed, so that it takes no place from a notice of a later one."""
+        while (header := self._arrived()) is not None and header.step < step:
+            self.next()
 
     @property
     def has_notice(self) -> bool:
