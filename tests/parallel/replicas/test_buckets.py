@@ -277,6 +277,48 @@ def zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that
     assert_close(gradients(whole[1]), gradients(expected[1]))
 
 
+class Scales(torch.autograd.Function):
+    """x times a weight, which gets its gradient in the backwards that `gives` says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gives: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gives = gives
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0) if ctx.gives else None, None
+
+
+def a_backward_that_returns_none_gives_no_gradient(rank: int) -> None:
+    """In no microbatch of a replica, in one of two, and in none of both replicas."""
+    for first, second in (((0, 0), (0, 0)), ((1, 1), (0, 0)), ((1, 0), (0, 1)), ((0, 1), (1, 1))):
+        net, expected = (
+            nn.ModuleDict({"net": model(), "scale": nn.LayerNorm(WIDTH, bias=False)}) for _ in "ab"
+        )
+        buckets = buckets_of(net)
+
+        def run(of: nn.ModuleDict, replica: int, microbatch: int, gives: int) -> None:
+            x, y = (part.chunk(2)[microbatch] for part in share(0, replica))
+            loss_of(of["net"], Scales.apply(x, of["scale"].weight, bool(gives)), y).backward()
+
+        for n in range(2):
+            net.zero_grad()
+            with step(buckets, n, contributions=2):
+                for microbatch, gives in enumerate((first, second)[rank]):
+                    run(net, rank, microbatch, gives)
+        for replica, given in enumerate((first, second)):
+            for microbatch, gives in enumerate(given):
+                run(expected, replica, microbatch, gives)
+        found, wanted = gradients(net), gradients(expected)
+        if not any((*first, *second)):
+            assert found.pop("scale.weight") is wanted.pop("scale.weight") is None
+        assert_close(found, wanted)
+        buckets.detach()
+
+
 def a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(rank: int) -> None:
     net, expected = model(), model()
     buckets = buckets_of(net)
@@ -425,6 +467,7 @@ def a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(rank
         dtypes_never_share_a_bucket,
         gradients_may_have_another_dtype_than_their_parameter,
         zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has,
+        a_backward_that_returns_none_gives_no_gradient,
         a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum,
         a_replica_that_fails_tells_the_others_and_the_next_step_is_sound,
         a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer,

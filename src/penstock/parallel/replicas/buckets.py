@@ -258,18 +258,20 @@ class GradientBuckets:
                 entry.counted += 1
                 return
             last = not self._accumulating and entry.counted + 1 == entry.expected
-            if not last and parameter.grad is not entry.gradient:
+            # The hook also runs for a backward of the user's own that returned None.
+            has_grad = parameter.grad is not None
+            if has_grad and not last and parameter.grad is not entry.gradient:
                 entry.place_grad()
-            entry.seen += 1
+            entry.seen += has_grad
             if self._accumulating:
                 return
-            if not self._active:
+            if has_grad and not self._active:
                 raise PenstockError(
                     f"{entry} got a gradient outside of Pipeline.step, which its replicas (dp > 1) do not add up; make it a "
                     "part of the loss (loss_fn, or penstock.add_loss in a layer)"
                 )
             entry.counted += 1
-            if last:
+            if last and has_grad:
                 self._mark_ready(entry)
 
     def _mark_ready(self, entry: BucketEntry) -> None:
