@@ -84,7 +84,8 @@ def trained(
             if frozen is not None:
                 freeze(net, frozen[step], kind == "tied")
             pipe.step(*batch(step))
-            told.append({n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()})
+            parameters = {} if zero else dict(pipe.named_parameters())  # ZeRO's gradients are divided
+            told.append({n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()})
             optimizer.step()
         return [*told, {n: p.detach().clone() for n, p in pipe.named_parameters()}]
 
