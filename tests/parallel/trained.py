@@ -24,7 +24,7 @@ class Result(NamedTuple):
     losses: list[float]  # of each step
     each: Tensor | None  # of the last step's microbatches
     norm: float | None  # of the last step
-    gradients: Tensors  # of the first step
+    gradients: Tensors  # of the first step; none with ZeRO
     weights: Tensors  # after the last
 
 
@@ -35,7 +35,7 @@ def trained(pipe: Pipeline, optimizer: PipelineOptimizer, batch: Batch, steps: i
         result = pipe.step(*batch)
         assert result.loss is not None
         losses.append(result.loss.item())
-        named = pipe.named_parameters()
+        named = pipe.named_parameters() if pipe.shards is None else ()  # ZeRO's gradients are divided
         first = first or {n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None}
         norm = optimizer.step().grad_norm
     weights = {n: full_tensor(p.detach()).clone() for n, p in pipe.named_parameters()}

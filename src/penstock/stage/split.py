@@ -78,7 +78,7 @@ def warn_of_a_large_layer(layers: Sequence[Layer], costs: Sequence[float], what:
         f"ranks wait for it. Let the model's forward loop over the {count} blocks of {where}, or make each of them a "
         "layer, as docs/models.md shows under 'Layers by hand'",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
