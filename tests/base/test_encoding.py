@@ -22,8 +22,9 @@ from penstock.base.encoding import decode, encode, sendable
 from penstock.base.errors import TransportError
 from penstock.base.tensor_file import StoredFile
 from penstock.parallel.replicas.shard_slice import ShardSlice
+from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.runtime.workers.world import current_world
+from penstock.runtime.workers.world import World
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
@@ -138,9 +139,9 @@ def exchange(rank: int, folder: str) -> list[str]:
     """Rank 1 sends a pickle that would make a folder, in place of its value."""
     import penstock.parallel.replicas.exchange as at
 
-    world = current_world()
-    assert world is not None
-    world.join(20.0)
+    place = current_place()
+    assert place is not None
+    world = World(*place, 20.0)
     said = [str(world.gather({"rank": rank, "of": (rank, torch.ones(2))}))]
     os.chdir(folder)
     if rank == 1:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def measured(rank: int, machines: list[str]) -> dict[str, Any]:
-    world = World(rank, len(machines)).join(30.0)
+    world = World(rank, len(machines), 30.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link_speeds, "_ROUNDS", 2)
         return measure_links(world, machines, CPU, 30.0)
@@ -43,7 +43,7 @@ def test_several_machines_have_links_between_them_and_reductions(processes: Loca
 
 
 def trips(rank: int) -> list[float]:
-    World(rank, 2).join(30.0)
+    World(rank, 2, 30.0)
     payload = torch.full((1000,), rank, dtype=torch.uint8)
     times = device_round_trips(1 - rank, payload, 4, rank == 0)
     assert payload.eq(0).all()  # rank 1 received rank 0's

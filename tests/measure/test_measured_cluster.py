@@ -23,7 +23,7 @@ from tests.support.planning import SMALL
 def measured(rank: int, place: Path, path: Path, machines: list[str]) -> Measurement:
     size = len(machines)
     rounds = Rounds(dist.FileStore(str(place / "store"), size), rank, size, 120.0)
-    world = World(rank, size).join(120.0) if size > 1 else None
+    world = World(rank, size, 120.0) if size > 1 else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_cluster, "_KERNELS", 120 / 0.015)  # 15 ms for each kernel, once
         patch.setattr(device_rates, "_PASSES", 1)

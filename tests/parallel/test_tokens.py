@@ -7,8 +7,10 @@ import torch
 
 from penstock.base.errors import BatchError
 from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.context.tokens import cut_tokens, join_tokens, next_targets, tokens_of
+from penstock.parallel.context.tokens import TokenDivision, cut_tokens, tokens_of
 from penstock.parallel.participant import Losses
+from penstock.parallel.sample_parts import SampleParts
+from penstock.stage.compute.shifted_loss import next_targets
 
 
 def test_the_length_of_samples_is_that_of_the_first_tensor_with_tokens():
@@ -53,12 +55,12 @@ def losses_of(totals: list[float], weights: list[float]) -> Losses:
     ],
 )
 def test_losses_of_parts_are_weighed_by_what_counts_in_them(sums, weights, joined, weight):
-    losses = join_tokens(losses_of([2.0, 4.0, 16.0, 32.0], weights), SequencePart(0, 2), 1, 2, sums)
+    losses = SampleParts((TokenDivision(2),)).join(losses_of([2.0, 4.0, 16.0, 32.0], weights), 1, 4, sums)
     assert [losses.total[n].item() for n in (0, 1)] == joined
     assert [losses.parts[n]["loss"].item() for n in (0, 1)] == [2 * each for each in joined]
     assert [losses.weights[n] for n in (0, 1)] == weight
 
 
 def test_a_part_without_targets_may_have_a_loss_that_is_not_a_number():
-    losses = join_tokens(losses_of([2.0, float("nan")], [1.0, 0.0]), SequencePart(0, 2), 1, 1, False)
+    losses = SampleParts((TokenDivision(2),)).join(losses_of([2.0, float("nan")], [1.0, 0.0]), 1, 2, False)
     assert losses.total[0].item() == 2.0

@@ -60,22 +60,22 @@ def command(
     wait times out, and a shared folder. Exit codes: 0 sound, 1 something will not work, 2 bad input.
     """
     from penstock.doctor.examine import examine_here, examine_together
-    from penstock.runtime.workers.world import current_world
+    from penstock.runtime.start.place import current_place
 
-    world = current_world()
-    if world is None or world.size == 1:
+    place = current_place()
+    if place is None or place.size == 1:
         report = examine_here(ranks or 2, folder, timeout, cluster)
     else:
         if ranks is not None:
             raise ConfigError(
-                f"--ranks starts processes, but a launcher has started {world.size}; leave --ranks out to check them"
+                f"--ranks starts processes, but a launcher has started {place.size}; leave --ranks out to check them"
             )
-        report = examine_together(world, folder, timeout, cluster)
-    if world is None or world.rank == 0:
+        report = examine_together(place, folder, timeout, cluster)
+    if place is None or place.rank == 0:
         if as_json:
             click.echo(json.dumps(report.plain()))
         else:
-            _show(report, started=world is None)
+            _show(report, started=place is None)
             if report.cluster:
                 _cluster(report.cluster, cluster)
             elif cluster is not None:

@@ -24,6 +24,7 @@ from penstock.measure.rounds import Answer, Rounds
 from penstock.runtime.gather_trace import align_clocks
 from penstock.runtime.health.hang import require_timeout
 from penstock.runtime.start.launch_environment import meeting_url
+from penstock.runtime.start.place import Place
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
 
@@ -84,18 +85,18 @@ def _examine_started(
 
 
 def examine_together(
-    world: World, folder: Path | None, timeout: float, cluster: Path | None = None
+    place: Place, folder: Path | None, timeout: float, cluster: Path | None = None
 ) -> Report:
     """Check the machines of all processes that a launcher has started; every process calls it, before it joins."""
     require_timeout(timeout)
     try:
         meeting = dist.rendezvous(  # type: ignore[attr-defined]  # torch does not annotate it
-            meeting_url(), world.rank, world.size, timeout=timedelta(seconds=timeout)
+            meeting_url(), place.rank, place.size, timeout=timedelta(seconds=timeout)
         )
         store, rank, size = next(iter(meeting))
     except (RuntimeError, ValueError) as error:
         raise PenstockError(
-            f"rank {world.rank} cannot meet the other ranks at MASTER_ADDR and MASTER_PORT: {first_line(error)}; start rank "
+            f"rank {place.rank} cannot meet the other ranks at MASTER_ADDR and MASTER_PORT: {first_line(error)}; start rank "
             "0's machine first, and open the port"
         ) from error
     rounds = Rounds(store, rank, size, timeout)
@@ -168,10 +169,13 @@ def _measure(rounds: Rounds, world: World | None, report: Report, cluster: Path)
 
 def _check_messages(rounds: Rounds, report: Report) -> World | None:
     """Make the checks that need a process group, each only if all ranks passed the one before; return the joined world."""
-    world = World(rounds.rank, rounds.size)
-    opened = rounds.each("group", lambda: _timed(lambda: world.join(rounds.timeout)))
+    joined: list[World] = []
+    opened = rounds.each(
+        "group", lambda: _timed(lambda: joined.append(World(rounds.rank, rounds.size, rounds.timeout)))
+    )
     if len(_sound(report, "group", opened)) < rounds.size:
         return None
+    (world,) = joined
     clocks = _sound(report, "clocks", rounds.each("clocks", lambda: _clocks(world)))
     if len(clocks) < rounds.size:
         return None

@@ -26,14 +26,14 @@ from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.run_report import RunReport
 from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.context.tokens import next_targets
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.world import current_world
 from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
+from penstock.stage.compute.shifted_loss import next_targets
 from penstock.stage.split_backward.intercepted import has_local_uses
 
 _OURS = {
@@ -169,8 +169,8 @@ class PipelineTrainerMixin:
                 f"{trace_every!r}"
             )
         _require_known_loss(type(self))
-        world = current_world()
-        self._rank, processes = (0, 1) if world is None else (world.rank, world.size)
+        place = current_place()
+        self._rank, processes = (0, 1) if place is None else place
         self._replicas = 1
         ep, self._cp = options.pop("ep", 1), options.pop("cp", 1)
         if processes > 1:

@@ -17,7 +17,7 @@ AXES: tuple[type[Axis], ...] = (
 
 def used_axes(shape: MeshShape | None) -> list[type[Axis]]:
     """Return the axes on which a mesh has more than one process."""
-    return [] if shape is None else [axis for axis in AXES if axis.used(shape)]
+    return [] if shape is None else [axis for axis in AXES if getattr(shape, axis.name) > 1]
 
 
 def axes_of(processes: Processes, mesh: Mesh) -> tuple[Axis, ...]:

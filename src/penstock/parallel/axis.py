@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.parallel.participant import Losses, Participant
+from penstock.parallel.participant import Participant
 from penstock.parallel.replicas.reducer import GroupReducer
+from penstock.parallel.sample_parts import SampleDivision
 from penstock.stage.compute.runner import LossFunction
 from penstock.trace.expert_load import ProcessLoad
 
 Layers = Sequence[tuple[str, nn.Module]]
 """(Name in the whole model, layer) pairs of the layers that a process holds."""
 
-Over = Literal["pp", "dp", "dp and tp", "run"]
-"""Processes whose values are gathered: along axes of the mesh, or all of the run."""
+Over = Literal["pipeline", "replicas", "stage", "run"]
+"""Processes whose values are gathered: the ranks of this pipeline; those with this process's parameters; those with its rank
+in their pipelines; or all of the run."""
 
 
 class Collectives(Protocol):
@@ -75,7 +77,7 @@ class Processes(Protocol):
     def on_release(self, release: Callable[[], None]) -> None:
         """Have a function called when all communicators end."""
 
-    def gather(self, value: Any, over: Over = "pp", action: str = "exchange values") -> list[Any]:
+    def gather(self, value: Any, over: Over = "pipeline", action: str = "exchange values") -> list[Any]:
         """Return the values of some processes, by rank."""
 
     def sum_over_stage(self, values: Tensor, action: str) -> None:
@@ -115,21 +117,18 @@ class Axis:
     """One axis, once its processes have met. Methods do nothing unless they are overridden.
 
     Attributes:
+        name: name of its size in `MeshShape`.
         exchanges: whether layers exchange values within a step, so that all processes run the same ones.
         divides_parameters: whether each process has a part of some parameters.
     """
 
+    name: ClassVar[str]
     exchanges = False
     divides_parameters = False
 
     def __init__(self, processes: Processes, mesh: Mesh) -> None:
         """Open what the axis needs; every process of the run calls it."""
         self.processes, self.mesh = processes, mesh
-
-    @staticmethod
-    def used(shape: MeshShape) -> bool:
-        """Return whether a mesh has more than one process on the axis."""
-        raise NotImplementedError
 
     @staticmethod
     def take_loss(shape: MeshShape, loss: GivenLoss, dims: Mapping[str, object] | None) -> GivenLoss:
@@ -139,6 +138,11 @@ class Axis:
             dims: the argument of `Pipeline` of that name.
         """
         return loss
+
+    @property
+    def division(self) -> SampleDivision | None:
+        """The division of samples among its processes; None if each has whole samples."""
+        return None
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -161,16 +165,6 @@ class Axis:
             weight: function from a target to its weight in the loss; None for a sum.
         """
         return loss_fn
-
-    def join(self, losses: Losses, microbatches: int, sums: bool) -> Losses:
-        """Return the losses of whole microbatches, by their numbers in the whole batch, from those of parts.
-
-        Args:
-            losses: of all replicas.
-            microbatches: number of a replica's.
-            sums: whether losses are summed rather than weighed.
-        """
-        return losses
 
     def require_known(self, layers: Layers) -> None:
         """Raise ConfigError on every process if the first step has shown that layers do not know their part."""

@@ -1,13 +1,11 @@
-"""Ranks on four axes: pipeline (pp), data (dp), context (cp) and tensor parallelism (tp).
-
-By default tp is innermost, since its ranks communicate the most and should be neighbours, and pp outermost.
-"""
+"""Ranks on the axes of a mesh: pipeline (pp), data (dp), context (cp) and tensor parallelism (tp)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
@@ -19,7 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-AXES = ("pp", "dp", "cp", "tp")
+_DIVIDES_SAMPLES = {"divides_samples": True}
+"""Metadata of the size of an axis whose ranks divide each sample, and have the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +41,25 @@ class MeshShape:
     pp: int = 1
     dp: int = 1
     tp: int = 1
-    order: tuple[str, ...] = AXES
+    order: tuple[str, ...] = field(default_factory=lambda: AXES)
     ep: int = 1
-    cp: int = 1
+    cp: int = field(default=1, metadata=_DIVIDES_SAMPLES)
 
     def __post_init__(self) -> None:
-        if "cp" not in self.order and "dp" in self.order:
-            after = self.order.index("dp") + 1
-            object.__setattr__(self, "order", (*self.order[:after], "cp", *self.order[after:]))
+        for outer, axis in pairwise(REPLICATED):
+            if axis not in self.order and outer in self.order:
+                after = self.order.index(outer) + 1
+                object.__setattr__(self, "order", (*self.order[:after], axis, *self.order[after:]))
         for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if not is_count(size):
                 raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
         if sorted(self.order) != sorted(AXES):
             raise ConfigError(
-                f"the order of the mesh must name pp, dp, cp and tp once each, outermost first, got {self.order!r}"
+                f"the order of the mesh must name {_NAMES} once each, outermost first, got {self.order!r}"
             )
-
-        if (ranks := self.replicas * self.tp) % self.ep:
-            product = "dp x tp" if self.cp == 1 else "dp x cp x tp"
+        if (ranks := self.ranks // self.pp) % self.ep:
+            product = " x ".join(axis for axis in AXES if axis in self.axes and axis != "pp")
             raise ConfigError(
                 f"ep {self.ep} does not divide {product} = {ranks}, the ranks of a stage, over which experts are divided; "
                 f"take a divisor of {ranks}"
@@ -78,12 +77,17 @@ class MeshShape:
     @property
     def replicas(self) -> int:
         """Number of ranks with the same parameters, whose gradients are summed: dp x cp."""
-        return self.dp * self.cp
+        return math.prod(self.size(axis) for axis in REPLICATED)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Number of ranks that share the parameters of a stage of one replica: tp."""
+        return self.ranks // (self.pp * self.replicas)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes in their order, without cp if samples are not divided."""
-        return tuple(axis for axis in self.order if axis != "cp" or self.cp > 1)
+        """The axes in their order, without those that could divide samples and do not."""
+        return tuple(axis for axis in self.order if axis not in REPLICATED[1:] or self.size(axis) > 1)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -93,9 +97,7 @@ class MeshShape:
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
         if axis not in AXES:
-            raise ConfigError(
-                f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are pp, dp, cp and tp"
-            )
+            raise ConfigError(f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are {_NAMES}")
         size: int = getattr(self, axis)
         return size
 
@@ -107,16 +109,19 @@ class MeshShape:
         inner = self.order[self.order.index(axis) + 1 :]
         return rank // math.prod(self.size(a) for a in inner) % self.size(axis)
 
-    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0, cp: int = 0) -> int:
-        """Return the rank at these coordinates."""
-        coordinates = {"pp": pp, "dp": dp, "tp": tp, "cp": cp}
+    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0, **others: int) -> int:
+        """Return the rank at these coordinates; those of other axes by name, 0 where one is missing."""
+        coordinates = {"pp": pp, "dp": dp, "tp": tp, **others}
+        for axis in coordinates:
+            self.size(axis)
         rank = 0
         for axis in self.order:
-            if not 0 <= coordinates[axis] < self.size(axis):
+            coordinate = coordinates.get(axis, 0)
+            if not 0 <= coordinate < self.size(axis):
                 raise ConfigError(
-                    f"{axis} = {coordinates[axis]} is not in a mesh of {self}; it must be 0 to {self.size(axis) - 1}"
+                    f"{axis} = {coordinate} is not in a mesh of {self}; it must be 0 to {self.size(axis) - 1}"
                 )
-            rank = rank * self.size(axis) + coordinates[axis]
+            rank = rank * self.size(axis) + coordinate
         return rank
 
     def line(self, rank: int, axis: str) -> list[int]:
@@ -126,11 +131,18 @@ class MeshShape:
 
     def replica_ranks(self, rank: int) -> list[int]:
         """Return the ranks with the same parameters as a rank, ascending."""
-        return sorted(part for sample in self.line(rank, "dp") for part in self.line(sample, "cp"))
+        return sorted(self._plane(rank, REPLICATED))
 
     def stage_ranks(self, rank: int) -> list[int]:
         """Return the ranks with the same coordinate on pp as a rank, those of one replica together."""
-        return [r for replica in self.replica_ranks(rank) for r in self.line(replica, "tp")]
+        return [r for replica in self.replica_ranks(rank) for r in self._plane(replica, SHARED)]
+
+    def _plane(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """Return the ranks that differ from a rank only on some axes."""
+        ranks = [rank]
+        for axis in axes:
+            ranks = [other for each in ranks for other in self.line(each, axis)]
+        return ranks
 
     def expert_ranks(self, rank: int) -> list[int]:
         """Return the ranks that together have all experts of a rank's layers, ascending, in the order of their experts."""
@@ -143,6 +155,18 @@ class MeshShape:
         place = self.expert_ranks(rank).index(rank)
         groups = dict.fromkeys(tuple(self.expert_ranks(other)) for other in self.stage_ranks(rank))
         return [group[place] for group in groups]
+
+
+REPLICATED = ("dp", *(f.name for f in fields(MeshShape) if f.metadata == _DIVIDES_SAMPLES))
+"""Axes along which the ranks of a stage have the same parameters: dp, and those that divide samples."""
+
+SHARED = ("tp",)
+"""Axes along which ranks share the parameters of a stage of one replica."""
+
+AXES: tuple[str, ...] = ("pp", *REPLICATED, *SHARED)
+"""Axes in their default order, outermost first: ranks of tp communicate the most and should be neighbours."""
+
+_NAMES = f"{', '.join(AXES[:-1])} and {AXES[-1]}"
 
 
 @dataclass(frozen=True)
@@ -168,7 +192,10 @@ class Mesh:
     @property
     def replica(self) -> int:
         """Index of this process among those with the same parameters; those that divide a sample are neighbours."""
-        return self.coordinate("dp") * self.shape.cp + self.coordinate("cp")
+        index = 0
+        for axis in REPLICATED:
+            index = index * self.shape.size(axis) + self.coordinate(axis)
+        return index
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of processes that differ from this one only on an axis, itself included."""
@@ -195,24 +222,27 @@ def make_mesh(
     tp: int = 1,
     *,
     order: Sequence[str] = AXES,
-    ep: int = 1,
-    cp: int = 1,
     device: str = "cpu",
+    **others: int,
 ) -> Mesh:
     """Make a mesh of all processes; every process calls it, with ``torch.distributed`` initialised.
 
     Args:
         pp, dp, tp: number of ranks on each axis (default 1).
         order: axes, outermost first (default pp, dp, cp, tp).
-        ep, cp: number of ranks that divide the experts, and the tokens of a sample, see `MeshShape` (default 1).
         device: device type of the groups (default "cpu").
+        others: ``cp`` and ``ep``, the ranks that divide the tokens of a sample and the experts, see `MeshShape` (default 1).
 
     Raises:
         ConfigError: if the product of the sizes is not the number of processes.
     """
+    return open_mesh(MeshShape(pp, dp, tp, tuple(order), **others), device)
+
+
+def open_mesh(shape: MeshShape, device: str) -> Mesh:
+    """Make a mesh of a shape, as `make_mesh` does."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = MeshShape(pp, dp, tp, tuple(order), ep, cp)
     if not dist.is_initialized():
         raise ConfigError(
             "a mesh is made of processes: start them with torchrun, and initialise torch.distributed"
@@ -226,7 +256,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
     """Check that a mesh has as many ranks as there are processes."""
     if shape.ranks == processes:
         return
-    others = shape.pp * shape.cp * shape.tp
+    others = shape.ranks // shape.dp
     advice = f"start {plural(shape.ranks, 'process')}"
     if processes % others == 0:
         advice += f", or take dp = {processes // others}"
@@ -237,7 +267,7 @@ def require_fit(shape: MeshShape, processes: int) -> None:
 
 def require_threads(shape: MeshShape, program: str) -> None:
     """Check that the ranks of a mesh can be threads of one process, which is one pipeline with whole matrices."""
-    if shape.replicas * shape.tp > 1:
+    if shape.ranks > shape.pp:
         raise ConfigError(
             f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "
             f"them with torchrun --nproc-per-node {shape.ranks} {program}"
@@ -270,7 +300,7 @@ def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]
 
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Return this process in torch's mesh, whose dimensions may be any of pp, dp, cp and tp; those left out have size 1.
+    """Return this process in torch's mesh, whose dimensions may be any of the axes; those left out have size 1.
 
     The mesh may be a slice of a larger one, such as ``mesh["pp"]``, or have some of the processes only: its pipeline is
     then one of its processes alone.
@@ -299,7 +329,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     size = " x ".join(str(n) for n in mesh.mesh.shape)
     if not names:
         raise ConfigError(
-            f"the dimensions of the mesh ({size}) must have names of pp, dp, cp and tp; write init_device_mesh(..., "
+            f"the dimensions of the mesh ({size}) must have names of {_NAMES}; write init_device_mesh(..., "
             "mesh_dim_names=('pp', 'dp'))"
         )
     if strange := [name for name in names if name not in AXES]:
@@ -308,7 +338,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
         }
         advice = ", ".join(f"call {name} {axis}" for name, axis in meant.items() if axis)
         raise ConfigError(
-            f"the dimensions of the mesh must be called pp, dp, cp and tp, got {', '.join(names)} ({size}); "
+            f"the dimensions of the mesh must be called {_NAMES}, got {', '.join(names)} ({size}); "
             + (advice or f"give the slice of the mesh without {', '.join(strange)}")
         )
     return tuple(names)

@@ -291,7 +291,7 @@ class Engine:
         """Compare the number with the processes whose layers wait for this one's."""
         if self._world is not None and self._world.layers_wait:
             action = "compare their numbers of microbatches"
-            require_same_number(self._world.gather(str(microbatches), "dp and tp", action))
+            require_same_number(self._world.gather(str(microbatches), "stage", action))
 
     def _prepare(self, trains: bool, microbatches: int) -> list[Executor]:
         """Return the executors for a number of microbatches, the same ones as the last time if they are still kept."""

@@ -19,6 +19,7 @@ from penstock.parallel.participant import Losses, Participant
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
 from penstock.parallel.replicas.resident import ResidentReduction, require_divisible
+from penstock.parallel.sample_parts import SampleParts
 from penstock.runtime.batch.work import Work
 from penstock.runtime.executor import Executor
 from penstock.runtime.gradient_scale import GradientScale
@@ -157,15 +158,14 @@ class LocalStages:
         for axis in self.axes:
             axis.require_known(_named_layers(self.modules))
 
-    def join(self, works: Sequence[Work], sums: bool) -> None:
-        """Have the axes join the losses of parts of microbatches, in place; see `Axis.join`."""
+    def join(self, works: Sequence[Work], parts: SampleParts, sums: bool) -> None:
+        """Join the losses of parts of microbatches, in place; see `SampleParts.join`."""
         losses = Losses()
         for work in works:
             losses.update(work.losses)
             work.losses = Losses()
-        for axis in self.axes:
-            losses = axis.join(losses, works[0].options.microbatches, sums)
-        works[0].losses = losses
+        replicas = 1 if self._world is None else self._world.replica_count
+        works[0].losses = parts.join(losses, works[0].options.microbatches, replicas, sums)
 
     def wrap_loss(self, weight: Callable[[Any], object] | None) -> None:
         """Have the axes compute the loss of this process's part; see `Axis.wrap_loss`."""
@@ -238,7 +238,7 @@ class LocalStages:
             self.replica_reduction.detach()
         modules, options = self._of_rank(world.rank), self._options
         shared = {group.number: group.parameters for group in self.shared_groups[world.rank]}
-        exchange = partial(world.gather, over="dp and tp", action="end the step on all replicas")
+        exchange = partial(world.gather, over="stage", action="end the step on all replicas")
         if reducer is None or not any(True for module in modules.values() for _ in module.parameters()):
             self.replica_reduction = ReplicaReduction(exchange, modules, shared)
         elif resident:

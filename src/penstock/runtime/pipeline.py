@@ -18,6 +18,7 @@ from penstock.parallel.axis import GivenLoss
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
+from penstock.parallel.sample_parts import SampleParts
 from penstock.runtime.batch.splitter import (
     BatchDims,
     BatchSplitter,
@@ -40,6 +41,7 @@ from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.model.row_check import RowCheck
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.cpu_threads import cpu_threads
+from penstock.runtime.start.place import current_place
 from penstock.runtime.start.refusals import print_traceback_once
 from penstock.runtime.validation import (
     LossScale,
@@ -56,7 +58,7 @@ from penstock.runtime.validation import (
 from penstock.runtime.weights.grad_norm import GlobalNorm
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.agreement import require_same_pipeline
-from penstock.runtime.workers.world import current_world
+from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
@@ -170,8 +172,8 @@ class Pipeline(PipelineModel):
         loss = resolve_loss(given.loss_fn, given.reduction, reduction, self.mesh, dims)
         self.reduction = loss.reduction
         # 2. The schedule, which is proved here.
-        world = current_world()
-        ranks, processes = resolve_mesh(axes, ranks, world)
+        place = current_place()
+        ranks, processes = resolve_mesh(axes, ranks, place)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
         require_loss_without_parameters(loss.function, self.schedule, self.mesh)
         program = check(self.schedule).program
@@ -196,8 +198,15 @@ class Pipeline(PipelineModel):
             },
         )  # fmt: skip
         self.world = (
-            world.join(self.timeout, axes, waits.first, compare, device_type(self.device, given.layers))
-            if world is not None and self.in_processes
+            World(
+                *place,
+                self.timeout,
+                axes,
+                first=waits.first,
+                compare=compare,
+                device=device_type(self.device, given.layers),
+            )
+            if place is not None and self.in_processes
             else None
         )
         self._find_place()
@@ -252,8 +261,10 @@ class Pipeline(PipelineModel):
         world = self.world
         self.rank = world.rank if world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        self.replicas, self.tensor_ranks = (1, 1) if self.mesh is None else (self.mesh.replicas, self.mesh.tp)
-        self.replica = 0 if world is None or world.mesh is None else world.mesh.replica
+        mesh = MeshShape() if self.mesh is None else self.mesh
+        self.replicas, self.tensor_ranks = mesh.replicas, mesh.tensor_ranks
+        self._sample_parts = SampleParts() if world is None else world.sample_parts
+        self.replica = self._sample_parts.replica
         self.is_first = world is None or world.is_first
         gather = None if world is None else partial(world.gather, over="run", action="share the cores")
         self.threads = cpu_threads(gather, self.ranks, self.execution.threads)
@@ -275,8 +286,7 @@ class Pipeline(PipelineModel):
         ignore_index = ignore_index_of(loss.function, self.reduction)
         return BatchSplitter(
             replicas=self.replicas,
-            replica=self.replica,
-            sample_part=None if self.world is None else self.world.sample_part,
+            sample_parts=self._sample_parts,
             shifts=loss.shifts,
             device=self.device,
             reduction=self.reduction,
@@ -482,8 +492,7 @@ class Pipeline(PipelineModel):
             return values
         total = values.clone()
         with self.calling("pipe.sum_over_ranks()"):
-            self.world.all_reduce_tp(total)
-            self.world.all_reduce(total)
+            self.world.all_reduce_replica(total)
             if replicas:
                 self.world.all_reduce_dp(total)
         return total
@@ -581,7 +590,7 @@ class Pipeline(PipelineModel):
             self.steps += 1
         if self._local.axes:
             self._local.require_known()
-            self._local.join(works, self.reduction == "sum")
+            self._local.join(works, self._sample_parts, self.reduction == "sum")
         return works
 
     def _cut(
@@ -626,7 +635,4 @@ class Pipeline(PipelineModel):
     def _result(self, works: list[Work]) -> StepResult:
         holders = self.schedule.placement.holders
         ends = Ends(self.local_ranks, holders[0], holders[-1])
-        microbatches = (
-            works[0].options.microbatches * self.replicas // (1 if self.mesh is None else self.mesh.cp)
-        )
-        return step_result(works, microbatches, ends)
+        return step_result(works, self._splitter.microbatches(works[0].options), ends)

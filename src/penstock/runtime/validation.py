@@ -17,7 +17,7 @@ from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
 from penstock.runtime.batch.splitter import Reduction, require_reduction
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
-from penstock.runtime.workers.world import World
+from penstock.runtime.start.place import Place
 from penstock.schedule.check import check
 from penstock.schedule.families import CatalogueFamily, require_family
 from penstock.schedule.program import Program
@@ -109,10 +109,10 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
 
 
 def resolve_mesh(
-    mesh: MeshShape | Mesh | None, ranks: int | None, world: World | None
+    mesh: MeshShape | Mesh | None, ranks: int | None, place: Place | None
 ) -> tuple[int | None, int | None]:
     """Return the number of pipeline ranks if it is given, and the number of processes of one pipeline, None in threads."""
-    processes = world.size if world is not None and world.size > 1 else None
+    processes = place.size if place is not None and place.size > 1 else None
     if mesh is None:
         return ranks, processes
     shape = mesh.shape if isinstance(mesh, Mesh) else mesh

@@ -19,8 +19,8 @@ from penstock.profile.measured import Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.start.launch_environment import local_size
+from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
 from penstock.train.config.resolve import find_mesh
 from penstock.train.config.sections import ParallelConfig
@@ -40,10 +40,10 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     All ranks measure at the same time: threads of this process, or all processes of the run; every process calls it. The
     first one then chooses for all. The degrees of ``[parallel]`` stay as given.
     """
-    world = current_world()
-    shape = find_mesh(config.parallel, world.size if world is not None else None)
+    place = current_place()
+    shape = find_mesh(config.parallel, place.size if place is not None else None)
     config = replace(config, parallel=replace(config.parallel, pp=shape.pp))
-    _require_measurable(config, world.size if world is not None else 1)
+    _require_measurable(config, place.size if place is not None else 1)
     model = build_model(config)
     blocks = sum(layer.role == "block" for layer in model.layers)
     if shape.pp > blocks:
@@ -51,9 +51,9 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
             f"the model's {blocks} blocks cannot be split into {plural(shape.pp, 'stage')}; "
             f"take at most {plural(blocks, 'pipeline rank')}"
         )
-    with sharing_cores(shape.ranks, config.runtime.threads, in_processes=world is not None) as threads:
+    with sharing_cores(shape.ranks, config.runtime.threads, in_processes=place is not None) as threads:
         torch.set_num_threads(threads)
-        if world is None or world.rank == 0:
+        if place is None or place.rank == 0:
             report(f"measuring the model's layers with {shape.ranks} ranks busy ...")
         cluster = measure_cluster(shape.ranks, dp=shape.ranks if shape.dp > 1 else 1)
         # The pipelines of that measurement have joined the processes.

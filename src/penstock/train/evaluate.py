@@ -16,7 +16,7 @@ from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.huggingface import weights
 from penstock.huggingface.model_folder import CONFIG, INDEX, WEIGHTS, read_json
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.world import current_world
+from penstock.runtime.start.place import current_place
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.config.resolve import resolve, shape_of
@@ -67,17 +67,17 @@ def evaluate(
         raise ConfigError(
             f"{target} is not a run, which would have held-out data; give files to evaluate it on"
         )
-    world = current_world()
-    config = resolve(config, world.size if world else None)
+    place = current_place()
+    config = resolve(config, place.size if place else None)
     trained = run if run is not None and target == run and _has_weights(run) else None
     model = build_model(config, trained)
-    device = choose_device(config.runtime.device, in_processes=world is not None)
+    device = choose_device(config.runtime.device, in_processes=place is not None)
     opened = [_open(path, config, model, watch) for path in (paths or (None,))]
     results = []
     with ExitStack() as stack:
         threads = stack.enter_context(
             sharing_cores(
-                shape_of(config.parallel).ranks, config.runtime.threads, in_processes=world is not None
+                shape_of(config.parallel).ranks, config.runtime.threads, in_processes=place is not None
             )
         )
         pipe = stack.enter_context(build_pipeline(config, model, device, None))

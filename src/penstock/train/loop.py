@@ -23,9 +23,9 @@ from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
+from penstock.runtime.start.place import current_place
 from penstock.runtime.start.start_record import keep_start
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.runtime.workers.world import current_world
 from penstock.show.run_page import RunPage
 from penstock.stage.split import Split
 from penstock.trace.folder import drop_after
@@ -98,11 +98,11 @@ def train(
     Returns:
         The outcome on the leading process, None on the others.
     """
-    world = current_world()
-    in_processes = world is not None
+    place = current_place()
+    in_processes = place is not None
     group = RunGroup.meet(Timeout(config.runtime.timeout, config.runtime.first_timeout))
     prepared: list[_Prepared] = []
-    group.each(lambda: prepared.append(_prepare(config, world.size if world else None)))
+    group.each(lambda: prepared.append(_prepare(config, place.size if place else None)))
     config, path, model, level, device, data = prepared[0]
     group.require_same({"the data (data.path must name the same files on every host)": data.digest.short})
     with (
@@ -150,7 +150,7 @@ def train(
                         config,
                         done=progress.done,
                         device=device,
-                        processes=world.size if world else 1,
+                        processes=place.size if place else 1,
                         threads=pipe.threads,
                     )
                 with (

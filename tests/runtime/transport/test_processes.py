@@ -35,7 +35,7 @@ def world(rank: int, way: str) -> World:
     os.environ[transport.SWITCH] = "1" if way == "shared memory" else "0"
     device = torch.device("cpu") if way == "lanes" else None
     program = check(build_schedule("1f1b", 2, 4)).program
-    joined = World(rank, 2).join(300.0)
+    joined = World(rank, 2, 300.0)
     joined.connect(program, program.schedule.placement.holders, device, "gloo")
     del os.environ[transport.SWITCH]
     for edge in joined.channel._in.values():

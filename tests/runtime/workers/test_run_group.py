@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -11,6 +9,7 @@ from penstock.base.errors import ConfigError, PeerError
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.place import Place
 from penstock.runtime.workers.collectives import Collectives
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.run_group import RunGroup
@@ -24,9 +23,9 @@ def test_one_process_decides_for_itself():
     assert alone.total(2.5) == 2.5
 
 
-@pytest.mark.parametrize("world", [None, SimpleNamespace(rank=0, size=1)])
-def test_a_run_of_one_process_meets_nobody(world: object, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("penstock.runtime.workers.run_group.current_world", lambda: world)
+@pytest.mark.parametrize("place", [None, Place(0, 1)])
+def test_a_run_of_one_process_meets_nobody(place: Place | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.runtime.workers.run_group.current_place", lambda: place)
     met = RunGroup.meet(Timeout(0.1))
     assert (met.size, met.rank, met.leads) == (1, 0, True)
     assert not dist.is_initialized()

@@ -46,14 +46,14 @@ def test_processes_meet_through_a_file_and_listen_on_loopback_alone(tmp_path):
 def test_a_store_in_no_folder_is_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv(STORE, str(tmp_path / "none" / "store"))
     with pytest.raises(ConfigError, match="that folder is not there"):
-        World(0, 2).join(60.0)
+        World(0, 2, 60.0)
 
 
 def test_processes_that_do_not_come_to_the_store_end_the_wait(monkeypatch, tmp_path):
     monkeypatch.setenv(STORE, str(tmp_path / "store"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(WaitTimeoutError, match=r"rank 0 did not meet all 2 processes .* within 0.3 s"):
-        World(0, 2).join(0.3)
+        World(0, 2, 0.3)
 
 
 def test_threads_listen_nowhere():

@@ -10,10 +10,11 @@ from penstock.parallel.axis import Axis, AxisOptions, GivenLoss, Layers, Process
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.context.exchange import TokenExchange
 from penstock.parallel.context.samples import DividedLoss, asks_for_positions, divide_samples, undo_samples
-from penstock.parallel.context.tokens import join_tokens
+from penstock.parallel.context.tokens import TokenDivision
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.parallel.participant import Losses, Participant
+from penstock.parallel.participant import Participant
 from penstock.parallel.replicas.exchange import run_each
+from penstock.parallel.sample_parts import SampleDivision
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.shifted_loss import without_shift
 
@@ -21,6 +22,7 @@ from penstock.stage.compute.shifted_loss import without_shift
 class Context(Axis):
     """The processes that divide the tokens of samples (cp)."""
 
+    name = "cp"
     exchanges = True
 
     def __init__(self, processes: Processes, mesh: Mesh) -> None:
@@ -28,10 +30,6 @@ class Context(Axis):
         self._part = SequencePart(mesh.coordinate("cp"), mesh.shape.cp)
         self._exchange = TokenExchange(processes, mesh)
         self._known = False
-
-    @staticmethod
-    def used(shape: MeshShape) -> bool:
-        return shape.cp > 1
 
     @staticmethod
     def take_loss(shape: MeshShape, loss: GivenLoss, dims: Mapping[str, object] | None) -> GivenLoss:
@@ -45,6 +43,10 @@ class Context(Axis):
             )
         unshifted = without_shift(loss.function, loss.reduction)
         return loss if unshifted is None else GivenLoss(*unshifted, shifts=True)
+
+    @property
+    def division(self) -> SampleDivision:
+        return TokenDivision(self._part.parts)
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -72,10 +74,6 @@ class Context(Axis):
     ) -> Callable[..., Any]:
         """Have the first loss compared with that of whole samples."""
         return DividedLoss(loss_fn, self._part, self._exchange, weight)
-
-    def join(self, losses: Losses, microbatches: int, sums: bool) -> Losses:
-        samples = self.mesh.shape.replicas // self._part.parts
-        return join_tokens(losses, self._part, microbatches, samples, sums)
 
     def require_known(self, layers: Layers) -> None:
         """Require that a layer of the pipeline asked for the positions of its tokens in the forwards so far.

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from penstock.base.errors import BatchError
 from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.participant import Losses
 from penstock.stage.microbatches import Microbatches
 from penstock.stage.values import leaves_of
+
+
+@dataclass(frozen=True)
+class TokenDivision:
+    """The division of the tokens of each sample among a number of processes."""
+
+    parts: int
+
+    def cut(self, values: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return a part of each tensor of shape (batch, tokens, ...); other leaves stay as they are."""
+        length, part = tokens_of(*values.values()), SequencePart(index, self.parts)
+        return {what: cut_tokens(value, part, length, what) for what, value in values.items()}
+
+    def join(self, parts: Tensor) -> Tensor:
+        """Return values of shape (batch, tokens, ...) from those of all parts, which lie along dimension 0."""
+        return SequencePart(0, self.parts).join(parts, 1)
 
 
 def tokens_of(*values: object) -> int:
@@ -39,19 +55,6 @@ def cut_tokens(value: object, part: SequencePart, length: int, what: str) -> Any
     return _pytree.tree_map(partial(_cut, part=part, length=length, what=what), value)
 
 
-def next_targets(value: object, ignore_index: int) -> Any:
-    """Return targets with that of the next token at each position, and one that does not count at the last."""
-    if isinstance(value, Microbatches):
-        return Microbatches([next_targets(each, ignore_index) for each in value.parts])
-    return _pytree.tree_map(partial(_next, ignore_index=ignore_index), value)
-
-
-def _next(leaf: object, ignore_index: int) -> object:
-    if not isinstance(leaf, Tensor) or leaf.dim() < 2:
-        return leaf
-    return torch.cat([leaf[:, 1:], leaf.new_full(leaf[:, :1].shape, ignore_index)], 1)
-
-
 def _cut(leaf: object, part: SequencePart, length: int, what: str) -> object:
     if not isinstance(leaf, Tensor) or leaf.dim() < 2:
         return leaf
@@ -61,39 +64,3 @@ def _cut(leaf: object, part: SequencePart, length: int, what: str) -> object:
             f"{length} tokens; with context parallelism (cp), dimension 1 of each tensor must be the tokens, or 1"
         )
     return part.cut(leaf) if leaf.shape[1] == length else leaf
-
-
-def join_tokens(losses: Losses, part: SequencePart, microbatches: int, samples: int, sums: bool) -> Losses:
-    """Return the losses of whole samples' microbatches from those of their parts; the ids are then theirs.
-
-    Args:
-        microbatches: number of a replica's.
-        samples: number of replicas that have different samples.
-        sums: whether losses are summed rather than weighed.
-    """
-    joined = Losses()
-    for replica in range(samples) if losses.total else ():
-        for n in range(microbatches):
-            ids = [(replica * part.parts + index) * microbatches + n for index in range(part.parts)]
-            number = replica * microbatches + n
-            weights = [losses.weights[i] for i in ids]
-            joined.weights[number] = 1.0 if sums else sum(weights)
-            joined.total[number] = _joined([losses.total[i] for i in ids], weights, part, sums)
-            names = sorted({name for i in ids for name in losses.parts.get(i, {})})
-            joined.parts[number] = {
-                name: _joined([losses.parts[i][name] for i in ids], weights, part, sums) for name in names
-            }
-    return joined
-
-
-def _joined(values: list[Tensor], weights: list[float], part: SequencePart, sums: bool) -> Tensor:
-    every = torch.stack(values)
-    if every.dim() > 1:  # of each token
-        return part.join(every, 1)
-    if sums:
-        return every.sum()
-    counting = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    if not counting:
-        return every.mean()
-    total: Tensor = sum(value * weight for value, weight in counting) / sum(weights)  # type: ignore[assignment]
-    return total

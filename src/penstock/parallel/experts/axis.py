@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.axis import Axis, AxisOptions, Layers, Processes
 from penstock.parallel.experts.exchange import ExpertExchange
 from penstock.parallel.experts.layers import TensorRanks, divide_experts, find_experts, undo_division
-from penstock.parallel.mesh import Mesh, MeshShape
+from penstock.parallel.mesh import Mesh
 from penstock.parallel.participant import Participant
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reducer import GroupReducer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Experts(Axis):
     """The processes that divide the experts of layers (ep)."""
 
+    name = "ep"
     exchanges = True
     divides_parameters = True
 
@@ -40,10 +41,6 @@ class Experts(Axis):
         self._group = processes.named_group(f"penstock-ep-{'-'.join(map(str, ranks))}", ranks)
         self._replicas = processes.open_group(processes.lines(shape.expert_replicas))
         self._exchange = ExpertExchange(processes, mesh)
-
-    @staticmethod
-    def used(shape: MeshShape) -> bool:
-        return shape.ep > 1
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -113,7 +110,7 @@ def require_same_stacks(layers: Layers, processes: Processes) -> None:
         for name, module in find_experts(layers)
         for inner, p in module.named_parameters()
     }
-    told = processes.gather(stacks, "dp and tp", "compare their experts")
+    told = processes.gather(stacks, "stage", "compare their experts")
     others = processes.gather(
         next((name for name in stacks if any(t.get(name) != stacks[name] for t in told)), None)
     )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from penstock.parallel.axis import Axis, AxisOptions, Layers
-from penstock.parallel.mesh import MeshShape
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.tensor.matrices import tensor_parallel
 
@@ -15,11 +14,8 @@ from penstock.parallel.tensor.matrices import tensor_parallel
 class Tensor(Axis):
     """The processes that share matrices (tp)."""
 
+    name = "tp"
     divides_parameters = True
-
-    @staticmethod
-    def used(shape: MeshShape) -> bool:
-        return shape.tp > 1
 
     def prepare(self, layers: Layers, options: AxisOptions) -> None:
         mesh = self.mesh.axis("tp")

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from penstock.base.errors import BatchError, ConfigError
 from penstock.forward.loss_reach import modules_called, parts_of, passed_numbers
 from penstock.parallel.checksums import checksums
-from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.context.tokens import cut_tokens, next_targets, tokens_of
 from penstock.parallel.dtensor import local
 from penstock.parallel.replicas.replica_checks import digest
+from penstock.parallel.sample_parts import SampleParts
 from penstock.runtime.batch.work import LocalBatch, StepOptions, class_targets
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
+from penstock.stage.compute.shifted_loss import next_targets
 from penstock.stage.layers import BatchNames
 from penstock.stage.microbatches import Dims, Microbatches, on_device, require_divisible, split_batch
 from penstock.stage.values import StageState, has_tensor, leaves_of, shares_memory
@@ -264,8 +264,7 @@ class BatchSplitter:
         self,
         *,
         replicas: int,
-        replica: int,
-        sample_part: SequencePart | None,
+        sample_parts: SampleParts,
         shifts: bool,
         device: torch.device | None,
         reduction: Reduction,
@@ -278,31 +277,33 @@ class BatchSplitter:
         takes_target: bool,
         dims: BatchDims,
     ) -> None:
-        self.replicas, self.replica = replicas, replica
-        self._part, self._shifts = sample_part, shifts
+        self.replicas, self.replica = replicas, sample_parts.replica
+        self._parts, self._shifts = sample_parts, shifts
         self.device = device
         self.reduction = partial(_count_valid, ignore_index) if reduction == "valid" else reduction
         # Of a part's target among those of the same samples; none for a sum.
         self.weight = self.reduction if callable(self.reduction) else counts if reduction == "mean" else None
         self.ignore_index, self._counts = ignore_index, counts
         # One replica warns for all, since each splits the whole batch.
-        self._compares_counts = reduction == "mean" and replica == 0
+        self._compares_counts = reduction == "mean" and self.replica == 0
         self.warned_of_counts = False
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
         self.compares = compares
         self._takes_target, self._dims = takes_target, dims
 
+    def microbatches(self, options: StepOptions) -> int:
+        """Return the number of microbatches of the whole batch, of all replicas."""
+        return options.microbatches * self.replicas // self._parts.count
+
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
         """Split a step's batch into microbatches, and keep this pipeline's."""
-        parts = 1 if self._part is None else self._part.parts
-        count = options.microbatches * self.replicas // parts
+        parts, count = self._parts.count, self.microbatches(options)
         given = (x, y)
         if self._shifts and not options.log_probs:
             y = next_targets(y, self.ignore_index)
         whole_target = y
-        if self._part is not None:
-            x, y, named = self._own_tokens(x, y, named)
+        x, y, named = self._own_part(x, y, named)
         inputs, rows_in = self._inputs(x, named, count)
         targets, rows_out = self._targets(x, y, count, options, rows_in)
         # Each loss is divided by this number, so that the gradients add up to those of the mean.
@@ -362,16 +363,15 @@ class BatchSplitter:
                 return "its microbatches have one row"
             cuts = [range(size), range(size, stop), range(stop)]
         cuts = [range(batch.start + cut.start, batch.start + cut.stop) for cut in cuts]
-        if self._part is not None:
-            if self._shifts:
-                y = next_targets(y, self.ignore_index)
-            x, y, named = self._own_tokens(x, y, named)
+        if self._shifts:
+            y = next_targets(y, self.ignore_index)
+        x, y, named = self._own_part(x, y, named)
         inputs, rows_in = self._inputs(x, named, cuts)
         targets, rows_out = self._targets(x, y, cuts, StepOptions(), rows_in)
         weights = [LossWeight()] * 3
         if targets:
             # A part of the samples' tokens has other shares of what counts than the whole samples.
-            reduction = self.weight if self._part is not None and self.weight is not None else self.reduction
+            reduction = self.weight if self._parts.count > 1 and self.weight is not None else self.reduction
             try:
                 weights[:2] = loss_weights(targets[:2], rows_out[:2], reduction)
             except BatchError:  # nothing counts in the two, though something does in the step
@@ -450,29 +450,25 @@ class BatchSplitter:
         shares = self.holds_first and shares_memory(_tensors(x, *named.values(), y))
         return _tensors(y) if shares else None
 
-    def _own_tokens(
+    def _own_part(
         self, x: object, y: object, named: Mapping[str, object]
     ) -> tuple[object, object, Mapping[str, object]]:
-        assert self._part is not None, "samples are divided"
-        length = tokens_of(x, y)
-        own = {n: cut_tokens(v, self._part, length, f"the keyword input {n}") for n, v in named.items()}
-        x = cut_tokens(x, self._part, length, "the input x")
-        return x, cut_tokens(y, self._part, length, "the target y"), own
+        """Return this process's part of the samples."""
+        others = {f"the keyword input {name}": value for name, value in named.items()}
+        own = self._parts.cut({"the input x": x, "the target y": y, **others}, self._parts.index)
+        return own["the input x"], own["the target y"], dict(zip(named, list(own.values())[2:], strict=True))
 
     def _weights(
         self, targets: Sequence[object], whole: object, rows: Sequence[int | None], scale: float
     ) -> list[LossWeight]:
         """Return the weights of the microbatches of all replicas, for the tokens of this process."""
-        if self._part is None:
+        count, parts, what = len(targets), self._parts.count, "the target y"
+        if parts == 1:
             return loss_weights(targets, rows, self.reduction, scale)
-        count, parts, length = len(targets), self._part.parts, tokens_of(whole)
         every: list[object] = []
         for index in range(parts):
-            part = SequencePart(index, parts)
-            every += split_batch(
-                cut_tokens(whole, part, length, "the target y"), count, "the target y", None
-            )[0]
-        own = slice(self._part.index * count, (self._part.index + 1) * count)
+            every += split_batch(self._parts.cut({what: whole}, index)[what], count, what, None)[0]
+        own = slice(self._parts.index * count, (self._parts.index + 1) * count)
         if self.reduction == "mean" and len(set(counts := [self._counts(each) for each in every])) > 1:
             known = _known_rows(rows)
             # Parts weigh by what counts in them, and microbatches by their rows.

@@ -22,7 +22,6 @@ from penstock.runtime.weights.fixed import require_no_late_hook, whole_model_mod
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import INTERNAL
 from penstock.stage.module import StageModule
-from penstock.stage.split_backward.intercepted import has_local_uses
 from penstock.stage.values import same_values
 
 _Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -133,9 +132,7 @@ class Copies:
         """Return a text that is the same for the processes with the same shard of a tensor; empty for a whole one."""
         if self._world is None or self._world.mesh is None or not is_sharded(tensor):
             return ""
-        if has_local_uses(tensor):
-            return f" ep {tensor.device_mesh.get_local_rank()}"
-        return f" tp {self._world.mesh.coordinate('tp')}"
+        return f" {tensor.device_mesh.mesh_dim_names} {tensor.device_mesh.get_coordinate()}"
 
     def sync_parameters(self) -> None:
         """Apply changes of parameters to their copies in this process; see `Aliases.sync`."""
@@ -213,7 +210,7 @@ class _Gather:
             ranks = self._world.gather(on_cpu)
             gathered = {s: [ranks[rank][s] for rank in self._holders[s]] for s in on_cpu}
         if self._replicas > 1 and changes:
-            replicas = self._world.gather(gathered, "dp", "compare buffers")
+            replicas = self._world.gather(gathered, "replicas", "compare buffers")
             gathered = {s: [values for replica in replicas for values in replica[s]] for s in on_cpu}
         return gathered
 

@@ -150,7 +150,7 @@ _BY_CLASS = (
 
 def _divides(pipe: Pipeline) -> bool:
     """Return whether processes hold or update parts of matrices."""
-    return pipe.shards is not None or pipe.tensor_ranks > 1 or (pipe.mesh is not None and pipe.mesh.ep > 1)
+    return pipe.shards is not None or (pipe.world is not None and pipe.world.shards_matrices)
 
 
 def _without_partial(make: MakeOptimizer) -> MakeOptimizer:

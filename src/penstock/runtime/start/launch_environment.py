@@ -2,7 +2,7 @@
 
 `penstock.runtime.start.launchers` has the launchers and their variables. Something that looks like a launcher and cannot be
 used is refused on every rank, since each process would otherwise train by itself. A process group that is already
-initialised counts more than any variable (`penstock.runtime.workers.world.current_world`).
+initialised counts more than any variable (`penstock.runtime.start.place.current_place`).
 """
 
 from __future__ import annotations

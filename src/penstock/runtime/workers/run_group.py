@@ -15,9 +15,10 @@ from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.health.hang import Timeout
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.meeting import meet
+from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.agreement import Facts, require_same
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.world import World, current_world
+from penstock.runtime.workers.world import World
 
 T = TypeVar("T")
 
@@ -37,11 +38,11 @@ class RunGroup:
     @staticmethod
     def meet(timeout: Timeout) -> RunGroup:
         """Return the group of all processes of the run before it has a pipeline; every process calls it."""
-        world = current_world()
-        if world is None or world.size == 1:
+        place = current_place()
+        if place is None or place.size == 1:
             return RunGroup(None)
         if not dist.is_initialized():
-            meet(world.rank, world.size, timeout)
+            meet(place.rank, place.size, timeout)
         return RunGroup(Collectives(timeout, PeerRegistry()))
 
     @property

@@ -7,7 +7,14 @@ shifted before they are cut, and the loss is one that does not shift.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from penstock.stage.microbatches import Microbatches
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -30,3 +37,16 @@ def without_shift(loss_fn: Any, reduction: Any) -> tuple[Any, Any] | None:
     if getattr(reduction, "__self__", None) is loss_fn:  # a method that counts its targets
         return other, getattr(other, reduction.__name__)
     return other, getattr(reduction, "without_shift", reduction)
+
+
+def next_targets(value: object, ignore_index: int) -> Any:
+    """Return targets with that of the next token at each position, and one that does not count at the last."""
+    if isinstance(value, Microbatches):
+        return Microbatches([next_targets(each, ignore_index) for each in value.parts])
+    return _pytree.tree_map(partial(_next, ignore_index=ignore_index), value)
+
+
+def _next(leaf: object, ignore_index: int) -> object:
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+        return leaf
+    return torch.cat([leaf[:, 1:], leaf.new_full(leaf[:, :1].shape, ignore_index)], 1)
