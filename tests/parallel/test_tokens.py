@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,3 +67,26 @@ def test_losses_of_parts_are_weighed_by_what_counts_in_them(sums, weights, joine
 def test_a_part_without_targets_may_have_a_loss_that_is_not_a_number():
     losses = SampleParts((TokenDivision(2),)).join(losses_of([2.0, float("nan")], [1.0, 0.0]), 1, 2, False)
     assert losses.total[0].item() == 2.0
+
+
+class Halves:
+    """The division of samples' rows between two processes: the even ones, and the odd ones."""
+
+    parts = 2
+
+    def cut(self, values: Mapping[str, Any], index: int) -> dict[str, Any]:
+        return {what: value[index::2] for what, value in values.items()}
+
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts.movedim(0, 1).flatten(0, 1)
+
+
+def test_axes_that_divide_samples_compose():
+    parts, whole = SampleParts((Halves(), TokenDivision(2)), replica=7), torch.arange(32.0).view(4, 8)
+    cut = [parts.cut({"the input x": whole}, index)["the input x"] for index in range(4)]
+    assert (parts.count, parts.index) == (4, 3)
+    assert cut[2].tolist() == whole[1::2, [0, 1, 6, 7]].tolist()
+    losses = Losses(total=dict(enumerate(cut)), weights=dict.fromkeys(range(4), 0.25))
+    joined = parts.join(losses, 1, 4, False)
+    assert torch.equal(joined.total[0], whole)
+    assert joined.weights == {0: 1.0}
