@@ -1,4 +1,4 @@
-"""Losses that models of transformers compute themselves, and the one by chunks that equals a causal model's."""
+"""Losses that models of transformers compute themselves, by chunks where it is a causal model's, and of a whole step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE
+from penstock.base.errors import ConfigError
+from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, head_of
 from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
 
 _MANY_CLASSES = 32_000
@@ -86,3 +87,49 @@ class ModelLoss:
         if labels.is_floating_point():
             return torch.tensor(len(labels), device=labels.device)
         return ((labels[:, 1:] if self.shifts else labels) != IGNORED).sum()
+
+
+class StepLoss:
+    """A model's own loss, summed over a microbatch's targets and divided by the number of targets of the whole step.
+
+    Args:
+        smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
+        shifts: whether a causal model's labels are those of the tokens themselves, which the loss shifts.
+
+    Attributes:
+        divisor: number of targets of the whole step.
+    """
+
+    def __init__(self, model: Any, smoother: Any, shifts: bool) -> None:
+        head = head_of(model)
+        if head == IMAGES and smoother is not None:
+            raise ConfigError(
+                "label_smoothing_factor must be 0 with a model of images and text: Trainer does not shift the labels of its "
+                "class, so that each token would be trained to predict itself"
+            )
+        self.own, self.smoother = ModelLoss(model, head), smoother
+        self.own.shifts &= shifts
+        self.divisor: Tensor | int = 1
+        self._chunked: LinearCrossEntropy | None = None
+        if self.own.head == CAUSAL:
+            self._chunked = chunked_loss(model, 0.0 if smoother is None else smoother.epsilon)
+            if not shifts and self._chunked is not None:
+                self._chunked = self._chunked.without_shift
+        self.postpones_logits = self._chunked is not None
+
+    def __call__(self, logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        labels = target
+        if isinstance(target, tuple):
+            labels, counts = target
+            logits, labels = logits[counts], labels[counts]
+        assert isinstance(labels, Tensor)
+        if not len(labels):  # only rows that fill up the batch
+            return logits.sum()
+        if self._chunked is not None:
+            return self._chunked(logits, labels) * (self.own.count(labels) / self.divisor)
+        if self.smoother is None:
+            return self.own(logits, labels, self.divisor)
+        smoothed: Tensor = self.smoother(
+            {"logits": logits}, labels, shift_labels=self.own.shifts, num_items_in_batch=self.divisor
+        )
+        return smoothed

@@ -16,83 +16,28 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.base.counts import is_count
-from penstock.base.errors import ConfigError, PenstockError, describe_error, nearest
+from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.huggingface.from_transformers import from_transformers
-from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, head_of
-from penstock.huggingface.library import package_of
-from penstock.huggingface.loss import ModelLoss, chunked_loss, has_library_loss
+from penstock.huggingface.heads import CAUSAL
+from penstock.huggingface.loss import StepLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
-from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.run_report import RunReport
+from penstock.huggingface.trainer_batch import TrainerBatch
+from penstock.huggingface.trainer_refusals import (
+    require_options,
+    require_plain_gradients,
+    require_same_loss,
+    require_supported_arguments,
+    require_supported_trainer,
+)
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
-from penstock.stage.compute.shifted_loss import next_targets
 from penstock.stage.split_backward.intercepted import has_local_uses
-
-_OURS = {
-    "loss_fn": "the model's own loss is used",
-    "reduction": "losses are weighted by num_items_in_batch, as Trainer does",
-    "seed": "set it in the training arguments",
-    "autocast": "set bf16=True in the training arguments",
-    "device": "it is that of the training arguments",
-    "mesh": "give ranks, those of one pipeline; processes beyond them are replicas of it",
-    "parallel": "the trainer sets it",
-}
-"""Options of `Pipeline` that the trainer sets, and what to do instead of giving them."""
-
-
-class _StepLoss:
-    """A model's own loss, summed over a microbatch's targets and divided by the number of targets of the whole step.
-
-    Args:
-        smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
-
-        shifts: whether a causal model's labels are those of the tokens themselves, which the loss shifts.
-
-    Attributes:
-        divisor: number of targets of the whole step.
-    """
-
-    def __init__(self, model: Any, smoother: Any, shifts: bool) -> None:
-        head = head_of(model)
-        if head == IMAGES and smoother is not None:
-            raise ConfigError(
-                "label_smoothing_factor must be 0 with a model of images and text: Trainer does not shift the labels of its "
-                "class, so that each token would be trained to predict itself"
-            )
-        self.own, self.smoother = ModelLoss(model, head), smoother
-        self.own.shifts &= shifts
-        self.divisor: Tensor | int = 1
-        self._chunked: LinearCrossEntropy | None = None
-        if self.own.head == CAUSAL:
-            self._chunked = chunked_loss(model, 0.0 if smoother is None else smoother.epsilon)
-            if not shifts and self._chunked is not None:
-                self._chunked = self._chunked.without_shift
-        self.postpones_logits = self._chunked is not None
-
-    def __call__(self, logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        labels = target
-        if isinstance(target, tuple):
-            labels, counts = target
-            logits, labels = logits[counts], labels[counts]
-        assert isinstance(labels, Tensor)
-        if not len(labels):  # only rows that fill up the batch
-            return logits.sum()
-        if self._chunked is not None:
-            return self._chunked(logits, labels) * (self.own.count(labels) / self.divisor)
-        if self.smoother is None:
-            return self.own(logits, labels, self.divisor)
-        smoothed: Tensor = self.smoother(
-            {"logits": logits}, labels, shift_labels=self.own.shifts, num_items_in_batch=self.divisor
-        )
-        return smoothed
 
 
 class PipelineTrainerMixin:
@@ -145,20 +90,7 @@ class PipelineTrainerMixin:
         self, model: Any = None, args: Any = None, *others: Any, pipeline: Mapping[str, Any], **kwargs: Any
     ) -> None:
         options = dict(pipeline)
-        for name, instead in _OURS.items():
-            if name in options:
-                raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-        allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep", "cp"]
-        for name in options:
-            if name not in allowed:
-                raise ConfigError(
-                    f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
-                    "trace_every, optimizer, ep and cp"
-                )
-        if "microbatches" not in options:
-            raise ConfigError(
-                'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}'
-            )
+        require_options(options)
         reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
         self._own_optimizers = read_own_optimizers(options.pop("optimizer", []))
         if not isinstance(reports, bool):
@@ -168,9 +100,6 @@ class PipelineTrainerMixin:
                 f"pipeline['trace_every'] must be a number of updates, or 0 for the first and the last alone, got "
                 f"{trace_every!r}"
             )
-        _require_known_loss(type(self))
-        place = current_place()
-        self._rank, processes = (0, 1) if place is None else place
         self._replicas = 1
         ep, self._cp = options.pop("ep", 1), options.pop("cp", 1)
         if processes > 1:
@@ -185,18 +114,16 @@ class PipelineTrainerMixin:
             )
         self._in_processes = processes > 1
         if args is not None:
-            _require_supported(args, self._in_processes, ep)
+            require_supported_arguments(args, self._in_processes, ep)
             args = copy.copy(args)
-            for name in (
-                "activation_checkpointing",
-                "gradient_checkpointing",
-            ):  # the new name and the old one
+            # The new name and the old one.
+            for name in ("activation_checkpointing", "gradient_checkpointing"):
                 if getattr(args, name, None):
                     setattr(args, name, False)
                     options.setdefault("recompute", "full")
         super().__init__(model, args, *others, **kwargs)  # type: ignore[call-arg]  # object is not the next class
         trainer: Any = self
-        _require_supported_trainer(trainer, self._in_processes)
+        require_supported_trainer(trainer, self._in_processes)
         if self._own_optimizers and trainer.optimizer is not None:
             raise ConfigError("give pipeline['optimizer'] or optimizers=, not both")
         settings = trainer.args
@@ -209,9 +136,9 @@ class PipelineTrainerMixin:
         # an earlier run. One of the user's stays, and is refused below.
         if _is_of_libraries(vars(base).get("_original_forward", vars(base).get("forward")), type(base)):
             vars(base).pop("forward", None)
-        _require_plain_gradients(base)
-        self._whole_model, self._loss = base, _StepLoss(base, trainer.label_smoother, self._cp == 1)
-        self._require_same_loss()
+        require_plain_gradients(base)
+        self._whole_model, self._loss = base, StepLoss(base, trainer.label_smoother, self._cp == 1)
+        require_same_loss(self, self._whole_model, self._loss)
         self._index, self._updates, self._logits_asked = 0, -1, True
         self.pipe = Pipeline(
             from_transformers(trainer.model),
@@ -337,31 +264,9 @@ class PipelineTrainerMixin:
         assert loss is not None, "the batch has labels"
         return loss.detach()
 
-    def _require_same_loss(self) -> None:
-        """Raise ConfigError if the loss of Trainer or of the model is not, or no longer, the one that the stages compute."""
-        trainer: Any = self
-        if trainer.compute_loss_func is not None or "compute_loss" in vars(trainer):
-            name = "compute_loss_func" if trainer.compute_loss_func is not None else "trainer.compute_loss"
-            raise ConfigError(
-                f"{name} needs the logits of the whole batch, which a pipeline never has at once; use penstock.Pipeline "
-                "with your loss_fn and a loop of your own"
-            )
-        model = self._whole_model
-        if not has_library_loss(model):
-            raise ConfigError(
-                f"the loss_function of the {type(model).__name__} is {model.loss_function!r}, and only those of "
-                "transformers are known to be sums that microbatches can divide; delete model._loss_function, or "
-                "use penstock.Pipeline with yours as loss_fn and a loop of your own"
-            )
-        if trainer.label_smoother is not self._loss.smoother:
-            raise ConfigError(
-                "trainer.label_smoother was changed after the pipeline was built with the loss; set label_smoothing_factor "
-                "in the training arguments"
-            )
-
-    def _batch(self, inputs: Mapping[str, Any]) -> _Batch:
-        self._require_same_loss()
-        batch = _Batch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
+    def _batch(self, inputs: Mapping[str, Any]) -> TrainerBatch:
+        require_same_loss(self, self._whole_model, self._loss)
+        batch = TrainerBatch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
         if strange := [name for name in batch.named if name not in self._takes]:
             raise ConfigError(
                 f"the data collator gives {strange[0]!r}, and the stages take input_ids, labels, {', '.join(self._takes)} "
@@ -369,7 +274,7 @@ class PipelineTrainerMixin:
             )
         return batch
 
-    def _divisor(self, batch: _Batch, counted: Tensor | int | None, accumulated: int) -> Tensor | int:
+    def _divisor(self, batch: TrainerBatch, counted: Tensor | int | None, accumulated: int) -> Tensor | int:
         """Return what the losses of a batch's targets are divided by, as Trainer divides them."""
         trainer: Any = self
         loss = self._loss
@@ -567,63 +472,6 @@ def _parts_of_a_file() -> Iterator[None]:
         yield
 
 
-class _Batch:
-    """A batch of a data collator, filled up to a multiple of the microbatches of all replicas.
-
-    Attributes:
-        ids: int64, (rows, tokens).
-        target: labels; of a filled batch with a label for each row, also which rows count, bool (rows).
-        named: the other inputs of the model's forward.
-        rows: rows before it was filled up.
-        targets: number of targets that count; at least 1.
-    """
-
-    def __init__(self, inputs: Mapping[str, Any], microbatches: int, loss: ModelLoss) -> None:
-        values = {name: value for name, value in inputs.items() if value is not None}
-        missing = [name for name in ("input_ids", "labels") if name not in values]
-        if missing:
-            raise ConfigError(
-                f"the data collator gives {', '.join(values)} and no {' and no '.join(missing)}; take one that makes "
-                "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False) for a causal language model"
-            )
-        if "cu_seq_lens_q" in values or "seq_idx" in values:
-            raise ConfigError(
-                "the data collator put all rows of the batch into one (padding_free, or TRL's packing), which a pipeline "
-                "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
-            )
-        self.rows, self.targets = len(values["input_ids"]), loss.count(values["labels"]).clamp(min=1)
-        for name in IMAGE_INPUTS:
-            if name in values and len(values[name]) != self.rows:
-                raise ConfigError(
-                    f"the data collator gives {len(values[name])} {name} for {self.rows} rows, and a batch is divided into "
-                    "microbatches by rows; give every row one image"
-                )
-        # The model would broadcast what it gets for one row, such as positions.
-        values = {
-            name: value.expand(self.rows, *value.shape[1:])
-            if isinstance(value, Tensor) and value.dim() and len(value) == 1
-            else value
-            for name, value in values.items()
-        }
-        more = -self.rows % microbatches
-        if more:
-            values = {
-                name: torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
-                if isinstance(value, Tensor) and value.dim() and len(value) == self.rows
-                else value
-                for name, value in values.items()
-            }
-        self.ids, labels = values.pop("input_ids"), values.pop("labels")
-        self.target: Tensor | tuple[Tensor, Tensor] = labels
-        if more and loss.head == SEQUENCE:  # numbers have no value that is ignored
-            self.target = labels, torch.arange(len(labels), device=labels.device) < self.rows
-        elif more:
-            labels[self.rows :] = IGNORED
-        if loss.head == CAUSAL and not loss.shifts:
-            self.target = next_targets(labels, IGNORED)
-        self.named = values
-
-
 def _replicas(ranks: object, cp: object, processes: int) -> int:
     """Return how many replicas with samples of their own the processes are."""
     if not is_count(cp):
@@ -637,137 +485,8 @@ def _replicas(ranks: object, cp: object, processes: int) -> int:
     return processes // (ranks * cp)
 
 
-def _require_plain_gradients(model: Any) -> None:
-    """Raise ConfigError if a parameter's gradient has hooks: they would see that of each microbatch."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {name} has a hook of its gradient, which Trainer runs once a batch, and a pipeline once a "
-                "microbatch; change gradients in a callback's on_pre_optimizer_step"
-            )
-
-
 def _is_of_libraries(forward: Any, kind: Any) -> bool:
     """Return whether a forward on a model is its class's or TRL's."""
     # TRL's has the name and module of the class's, so the module whose globals it reads tells where it is from.
     of = getattr(forward, "__globals__", {}).get("__name__", "")
     return getattr(forward, "__func__", None) is kind.forward or of.startswith("trl.")
-
-
-def _require_known_loss(kind: type) -> None:
-    """Raise ConfigError if a trainer's class computes a loss of its own, or runs a step, which would not be used."""
-    for base in kind.__mro__[kind.__mro__.index(PipelineTrainerMixin) + 1 :]:
-        if "training_step" in vars(base) and package_of(base) not in ("transformers", "trl"):
-            raise ConfigError(
-                f"{base.__name__} has a training_step of its own, which the pipeline's would replace; define it in a class "
-                "that inherits from PipelineTrainerMixin, where super().training_step is the pipeline's"
-            )
-    for base in kind.__mro__:
-        ours = base in (PipelineTrainerMixin, transformers.Trainer)
-        sft = base.__module__.startswith("trl.") and base.__name__ == "SFTTrainer"  # its loss is the model's
-        if "compute_loss" in vars(base) and not (ours or sft):
-            raise ConfigError(
-                f"{base.__name__} computes a loss of its own from the logits of the whole batch (compute_loss), which a "
-                "pipeline never has at once; use penstock.Pipeline with your loss_fn and a loop of your own"
-            )
-
-
-_UPDATES_IN_BACKWARD = ("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
-                        "galore_adafactor_layerwise", "apollo_adamw_layerwise")  # fmt: skip
-_OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-"""Optimizers that update each parameter by itself, and so on the rank that has it."""
-
-
-def _require_supported(args: Any, in_processes: bool, ep: int) -> None:
-    """Raise ConfigError if a training argument cannot work with a pipeline."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer == "adafactor" and ep > 1:
-        raise ConfigError(
-            f"optim='adafactor' cannot be used with ep = {ep}: transformers' own computes with whole matrices, and ep "
-            "divides those of experts; take adamw_torch, or leave ep at 1"
-        )
-    refused = {
-        "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
-        "deepspeed": (args.deepspeed, "the pipeline divides the model; take deepspeed out"),
-        "parallelism_config": (
-            getattr(args, "parallelism_config", None),
-            "the pipeline divides the model; give ranks in pipeline={...}",
-        ),
-        "torch_compile": (
-            args.torch_compile,
-            'compile the stages with pipeline={"execution": penstock.ExecutionOptions(compile=...)}',
-        ),
-        "fp16": (args.fp16, "take bf16=True, which needs no loss scale"),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha,
-            "its noise would depend on the microbatches; unset it",
-        ),
-        "predict_with_generate": (
-            getattr(args, "predict_with_generate", False),
-            "a pipeline evaluates losses and logits; generate with the saved model",
-        ),
-        "loss_type": (
-            getattr(args, "loss_type", "nll") != "nll" and args.loss_type,
-            "the loss is the model's own, loss_type='nll'",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "a pipeline is built for its microbatches; choose per_device_train_batch_size",
-        ),
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "its kernels take the place of modules that the stages already have; apply them to the model before",
-        ),
-        "optim": (
-            optimizer in _UPDATES_IN_BACKWARD and optimizer,
-            "it updates weights within the backward of each batch; take another one, such as adamw_torch",
-        ),
-    }
-    if in_processes:
-        refused |= {
-            "split_batches": (
-                args.accelerator_config.split_batches,
-                "every process takes the batch of all replicas; set it to False in accelerator_config",
-            ),
-            "dispatch_batches": (
-                args.accelerator_config.dispatch_batches,
-                "every process reads the rows itself; leave it out of accelerator_config",
-            ),
-            "save_on_each_node": (
-                args.save_on_each_node,
-                "the first process writes for all; set it to False",
-            ),
-            "eval_use_gather_object": (args.eval_use_gather_object, "set it to False"),
-            "fp16_full_eval": (
-                args.fp16_full_eval,
-                "the weights that train would be converted; set it to False",
-            ),
-            "bf16_full_eval": (
-                args.bf16_full_eval,
-                "the weights that train would be converted; set it to False",
-            ),
-        }
-        if optimizer not in _OF_EACH_PARAMETER:
-            refused["optim"] = optimizer, f"in processes, take one of {', '.join(_OF_EACH_PARAMETER)}"
-    for name, (value, instead) in refused.items():
-        if value:
-            raise ConfigError(f"{name}={value!r} cannot be used with a pipeline: {instead}")
-
-
-def _require_supported_trainer(trainer: Any, in_processes: bool) -> None:
-    """Raise ConfigError if an argument of the Trainer itself cannot work with a pipeline."""
-    if trainer.model_init is not None:
-        raise ConfigError(
-            "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
-        )
-    if getattr(trainer.model.config, "output_router_logits", False):
-        raise ConfigError(
-            "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
-            "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
-            "in SFTConfig), or use penstock.Pipeline, which adds that of each microbatch"
-        )
-    if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
-        raise ConfigError(
-            "in processes the optimizer is made of each rank's own parameters, by the training arguments (optim, "
-            "learning_rate); leave out optimizers and optimizer_cls_and_kwargs"
-        )

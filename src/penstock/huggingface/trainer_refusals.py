@@ -1,0 +1,191 @@
+"""What a Trainer cannot do with a pipeline, each refused with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import transformers
+
+from penstock.base.errors import ConfigError, nearest
+from penstock.huggingface.library import package_of
+from penstock.huggingface.loss import StepLoss, has_library_loss
+from penstock.runtime.pipeline import Pipeline
+
+_OURS = {
+    "loss_fn": "the model's own loss is used",
+    "reduction": "losses are weighted by num_items_in_batch, as Trainer does",
+    "seed": "set it in the training arguments",
+    "autocast": "set bf16=True in the training arguments",
+    "device": "it is that of the training arguments",
+    "mesh": "give ranks, those of one pipeline; processes beyond them are replicas of it",
+    "parallel": "the trainer sets it",
+}
+"""Options of `Pipeline` that the trainer sets, and what to do instead of giving them."""
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option of a trainer's pipeline is unknown, or the microbatches are missing."""
+    for name, instead in _OURS.items():
+        if name in options:
+            raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
+    allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep", "cp"]
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(
+                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
+                "trace_every, optimizer, ep and cp"
+            )
+    if "microbatches" not in options:
+        raise ConfigError('pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}')
+
+
+def require_same_loss(trainer: Any, model: Any, loss: StepLoss) -> None:
+    """Raise ConfigError if the loss of Trainer or of the model is not, or no longer, the one that the stages compute."""
+    if trainer.compute_loss_func is not None or "compute_loss" in vars(trainer):
+        name = "compute_loss_func" if trainer.compute_loss_func is not None else "trainer.compute_loss"
+        raise ConfigError(
+            f"{name} needs the logits of the whole batch, which a pipeline never has at once; use penstock.Pipeline "
+            "with your loss_fn and a loop of your own"
+        )
+    if not has_library_loss(model):
+        raise ConfigError(
+            f"the loss_function of the {type(model).__name__} is {model.loss_function!r}, and only those of "
+            "transformers are known to be sums that microbatches can divide; delete model._loss_function, or "
+            "use penstock.Pipeline with yours as loss_fn and a loop of your own"
+        )
+    if trainer.label_smoother is not loss.smoother:
+        raise ConfigError(
+            "trainer.label_smoother was changed after the pipeline was built with the loss; set label_smoothing_factor "
+            "in the training arguments"
+        )
+
+
+def require_plain_gradients(model: Any) -> None:
+    """Raise ConfigError if a parameter's gradient has hooks: they would see that of each microbatch."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} has a hook of its gradient, which Trainer runs once a batch, and a pipeline once a "
+                "microbatch; change gradients in a callback's on_pre_optimizer_step"
+            )
+
+
+def require_known_loss(kind: type, mixin: type) -> None:
+    """Raise ConfigError if a trainer's class computes a loss of its own, or runs a step, which would not be used."""
+    for base in kind.__mro__[kind.__mro__.index(mixin) + 1 :]:
+        if "training_step" in vars(base) and package_of(base) not in ("transformers", "trl"):
+            raise ConfigError(
+                f"{base.__name__} has a training_step of its own, which the pipeline's would replace; define it in a class "
+                "that inherits from PipelineTrainerMixin, where super().training_step is the pipeline's"
+            )
+    for base in kind.__mro__:
+        ours = base in (mixin, transformers.Trainer)
+        sft = base.__module__.startswith("trl.") and base.__name__ == "SFTTrainer"  # its loss is the model's
+        if "compute_loss" in vars(base) and not (ours or sft):
+            raise ConfigError(
+                f"{base.__name__} computes a loss of its own from the logits of the whole batch (compute_loss), which a "
+                "pipeline never has at once; use penstock.Pipeline with your loss_fn and a loop of your own"
+            )
+
+
+_UPDATES_IN_BACKWARD = ("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
+                        "galore_adafactor_layerwise", "apollo_adamw_layerwise")  # fmt: skip
+_OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+"""Optimizers that update each parameter by itself, and so on the rank that has it."""
+
+
+def require_supported_arguments(args: Any, in_processes: bool, ep: int) -> None:
+    """Raise ConfigError if a training argument cannot work with a pipeline."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer == "adafactor" and ep > 1:
+        raise ConfigError(
+            f"optim='adafactor' cannot be used with ep = {ep}: transformers' own computes with whole matrices, and ep "
+            "divides those of experts; take adamw_torch, or leave ep at 1"
+        )
+    refused = {
+        "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
+        "deepspeed": (args.deepspeed, "the pipeline divides the model; take deepspeed out"),
+        "parallelism_config": (
+            getattr(args, "parallelism_config", None),
+            "the pipeline divides the model; give ranks in pipeline={...}",
+        ),
+        "torch_compile": (
+            args.torch_compile,
+            'compile the stages with pipeline={"execution": penstock.ExecutionOptions(compile=...)}',
+        ),
+        "fp16": (args.fp16, "take bf16=True, which needs no loss scale"),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha,
+            "its noise would depend on the microbatches; unset it",
+        ),
+        "predict_with_generate": (
+            getattr(args, "predict_with_generate", False),
+            "a pipeline evaluates losses and logits; generate with the saved model",
+        ),
+        "loss_type": (
+            getattr(args, "loss_type", "nll") != "nll" and args.loss_type,
+            "the loss is the model's own, loss_type='nll'",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a pipeline is built for its microbatches; choose per_device_train_batch_size",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its kernels take the place of modules that the stages already have; apply them to the model before",
+        ),
+        "optim": (
+            optimizer in _UPDATES_IN_BACKWARD and optimizer,
+            "it updates weights within the backward of each batch; take another one, such as adamw_torch",
+        ),
+    }
+    if in_processes:
+        refused |= {
+            "split_batches": (
+                args.accelerator_config.split_batches,
+                "every process takes the batch of all replicas; set it to False in accelerator_config",
+            ),
+            "dispatch_batches": (
+                args.accelerator_config.dispatch_batches,
+                "every process reads the rows itself; leave it out of accelerator_config",
+            ),
+            "save_on_each_node": (
+                args.save_on_each_node,
+                "the first process writes for all; set it to False",
+            ),
+            "eval_use_gather_object": (args.eval_use_gather_object, "set it to False"),
+            "fp16_full_eval": (
+                args.fp16_full_eval,
+                "the weights that train would be converted; set it to False",
+            ),
+            "bf16_full_eval": (
+                args.bf16_full_eval,
+                "the weights that train would be converted; set it to False",
+            ),
+        }
+        if optimizer not in _OF_EACH_PARAMETER:
+            refused["optim"] = optimizer, f"in processes, take one of {', '.join(_OF_EACH_PARAMETER)}"
+    for name, (value, instead) in refused.items():
+        if value:
+            raise ConfigError(f"{name}={value!r} cannot be used with a pipeline: {instead}")
+
+
+def require_supported_trainer(trainer: Any, in_processes: bool) -> None:
+    """Raise ConfigError if an argument of the Trainer itself cannot work with a pipeline."""
+    if trainer.model_init is not None:
+        raise ConfigError(
+            "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
+        )
+    if getattr(trainer.model.config, "output_router_logits", False):
+        raise ConfigError(
+            "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
+            "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
+            "in SFTConfig), or use penstock.Pipeline, which adds that of each microbatch"
+        )
+    if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
+        raise ConfigError(
+            "in processes the optimizer is made of each rank's own parameters, by the training arguments (optim, "
+            "learning_rate); leave out optimizers and optimizer_cls_and_kwargs"
+        )
