@@ -23,6 +23,7 @@ from penstock.base.model_variants import LARGEST_SIZE, VARIANT_KEYS, refused_arc
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import base_with_adapters, is_peft_model
 from penstock.huggingface.conversion import converted
+from penstock.huggingface.forward_layers import OwnBlock, OwnHead, embedding_of, twin
 from penstock.huggingface.heads import (
     CAUSAL,
     HEADS,
@@ -35,7 +36,7 @@ from penstock.huggingface.heads import (
 )
 from penstock.huggingface.library import require_library
 from penstock.huggingface.loss import ModelLoss, chunked_loss, has_library_loss
-from penstock.huggingface.own_forward import OwnBlock, OwnForward, OwnHead, twin
+from penstock.huggingface.own_forward import OwnForward
 from penstock.huggingface.proof import images_refused, require_equal
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
@@ -363,7 +364,7 @@ def _layers(model: Any, head: str, make: Make) -> list[Layer]:
         loss = (own_loss := ModelLoss(model, head)), own_loss.count
     batch = BatchNames("input_ids", "labels", frozenset(own.named + own.images), loss)
     return [
-        Layer(first, partial(around, own.embedding, own.before), "embedding", batch=batch),
+        Layer(first, partial(around, embedding_of(own), own.before), "embedding", batch=batch),
         *(Layer(path, partial(block, n)) for n, path in enumerate(own.paths)),
         Layer(
             last,

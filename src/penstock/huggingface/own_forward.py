@@ -1,17 +1,17 @@
-"""A model of transformers as layers, by its own forward with stubs in the place of its blocks.
+"""The forward of a model of transformers, in the three parts that the layers of a pipeline run.
 
 The forward is never copied or read. It runs on a *shell* of the model: shallow copies of the modules around the blocks,
-with a stub for each block. A stub records the arguments that it is called with and returns its input, so masks, rotary
-tables and indices are what the model's own code makes of them. Three runs serve a pipeline:
+with a stub of `forward_stubs` for each block. A stub records the arguments that it is called with and returns its input, so
+masks, rotary tables and indices are what the model's own code makes of them. Three runs serve a pipeline:
 
 - the first layer runs the forward on token ids up to the first stub, and returns what that gets;
 - a block runs with the arguments that its stub has recorded, in a run up to the last stub;
 - the last layer runs the whole forward, where the last stub returns the hidden state of the last block.
 
 The last two have no token ids, but for the last layer of a model that pools, which finds each row's last token by them.
-They run on a *probe*, a tensor of NaN in the place of the embedded tokens, and modules with
-parameters before the blocks return NaN, too. So no value before the blocks can reach an argument or the logits unseen.
-Between two stubs the object must stay the same one, which proves that the forward does nothing there.
+They run on a *probe*, a tensor of NaN in the place of the embedded tokens, and modules with parameters before the blocks
+return NaN, too. So no value before the blocks can reach an argument or the logits unseen. Between two stubs the object must
+stay the same one, which proves that the forward does nothing there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.base.errors import BatchError, ConfigError, PenstockError, SplitError, describe_error
 from penstock.huggingface.argument_cache import ArgumentCache, Same
-from penstock.huggingface.divided_attention import ArgumentCutter, attention_of_parts, require_known_attention
+from penstock.huggingface.divided_attention import ArgumentCutter, require_known_attention
+from penstock.huggingface.forward_stubs import FORMS, Absent, Call, Rest, Run, Stopped, Stub, nan
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
 from penstock.parallel.context.attention import Division, current_division, current_part
-from penstock.stage.layers import INTERNAL, Live, follow, has_forward_hooks, live_copy
-from penstock.stage.named import give
+from penstock.stage.layers import has_forward_hooks
 
 NAMED = ("attention_mask", "position_ids", "token_type_ids")
 """Named inputs of a step that a model's forward may take."""
@@ -42,125 +41,6 @@ IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_attention_mask")
 """Named inputs with an entry for each row's image, which the forward needs before the first block alone."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-_FORMS: tuple[int, ...] = (0, 1, 2, 3)
-"""Forms of a block's result: 0 for the hidden state alone, n for a tuple of n elements whose first is the hidden state."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments of a block besides the hidden state.
-
-    Attributes:
-        keyword: name of the hidden state if it is given by keyword; empty if it is the first argument.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    keyword: str
-
-
-class _Stopped(Exception):  # noqa: N818 - it ends a run and is no error
-    """End of a run at a stub, with the hidden state that reached it."""
-
-    def __init__(self, hidden: Any) -> None:
-        self.hidden = hidden
-
-
-class _Rest:
-    """Element of a block's result besides the hidden state, in a run with stubs."""
-
-
-class _Run:
-    """One run of the forward: what stubs do, and what they have recorded.
-
-    Args:
-        count: number of stubs.
-        form: what blocks return, one of `_FORMS`.
-        stop: index of the stub that ends the run; None if it runs to its end.
-        last: hidden state that the last stub returns; None for its input.
-    """
-
-    def __init__(self, count: int, form: int, stop: int | None, last: Tensor | None = None) -> None:
-        self.count, self.form, self.stop, self.last = count, form, stop, last
-        self.calls: list[Call] = []
-        self.rests: list[_Rest] = []
-        self.modules: list[tuple[str, int]] = []
-        self.device: torch.device | None = None
-        self._hidden: Any = None
-
-    def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if number != len(self.calls):
-            raise SplitError(f"its forward calls block {number} where block {len(self.calls)} is due")
-        keyword = "" if args else next(iter(kwargs), "")
-        hidden = args[0] if args else kwargs.get(keyword)
-        if number and hidden is not self._hidden:
-            raise SplitError(
-                f"its forward changes the hidden state between block {number - 1} and block {number}"
-            )
-        if not isinstance(hidden, Tensor):
-            raise SplitError(
-                f"its forward gives block {number} a {type(hidden).__name__} in the place of the hidden state"
-            )
-        self._hidden = hidden
-        rest = {name: value for name, value in kwargs.items() if name != keyword}
-        self.calls.append(Call(args[1:], rest, keyword))
-        if number == self.stop:
-            raise _Stopped(hidden)
-        if number == self.count - 1 and self.last is not None:
-            hidden = self.last
-        if not self.form:
-            return hidden
-        self.rests += (rests := [_Rest() for _ in range(self.form - 1)])
-        return (hidden, *rests)
-
-
-class _Stub(nn.Module):
-    """A block's place in the forward, with the block's attributes."""
-
-    def __init__(self, block: nn.Module, number: int, run: _Run) -> None:
-        super().__init__()
-        self.__dict__.update(block=block, number=number, run=run)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["block"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run.reach(self.number, args, kwargs)
-
-
-class _Absent(nn.Module):
-    """A module with parameters that a run does without: NaN in the place of what it would return."""
-
-    def __init__(self, module: nn.Module, path: str, run: _Run) -> None:
-        super().__init__()
-        self.__dict__.update(module=module, path=path, run=run)
-        dtype = next(module.parameters()).dtype
-        # A model finds its dtype and device by its parameters, and those of other stages may be on the meta device.
-        self._parameters["_"] = nn.Parameter(_nan((), dtype, run.device), requires_grad=False)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["module"], name)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return _nan(value.shape, value.dtype, value.device)
-        return value
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.run.modules.append((self.path, len(self.run.calls)))
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        dtype = next(self.module.parameters()).dtype
-        if not tensors:
-            return _nan((), dtype, None)
-        hidden = next((one for one in tensors if one.dim() > 2 and one.is_floating_point()), None)
-        if hidden is not None:
-            return _nan(hidden.shape, hidden.dtype, hidden.device)
-        tables = [part.embedding_dim for part in self.module.modules() if isinstance(part, nn.Embedding)]
-        if tables:
-            return _nan((*tensors[0].shape[:2], tables[0]), dtype, tensors[0].device)
-        return _nan(tensors[0].shape, dtype, tensors[0].device)
-
-
-def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
 
 
 class OwnForward:
@@ -226,11 +106,6 @@ class OwnForward:
         """Return self, as copies of a layer share the forward."""
         return self
 
-    @property
-    def embedding(self) -> type[OwnEmbedding]:
-        """Class of the first layer."""
-        return OwnImageEmbedding if self.images else OwnEmbedding
-
     def embed(self, layer: nn.Module, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
         """Return the hidden state that the forward gives the first block.
 
@@ -242,7 +117,7 @@ class OwnForward:
             require_known_attention(self.model.config.get_text_config())
         if "position_ids" in self.named and named.get("position_ids") is None and (part := current_part()):
             named = {**named, "position_ids": part.positions(input_ids.shape[1], input_ids.device)[None]}
-        run = _Run(self.count, self._form, stop=0)
+        run = Run(self.count, self._form, stop=0)
         hidden: Tensor = self._run(
             run, layer, self.before, layer.training, input_ids=input_ids, **self._given(named)
         )
@@ -283,7 +158,7 @@ class OwnForward:
                 f"{type(self.model).__name__} has logits of each row, which a process with some of its tokens (cp) "
                 "cannot compute; leave cp at 1"
             )
-        run = _Run(self.count, self._form, stop=None, last=hidden)
+        run = Run(self.count, self._form, stop=None, last=hidden)
         start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
         output = self._run(run, layer, self.after, layer.training, **start, **self._given(named))
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
@@ -312,7 +187,7 @@ class OwnForward:
             }
             length = division.part.whole_length(hidden.shape[1])
             probe = probe[:, :1].expand(-1, length, *probe.shape[2:])  # takes no memory of a whole sample
-        run = _Run(self.count, self._form, stop=self.count - 1)
+        run = Run(self.count, self._form, stop=self.count - 1)
         reached = self._run(run, None, (), False, inputs_embeds=probe, **copies)
         if reached.shape != probe.shape:
             raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(probe.shape)}")
@@ -322,7 +197,7 @@ class OwnForward:
         cut = ArgumentCutter(division, probe.shape[1])
         return [Call(cut(call.args), cut(call.kwargs), call.keyword) for call in run.calls]
 
-    def _require_known(self, run: _Run, hidden: Tensor) -> None:
+    def _require_known(self, run: Run, hidden: Tensor) -> None:
         """Check that arguments follow from shapes, masks and positions alone."""
         seen: set[int] = set()
         for number, call in enumerate(run.calls):
@@ -350,8 +225,8 @@ class OwnForward:
         device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         tokens = torch.ones((1, 4), dtype=torch.int64, device=device)
         furthest: tuple[int, SplitError] | None = None
-        for form in _FORMS:
-            run = _Run(self.count, form, stop=None)
+        for form in FORMS:
+            run = Run(self.count, form, stop=None)
             self._form = form
             try:
                 with torch.no_grad():
@@ -364,7 +239,7 @@ class OwnForward:
                 raise self._refusal(f"its forward calls {len(run.calls)} of {self.count} blocks")
             for call in run.calls:
                 if any(
-                    leaf in run.rests for leaf in _leaves([call.args, call.kwargs]) if isinstance(leaf, _Rest)
+                    leaf in run.rests for leaf in _leaves([call.args, call.kwargs]) if isinstance(leaf, Rest)
                 ):
                     raise self._refusal("its blocks take more than the hidden state from the block before")
             if not isinstance(logits := getattr(output, "logits", None), Tensor):
@@ -374,7 +249,7 @@ class OwnForward:
         assert furthest is not None
         raise furthest[1]
 
-    def _sides(self, run: _Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _sides(self, run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
         places: dict[str, set[int]] = {}
         for path, number in run.modules:
             places.setdefault(path, set()).add(number)
@@ -424,7 +299,7 @@ class OwnForward:
                 )
 
     def _run(
-        self, run: _Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
+        self, run: Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
     ) -> Any:
         modules: dict[str, Any] = {} if layer is None else {path: layer.get_submodule(path) for path in own}
         if layer is not None and own is self.before:
@@ -433,7 +308,7 @@ class OwnForward:
         shell = self._shell("", run, modules, training)
         try:
             return shell(**given, **self._constants)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             return stopped.hidden
         except PenstockError as error:
             raise self._refusal(str(error)) from error
@@ -468,12 +343,12 @@ class OwnForward:
             copies[path] = module if next(module.buffers(), None) is None else copy.deepcopy(module, shared)
         return copies[path] if mode is None else _in_mode(copies[path], mode)
 
-    def _shell(self, path: str, run: _Run, modules: Mapping[str, Any], training: bool) -> nn.Module:
+    def _shell(self, path: str, run: Run, modules: Mapping[str, Any], training: bool) -> nn.Module:
         module = self.model.get_submodule(path)
         parameters = {
             name: None
             if p is None
-            else modules.get(f"{path}.{name}".lstrip("."), _nan(p.shape, p.dtype, run.device))
+            else modules.get(f"{path}.{name}".lstrip("."), nan(p.shape, p.dtype, run.device))
             for name, p in module._parameters.items()
         }
         children: dict[str, nn.Module | None] = {}
@@ -482,14 +357,14 @@ class OwnForward:
             if child is None:
                 children[name] = child
             elif full == self.blocks:
-                stubs = [_Stub(block, n, run) for n, block in enumerate(child.children())]
+                stubs = [Stub(block, n, run) for n, block in enumerate(child.children())]
                 children[name] = _bare(child, {str(n): stub for n, stub in enumerate(stubs)}, training)
             elif full in self._around:
                 children[name] = self._shell(full, run, modules, training)
             elif full in modules:
                 children[name] = modules[full]
             elif next(child.parameters(), None) is not None:
-                children[name] = _Absent(child, full, run)
+                children[name] = Absent(child, full, run)
             else:
                 children[name] = self._support(full, training if self._is_pattern or not training else None)
         bare = _bare(module, children, training)
@@ -523,7 +398,7 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
 
 
 def _probe(hidden: Tensor) -> Tensor:
-    return _nan(hidden.shape, hidden.dtype, hidden.device)
+    return nan(hidden.shape, hidden.dtype, hidden.device)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -552,186 +427,3 @@ def _blocks_of(model: Any) -> str:
     if not lists:
         raise SplitError(f"{type(model).__name__} cannot be cut: it has no list of blocks")
     return max(lists, key=lambda path: lists[path])
-
-
-class _OwnLayer(Live, nn.Module):
-    """Modules around the blocks, under their paths in the model; the mode is that of the module with the blocks."""
-
-    own: OwnForward
-
-    def __init__(self, own: OwnForward, modules: Mapping[str, nn.Module]) -> None:
-        follow(self, own.parent)
-        super().__init__()
-        self.own = own
-        for path, module in modules.items():
-            *parents, last = path.split(".")
-            parent: nn.Module = self
-            for name in parents:
-                if name not in parent._modules:
-                    parent.add_module(name, _Folder(own))
-                parent = parent.get_submodule(name)
-            parent.add_module(last, module)
-        for path in own.parameters if modules.keys() == {*own.before} else ():
-            parent = self.get_submodule(path.rpartition(".")[0])
-            parent.register_parameter(path.rpartition(".")[2], own.model.get_parameter(path))
-
-
-class _Folder(Live, nn.Module):
-    """A place of modules in a path, with the mode of the module with the blocks."""
-
-    def __init__(self, own: OwnForward) -> None:
-        follow(self, own.parent)
-        super().__init__()
-
-
-class OwnEmbedding(_OwnLayer):
-    """Part of a model's forward before its blocks: int64 (batch, sequence) → (batch, sequence, width)."""
-
-    def __init__(self, own: OwnForward, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(own, modules)
-        self.gives = ("input_ids",) if own.pools else ()
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Any:
-        return self._hidden(input_ids, _by_name(attention_mask, position_ids, token_type_ids))
-
-    def _hidden(self, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Any:
-        hidden = self.own.embed(self, input_ids, named)
-        if self.gives:
-            give("input_ids", input_ids)
-        router_loss = self.own.router_loss
-        return hidden if router_loss is None else (hidden, *router_loss.zeros(hidden.device))
-
-
-class OwnImageEmbedding(OwnEmbedding):
-    """Part of a model's forward before its blocks, with its tower of images: one image for each row."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        pixel_values: Tensor | None = None,
-        image_sizes: Tensor | None = None,
-        pixel_attention_mask: Tensor | None = None,
-    ) -> Any:
-        images = dict(zip(IMAGE_INPUTS, (pixel_values, image_sizes, pixel_attention_mask), strict=True))
-        given = [name for name, value in images.items() if value is not None]
-        if strange := [name for name in given if name not in self.own.images]:
-            raise BatchError(
-                f"{type(self.own.model).__name__} takes no {strange[0]}; its images are {', '.join(self.own.images)}"
-            )
-        if given and current_part() is not None:
-            raise ConfigError(
-                f"{given[0]} is given, and images are not divided over the tokens of a sample (cp); leave cp at 1"
-            )
-        if given:
-            _require_image_in_every_row(input_ids, image_token(self.own.model.config))
-        named = _by_name(attention_mask, position_ids, token_type_ids)
-        return self._hidden(input_ids, named | images)
-
-
-class OwnHead(_OwnLayer):
-    """Part of a model's forward after its blocks: (batch, sequence, width) → logits."""
-
-    def forward(
-        self,
-        hidden_states: Any,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        input_ids: Tensor | None = None,
-    ) -> Tensor:
-        if self.own.router_loss is not None:
-            hidden_states, count, probability = hidden_states
-            tokens = hidden_states.shape[:2].numel()
-            self.own.router_loss.add_to_loss(count, probability, tokens, attention_mask)
-        named = _by_name(attention_mask, position_ids, token_type_ids)
-        return self.own.logits(self, hidden_states, named, input_ids if self.own.pools else None)
-
-
-class OwnBlock(nn.Module):
-    """A block: (batch, sequence, width) → the same shape, with the arguments that the model's forward gives it."""
-
-    own: OwnForward
-    number: int
-
-    def forward(
-        self,
-        hidden_states: Any,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Any:
-        named = _by_name(attention_mask, position_ids, token_type_ids)
-        router_loss = self.own.router_loss
-        if router_loss is None:
-            return self._hidden(hidden_states, named)
-        hidden, count, probability = hidden_states
-        with router_loss.logits_of(self) as logits:
-            hidden = self._hidden(hidden, named)
-        return hidden, *router_loss.added(count, probability, logits, attention_mask)
-
-    def _hidden(self, hidden_states: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
-        call = self.own.call(self.number, hidden_states, named)
-        with attention_of_parts(self):
-            if call.keyword:
-                output = super().forward(*call.args, **{call.keyword: hidden_states}, **call.kwargs)
-            else:
-                output = super().forward(hidden_states, *call.args, **call.kwargs)
-        return self.own.hidden_of(output)
-
-
-def _by_name(*values: Tensor | None) -> dict[str, Tensor | None]:
-    return dict(zip(NAMED, values, strict=True))
-
-
-def image_token(config: Any) -> int | None:
-    """Return the token whose places in a row are for the features of its image; None if a config has none."""
-    found: int | None = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    return found
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
-def _require_image_in_every_row(input_ids: Tensor, token: int | None) -> None:
-    """Refuse rows without an image: with as many images as rows, another row then has several, and rows are cut wrongly."""
-    without = input_ids.ne(-1 if token is None else token).all(1)
-    if bool(without.any()):
-        raise BatchError(
-            f"row {int(without.nonzero()[0])} of a microbatch has no image (token {token}), and images are divided into "
-            "microbatches by rows; give every row one image, or a batch without images"
-        )
-
-
-def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
-    """Return a module with the parameters, buffers, children, mode and attributes of another, and another forward.
-
-    Args:
-        kind: class whose forward calls the module's.
-        extra: attributes of the twin.
-    """
-    plain = [name for name in vars(module) if name not in INTERNAL]
-    copied: nn.Module = live_copy(module, plain, (kind,))
-    copied.__dict__.update({n: v for n, v in vars(module).items() if n in INTERNAL and n != "training"})
-    copied._modules = dict(module._modules)
-    for name, value in extra.items():
-        setattr(copied, name, value)
-    return copied
-
-
-def own_layers(own: OwnForward) -> list[nn.Module]:
-    """Return the layers of a model whose modules have their weights."""
-    modules = own.model.get_submodule
-    blocks = [twin(modules(path), OwnBlock, own=own, number=n) for n, path in enumerate(own.paths)]
-    return [
-        own.embedding(own, {path: modules(path) for path in own.before}),
-        *blocks,
-        OwnHead(own, {path: modules(path) for path in own.after}),
-    ]

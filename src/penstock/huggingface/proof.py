@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
+from penstock.huggingface.forward_layers import image_token, own_layers
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
 from penstock.huggingface.loss import ModelLoss
-from penstock.huggingface.own_forward import OwnForward, image_token, own_layers
+from penstock.huggingface.own_forward import OwnForward
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss
