@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import penstock
 from penstock import LinearCrossEntropy
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.compute.linear_cross_entropy import PostponedLogits, postponing
+from penstock.stage.compute.postponed_logits import PostponedLogits, postponing
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 from tests.support import hf_models

@@ -18,7 +18,7 @@ from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.parallel.context.attention import Division, Finish, PartExchange, SequencePart, dividing
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.parallel.opened import opened
-from penstock.stage.compute.linear_cross_entropy import PostponedLogits
+from penstock.stage.compute.postponed_logits import PostponedLogits
 from penstock.stage.module import modes_of
 from penstock.stage.named import Context, names_given, within
 from penstock.stage.rng.isolated_rng import isolated_rng, set_random_keys

@@ -25,7 +25,7 @@ from penstock.runtime.local_stages import Modules
 from penstock.runtime.model.python_state import python_state_kept
 from penstock.runtime.workers.world import World
 from penstock.schedule.ops import Op
-from penstock.stage.compute.linear_cross_entropy import PostponedLogits
+from penstock.stage.compute.postponed_logits import PostponedLogits
 from penstock.stage.layers import source_of
 from penstock.stage.values import leaves_of
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
-from penstock.stage.compute.linear_cross_entropy import CHUNKS, PostponedLogits, log_probs, postponing
+from penstock.stage.compute.linear_cross_entropy import CHUNKS, log_probs
 from penstock.stage.compute.offload import offloaded
+from penstock.stage.compute.postponed_logits import PostponedLogits, postponing
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
