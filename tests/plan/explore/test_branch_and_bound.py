@@ -10,7 +10,8 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, read_cluster, with_memory
 from penstock.plan.explore import branch_and_bound, search_space
-from penstock.plan.explore.branch_and_bound import least_seconds, search
+from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.layout_bounds import least_seconds
 from penstock.plan.explore.outlook import grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.explore.search_space import make_space

@@ -18,16 +18,20 @@ from itertools import count, takewhile
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from penstock.base.errors import PenstockError, ScheduleError
 from penstock.plan.cluster import Cluster, with_memory
+from penstock.plan.explore.layout_bounds import (
+    least_bytes,
+    least_placed_bytes,
+    least_seconds,
+    seconds_after_pipeline,
+)
 from penstock.plan.explore.rejections import Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
-from penstock.plan.prediction import Prediction, blocking_reduction, optimizer_seconds, overlaps, predict
-from penstock.plan.rank_memory import bound_sharded, rank_memory, state_bytes
+from penstock.plan.prediction import Prediction, predict
+from penstock.plan.rank_memory import bound_sharded, rank_memory
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     LayerTimes,
@@ -36,8 +40,7 @@ from penstock.plan.stage_costs import (
     layer_times,
     require_inputs,
     work_shares,
-)  # fmt: skip
-from penstock.profile.closed_form import PARAMETER_BYTES
+)
 from penstock.profile.model_profile import Profile
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.closed_forms import Setting
@@ -512,75 +515,3 @@ def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
         if known is None or not known.exact or plan.peak_bytes < known.size:
             known = Smallest(plan.layout, plan.peak_bytes, True)
     return known
-
-
-def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
-    """Return the bytes that the fullest device needs at least, whatever the schedule.
-
-    Before the backward of its first microbatch, the pipeline holds that microbatch on all stages.
-    """
-    dtype = dtype_of(space.profile, space.cluster, layout)
-    kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
-    parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
-    experts = float(times.expert_parameters.sum())
-    return (state_bytes(parameters, experts, layout, dtype) + float(kept.sum())) / layout.pp
-
-
-def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
-    """Return the seconds that a step takes at least, whatever the schedule: the ranks' mean work and mean wait."""
-    layout = point.layout
-    again = times.again[times.recomputes].sum() if layout.recompute in ("full", "selective") else 0.0
-    # A measured backward may take less than its two halves.
-    backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
-    work = float((times.forward + backward).sum() + again)
-    return point.microbatches * work / layout.pp + _least_wait(space, point, times)
-
-
-def _least_wait(space: Space, point: Point, times: LayerTimes) -> float:
-    """Return a bound on the seconds that the ranks wait for their first op, in the mean over the ranks.
-
-    If at most c ranks have a copy of a stage, at most c (k + 1) ranks start at one of the stages 0 to k. So the n-th rank to
-    start waits at least for the forwards of n // c stages, the first with the embedding, the others with at least a block.
-    """
-    pp, roles = point.layout.pp, times.table.roles
-    copies = space.copies(pp, point.microbatches)
-    front = roles.index("block")
-    block = min(float(time) for time, role in zip(times.forward, roles, strict=True) if role == "block")
-    first = float(times.forward[:front].sum()) if front else block
-    waits = [rank // copies for rank in range(pp)]
-    return sum(first + (stages - 1) * block for stages in waits if stages) / pp
-
-
-def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
-    """Return the bytes that the fullest device needs at least with a placement of the stages.
-
-    A microbatch is on all stages of a rank before its first backward. Copies of a stage may take different microbatches at
-    different times, so only the largest of their stages counts.
-    """
-    dtype = dtype_of(space.profile, space.cluster, layout)
-    held = work_shares(placement) > 0
-    state = held @ state_bytes(costs.parameters, costs.expert_parameters, layout, dtype)
-    if layout.sharding.comes_and_goes:
-        # The stage of the first backward has its weights and gradients in full.
-        weight, gradient, _ = PARAMETER_BYTES[dtype]
-        full = (gradient + weight * (layout.shard == "weights")) * costs.parameters
-        state += np.where(held, full, np.inf).min(axis=1)
-    alone = all(len(ranks) == 1 for ranks in placement.holders)
-    saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
-    return float((state + saved).max())
-
-
-def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
-    """Return the seconds that a step takes at least after the pipeline's last op, however they are sharded."""
-    cluster = space.cluster
-    dtype = dtype_of(space.profile, cluster, layout)
-    blocking = not overlaps(cluster, layout)
-    return (
-        cluster.step_overhead
-        + space.profile.step_overhead
-        + min(
-            optimizer_seconds(costs, cluster, variant, dtype, placement)
-            + (blocking_reduction(costs, cluster, variant, dtype, placement) if blocking else 0.0)
-            for variant in space.variants(layout) or (layout,)
-        )
-    )
