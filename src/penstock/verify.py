@@ -34,7 +34,7 @@ from penstock.stage.compute.runner import LossFunction
 from penstock.stage.microbatches import split_batch
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
-from penstock.stage.values import same_values
+from penstock.stage.same_values import same_values
 
 __all__ = ["VerifyTarget"]
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.base.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.values import groups_of, pack, unpack
+from penstock.stage.memory_groups import groups_of
+from penstock.stage.values import pack, unpack
 from tests.support.lanes import exhaustive
 from tests.zoo.case import Case
 from tests.zoo.judge import judge

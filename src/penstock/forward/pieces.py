@@ -15,8 +15,9 @@ from penstock.base.errors import PenstockError, SplitError
 from penstock.forward.fragments import Flow, Fragment, compiled
 from penstock.forward.module_uses import is_constant, resolve_module
 from penstock.stage.layers import INTERNAL, Layer, Role, joint_name, live_copy
+from penstock.stage.memory_groups import Watched, groups_of, require_unwritten
 from penstock.stage.named import names_taken
-from penstock.stage.values import Watched, groups_of, leaves_of, require_unwritten
+from penstock.stage.values import leaves_of
 
 
 @dataclass(frozen=True)

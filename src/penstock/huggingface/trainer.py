@@ -100,6 +100,9 @@ class PipelineTrainerMixin:
                 f"pipeline['trace_every'] must be a number of updates, or 0 for the first and the last alone, got "
                 f"{trace_every!r}"
             )
+        require_known_loss(type(self))
+        place = current_place()
+        self._rank, processes = (0, 1) if place is None else place
         self._replicas = 1
         ep, self._cp = options.pop("ep", 1), options.pop("cp", 1)
         if processes > 1:

@@ -27,7 +27,7 @@ class Shared(NamedTuple):
 
     Attributes:
         order: for each leaf of the value, the index of the message's leaf: one tensor at two places is sent once.
-        groups: for each of the message's leaves, its group as `penstock.stage.values.groups_of` numbers them.
+        groups: for each of the message's leaves, its group as `penstock.stage.memory_groups.groups_of` numbers them.
     """
 
     structure: Any

@@ -9,17 +9,17 @@ use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from penstock.base.errors import PenstockError, StageShapeError
+from penstock.base.errors import StageShapeError
+from penstock.stage.input_grads import InputGrads, catch
+from penstock.stage.memory_groups import OUTSIDE, Watched, groups_of
 from penstock.stage.microbatches import Microbatches
 from penstock.stage.structures import Shared, require_portable
 
@@ -120,58 +120,6 @@ def share(
     return [leaves[n] for n in kept], Shared(structure, tuple(order), groups)
 
 
-class InputGrads:
-    """Input tensors of a stage that collect a gradient.
-
-    Attributes:
-        caught: gradients by leaf id, caught before they reach the leaf. A leaf's ``.grad`` gets the layout of the leaf, and
-            the kernels of the earlier stages' backwards, and so the last bits, depend on the layout.
-        replacements: tensors that the layers get in place of the leaves; kept only while the layers run.
-    """
-
-    __slots__ = ("caught", "hooked", "leaves", "nodes", "replacements")
-
-    def __init__(self) -> None:
-        self.leaves: tuple[Tensor, ...] = ()
-        self.caught: dict[int, Tensor] = {}
-        self.replacements: list[Tensor] = []
-        self.nodes: tuple[Any, ...] = ()
-        self.hooked: tuple[bool, ...] = ()
-
-    def after_forward(self) -> None:
-        """Record the hooks that the layers have registered, and keep only the nodes of the replacements."""
-        inputs = self.replacements or self.leaves
-        for tensor in inputs:
-            if tensor._backward_hooks:
-                self.hooked = tuple(bool(each._backward_hooks) for each in inputs)
-                break
-        if self.replacements:
-            self.nodes = tuple(tensor.grad_fn for tensor in self.replacements)
-            self.replacements.clear()
-
-    @property
-    def grads(self) -> list[Tensor | None]:
-        """Gradients of the leaves; None for a leaf without one."""
-        caught = self.caught
-        if not caught:
-            return [leaf.grad for leaf in self.leaves]
-        return [caught.get(id(leaf), leaf.grad) for leaf in self.leaves]
-
-    @property
-    def layouts_match(self) -> bool:
-        """True if every leaf's ``.grad`` would have the layout of the gradient that reaches it."""
-        return all(
-            g is None or _strides(g) == _strides(x) for x, g in zip(self.leaves, self.grads, strict=True)
-        )
-
-
-def _strides(tensor: Tensor) -> object:
-    """Return the strides of the dimensions with several elements; the others have no effect."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.layout
-    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
 def _subclass(leaf: object) -> StageShapeError:
     kind = type(leaf)
     base = next(base for base in kind.__mro__ if base in PLAIN).__name__
@@ -204,7 +152,7 @@ def unpack(
         if input_grads is not None:
             for leaf, new, needed in zip(leaves, replacements, message.needs_grad, strict=True):
                 if isinstance(new, Tensor) and new is not leaf and new.grad_fn is not None:
-                    new.grad_fn.register_prehook(partial(_catch, input_grads.caught, id(leaf)))
+                    new.grad_fn.register_prehook(partial(catch, input_grads.caught, id(leaf)))
                 if needed:
                     input_grads.replacements.append(new)
         leaves = replacements
@@ -234,14 +182,6 @@ def _name(shared: Shared, index: int) -> str:
     path = next(path for path, leaf in places if leaf == index)
     text = _pytree.keystr(path).removeprefix(".value")
     return f"value{text}" if text else "what it was given"
-
-
-def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
-    (grad,) = grads
-    if grad is not None:
-        before = caught.get(leaf)
-        caught[leaf] = grad if before is None else before + grad
-    return (None,)  # the leaf itself gets no gradient
 
 
 def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
@@ -295,166 +235,3 @@ class StageState(NamedTuple):
     value: Any
     named: dict[str, Any]
     losses: dict[str, Tensor]
-
-
-def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
-    """Return whether two tensors have the same shape, dtype and values.
-
-    Args:
-        exact: True to compare bit for bit, False up to rounding; by default bit for bit on a CPU, whose kernels are
-            deterministic.
-    """
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one, other):
-        return True
-    if one.device.type == "cpu" if exact is None else exact:
-        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    difference = torch.linalg.vector_norm((one - other).double())
-    # Sums of thousands of terms in another order differ by some tens of units in the last place.
-    return bool(difference <= 100 * torch.finfo(one.dtype).eps * torch.linalg.vector_norm(other.double()))
-
-
-def finite_sum(gradient: Tensor) -> Tensor:
-    """Return a real sum that is finite only if the whole gradient is; half precision, which would overflow, in float32."""
-    if gradient.dtype is torch.float32:
-        return gradient.sum()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)
-
-
-OUTSIDE = -1
-"""Group of tensors that share memory with one that travels by another way."""
-
-_MAX_WORK = 100_000
-"""Bound of NumPy's search for a common address; where it does not suffice, memory counts as shared."""
-
-
-def storage_of(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None if it has no plain memory."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_meta or tensor.is_nested or not tensor.numel():
-        return None
-    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size() or None
-
-
-def groups_of(
-    tensors: Sequence[Tensor], linked: Mapping[int, Hashable], outside: Sequence[Tensor] = ()
-) -> list[int]:
-    """Return for each tensor the number of its group of tensors that share memory; 0 if it shares none, or `OUTSIDE`.
-
-    Views of one storage share memory if some element of it is in both: parts of a tensor as of ``chunk`` do not.
-
-    Args:
-        linked: by address of a storage, a key of storages that count as one, or `OUTSIDE`.
-    """
-    every = [*tensors, *outside]
-    storages = [storage_of(tensor) for tensor in every]
-    known = [storage for storage in storages if storage is not None]
-    # The usual case, found without NumPy: every tensor has memory of its own.
-    if len(set(known)) == len(known) and not any(storage in linked for storage in known):
-        return [0] * len(tensors)
-    twice = {storage for storage in known if known.count(storage) > 1}
-    places = {n: (every[n].data_ptr(), _extent(every[n])) for n, s in enumerate(storages) if s in twice}
-    groups: list[set[Hashable]] = []  # of indices and keys
-    for n, storage in enumerate(storages):
-        if storage is None:
-            continue
-        joined: set[Hashable] = {("tensor", n)}
-        if storage in linked:
-            joined.add(linked[storage])
-        if n >= len(tensors):
-            joined.add(OUTSIDE)
-        near = {("tensor", m) for m in range(n) if storages[m] == storage and _share(*places[m], *places[n])}
-        rest = []
-        for group in groups:
-            # OUTSIDE is a mark, and no tie between groups.
-            if group & near or group & (joined - {OUTSIDE}):
-                joined |= group
-            else:
-                rest.append(group)
-        groups = [*rest, joined]
-    found = [0] * len(tensors)
-    for number, group in enumerate(groups, 1):
-        members = [n for n in range(len(tensors)) if ("tensor", n) in group]
-        if len(members) > 1 or OUTSIDE in group:
-            for n in members:
-                found[n] = OUTSIDE if OUTSIDE in group else number
-    return found
-
-
-def shares_memory(tensors: Sequence[Tensor]) -> bool:
-    """Return whether one of some tensors is there twice, or shares memory with another."""
-    return len({id(tensor) for tensor in tensors}) < len(tensors) or any(groups_of(tensors, {}))
-
-
-_Extent = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides in bytes, and bytes of an element."""
-
-
-def _extent(tensor: Tensor) -> _Extent:
-    size = tensor.element_size()
-    return tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size
-
-
-def _share(address: int, extent: _Extent, other_address: int, other: _Extent) -> bool:
-    return (address == other_address and extent == other) or _common_address(
-        other_address - address, extent, other
-    )
-
-
-@lru_cache(4096)
-def _common_address(distance: int, one: _Extent, other: _Extent) -> bool:
-    start = 1 << 40  # of memory that is never read
-    try:
-        one_array, other_array = _array(start, one), _array(start + distance, other)
-        return np.shares_memory(one_array, other_array, _MAX_WORK)  # type: ignore[arg-type]  # too narrow in the stubs
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _array(address: int, extent: _Extent) -> Any:
-    shape, strides, size = extent
-
-    interface = {
-        "data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{size}", "version": 3,
-    }  # fmt: skip
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-class Watched(NamedTuple):
-    """A tensor that shares memory with others of its group, which must not be written.
-
-    Attributes:
-        before: its version, or a copy where tensors have no version.
-    """
-
-    tensor: Tensor
-    group: Hashable
-    name: str
-    before: int | Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor, group: Hashable, name: str) -> Watched:
-        """Return the record of a tensor before layers run."""
-        return cls(tensor, group, name, tensor.clone() if tensor.is_inference() else tensor._version)
-
-    @property
-    def written(self) -> bool:
-        """True if it was written into."""
-        if isinstance(self.before, Tensor):
-            return not torch.equal(self.tensor, self.before)
-        return self.tensor._version != self.before
-
-
-def require_unwritten(watched: Sequence[Watched]) -> None:
-    """Check that layers have not written into tensors that share memory."""
-    for one in watched:
-        if one.written:
-            others = [other.name for other in watched if other.group == one.group and other is not one]
-            with_what = ", ".join(others) if others else "the target, or a value that another layer was given"
-            raise PenstockError(
-                f"a layer writes in place into {one.name}, which shares memory with {with_what}; where the model is split, "
-                "that would not see the write. Write into a copy (value.clone())"
-            )

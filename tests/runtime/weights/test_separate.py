@@ -14,7 +14,8 @@ from torch.nn.utils import prune
 from penstock.base.errors import ConfigError, PenstockError, StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.compute.stage import Isolation, graph_nodes
+from penstock.stage.compute.gradient_hooks import graph_nodes
+from penstock.stage.compute.isolation import Isolation
 from tests.support import plain
 from tests.support.lanes import exhaustive
 

@@ -26,8 +26,9 @@ from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.compute.shifted_loss import next_targets
 from penstock.stage.layers import BatchNames
+from penstock.stage.memory_groups import shares_memory
 from penstock.stage.microbatches import Dims, Microbatches, on_device, require_divisible, split_batch
-from penstock.stage.values import StageState, has_tensor, leaves_of, shares_memory
+from penstock.stage.values import StageState, has_tensor, leaves_of
 
 Reduction = str | Callable[[Any], object]
 """``"mean"``, ``"sum"``, ``"valid"``, or a function from a microbatch's target to its weight."""

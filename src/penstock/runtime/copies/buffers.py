@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ReplicaError
 from penstock.runtime.options import BufferRule
 from penstock.stage.module import StageModule
-from penstock.stage.values import same_values
+from penstock.stage.same_values import same_values
 
 Values = dict[str, Tensor]
 """Buffers of a copy of a stage that a step changed, by name in the whole model."""

@@ -22,7 +22,7 @@ from penstock.runtime.weights.fixed import require_no_late_hook, whole_model_mod
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import INTERNAL
 from penstock.stage.module import StageModule
-from penstock.stage.values import same_values
+from penstock.stage.same_values import same_values
 
 _Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 

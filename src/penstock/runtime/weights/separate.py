@@ -18,7 +18,7 @@ from penstock.base.errors import ConfigError
 from penstock.runtime.weights.fixed import require_no_late_hook
 from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
-from penstock.stage.compute.stage import Foreign, Isolation
+from penstock.stage.compute.isolation import Foreign, Isolation
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.footprint import Footprint
 from penstock.stage.compute.recompute import Segment
-from penstock.stage.values import InputGrads, Message
+from penstock.stage.input_grads import InputGrads
+from penstock.stage.values import Message
 
 _LEAF_ERROR = "a leaf Variable that requires grad is being used in an in-place operation"  # autograd's words
 

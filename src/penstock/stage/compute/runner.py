@@ -23,23 +23,15 @@ from penstock.stage.compute.linear_cross_entropy import CHUNKS, log_probs
 from penstock.stage.compute.offload import offloaded
 from penstock.stage.compute.postponed_logits import PostponedLogits, postponing
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
+from penstock.stage.input_grads import InputGrads
+from penstock.stage.memory_groups import Watched, require_unwritten, storage_of
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
 from penstock.stage.rng.random_state import RandomState
+from penstock.stage.same_values import same_values
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import WeightGradQueue
-from penstock.stage.values import (
-    InputGrads,
-    Message,
-    StageState,
-    Watched,
-    leaves_of,
-    pack,
-    require_unwritten,
-    same_values,
-    storage_of,
-    unpack,
-)
+from penstock.stage.values import Message, StageState, leaves_of, pack, unpack
 
 _LOSS = "(loss)"
 """Name under which the loss function draws random numbers; no layer has it."""

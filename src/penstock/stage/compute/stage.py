@@ -6,16 +6,17 @@ that later stages return (or from the loss), and nothing passes from one microba
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.base.errors import PenstockError
 from penstock.stage.compute.footprint import Footprint
+from penstock.stage.compute.gradient_hooks import follow_hooks, graph_nodes
+from penstock.stage.compute.isolation import Isolation
 from penstock.stage.compute.recompute import Buffers, Segment, make_segments, nothing_saved, recomputed_layers
 from penstock.stage.compute.runner import (
     LayerBytes,
@@ -32,10 +33,11 @@ from penstock.stage.compute.runner import (
     StageRoutes,
     require_same,
 )
+from penstock.stage.input_grads import InputGrads
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.split_check import SplitCheck, SplitChecks
 from penstock.stage.split_backward.weight_grad import GradAccumulator, WeightGradQueue
-from penstock.stage.values import InputGrads, finite_sum, grad_messages
+from penstock.stage.values import grad_messages
 
 
 class Stage:
@@ -355,7 +357,7 @@ class Stage:
             self.held_bytes += self._waiting_bytes
         messages = grad_messages(output_grads or (), grad_counts, hooked)
         for message in messages:
-            self.finite_sums += [(microbatch, finite_sum(g)) for g in message.leaves if g is not None]
+            self.finite_sums += [(microbatch, _finite_sum(g)) for g in message.leaves if g is not None]
         return messages
 
     def _footprint(self) -> Footprint:
@@ -390,123 +392,10 @@ class Stage:
         self.held_bytes = 0
 
 
-Foreign = tuple[nn.Module, str, str]
-"""A parameter of another stage: its module, its name there, and its name in the whole model."""
-
-
-class Isolation:
-    """A check that a stage trains only its own parameters, and does not change shared buffers.
-
-    A parameter that a layer uses without owning it, such as one kept in a plain list, would be trained by one rank and used
-    by another. A buffer of a module that is used on two ranks has a copy on each. Neither can give the results of plain
-    PyTorch, so both raise an error with the name, in the first step in which they matter.
-
-    Args:
-        buffers: (name in the whole model, owner, name in the owner) of buffers that other ranks have copies of.
-
-    Attributes:
-        loss: (name, owner, name in the owner) of the buffers of a loss function that other ranks or replicas call, too.
-    """
-
-    def __init__(
-        self, foreign: Mapping[int, Foreign] | None = None, buffers: Sequence[tuple[str, nn.Module, str]] = ()
-    ) -> None:
-        self._foreign = {} if foreign is None else foreign
-        self._buffers = buffers
-        self._before: list[Tensor] = []
-        self.copied: Sequence[tuple[str, Tensor]] = ()
-        self._versions: list[int] = []
-        self.loss: Sequence[tuple[str, nn.Module, str]] = ()
-        self._loss_before: list[tuple[Tensor, int]] = []
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._before = [owner.get_buffer(name).clone() for _, owner, name in self._buffers]
-        self._versions = [parameter._version for _, parameter in self.copied]
-        buffers = (owner.get_buffer(name) for _, owner, name in self.loss)
-        self._loss_before = [(buffer, buffer._version) for buffer in buffers]
-
-    def require_constant(self) -> None:
-        """Check that no forward of this step changed a shared buffer or wrote into a parameter with copies."""
-        for (name, owner, inner), (buffer, version) in zip(self.loss, self._loss_before, strict=True):
-            now = owner.get_buffer(inner)
-            if now is not buffer or now._version != version:
-                raise PenstockError(
-                    f"the loss function changes its buffer {name}, and each replica or copy of the last stage calls it with "
-                    "other microbatches; make it part of the last layer, or use a schedule and mesh without copies"
-                )
-        for (name, parameter), version in zip(self.copied, self._versions, strict=True):
-            if parameter._version != version:
-                raise PenstockError(
-                    f"the forward writes into parameter {name} (nn.Embedding(max_norm=...) does so), and its copies on "
-                    "other ranks or replicas would differ; do it after the optimizer's step, on all of them"
-                )
-        for (name, owner, inner), before in zip(self._buffers, self._before, strict=True):
-            if not torch.equal(owner.get_buffer(inner), before):
-                raise PenstockError(
-                    f"the forward changes buffer {name}, whose module is used at several places on several ranks; each "
-                    "rank's copy would differ. Keep these places on one rank (split=...), or put the module in eval mode"
-                )
-
-    def require_own_leaves(self, nodes: Iterable[Any]) -> None:
-        """Check that a graph does not end in a parameter of another stage."""
-        for node in nodes if self._foreign else ():
-            leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf have one
-            known = None if leaf is None else self._foreign.get(id(leaf))
-            # Numbers of objects that are gone are given to new ones. No weak reference tells, since tensors that have one
-            # cannot be put on the meta device as the objects that they are.
-            if known is not None and getattr(known[0], known[1], None) is leaf:
-                raise PenstockError(
-                    f"a layer uses the parameter {known[2]} of another stage without owning it; register it in the layer, "
-                    "too (self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
-                    "(split=...). For a penalty on weights, use the optimizer's weight_decay, or call penstock.add_loss in "
-                    "the layer"
-                )
-
-
-def graph_nodes(roots: Iterable[Any]) -> set[Any]:
-    """Return some nodes of the autograd graph and all nodes behind them; a None among them is ignored."""
-    nodes = {root for root in roots if root is not None}
-    pending = list(nodes)
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                pending.append(node)
-    return nodes
-
-
-def follow_hooks(
-    roots: Sequence[GradientEdge], hooked: Sequence[bool], input_grads: InputGrads
-) -> Sequence[bool]:
-    """Return for each input of a segment whether its layers, or later ones that it is passed on to, have a hook on it.
-
-    PyTorch calls a tensor's hook with the sum of the gradients of all its uses. A stage sees only its own uses of an input.
-    If earlier layers use the tensor as well, in an auxiliary loss or as a second output, the hook would get a part of the
-    sum. So the gradients that travel back say which inputs have a hook, and the stage that made such a tensor raises if it
-    has other uses.
-    """
-    if True not in hooked:
-        return input_grads.hooked
-    edges = [(root.node, root.output_nr) for root in roots]
-    hooked_edges = {edge for edge, has_hook in zip(edges, hooked, strict=True) if has_hook}
-    uses = Counter(edges)
-    uses.update(
-        (node, number)
-        for behind in graph_nodes(node for node, _ in edges)
-        for node, number in behind.next_functions
-        if node is not None
-    )
-    if any(uses[edge] > 1 for edge in hooked_edges):
-        raise PenstockError(
-            "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use "
-            "that tensor, too (in an auxiliary loss, or as a second output): the hook would be called with a part of its "
-            "gradient. Set the hook in the layer that makes the tensor, or keep both layers on one stage (split=...)"
-        )
-    nodes = input_grads.nodes or (None,) * len(input_grads.leaves)
-    passed_on = [
-        (get_gradient_edge(leaf).node if node is None else node, 0) in hooked_edges
-        for leaf, node in zip(input_grads.leaves, nodes, strict=True)
-    ]
-    own_hooks = input_grads.hooked or (False,) * len(passed_on)
-    return [a or b for a, b in zip(own_hooks, passed_on, strict=True)]
+def _finite_sum(gradient: Tensor) -> Tensor:
+    """Return a real sum that is finite only if the whole gradient is; half precision, which would overflow, in float32."""
+    if gradient.dtype is torch.float32:
+        return gradient.sum()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)

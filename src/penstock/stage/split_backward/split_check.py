@@ -30,8 +30,8 @@ from torch import Tensor
 
 from penstock.base.errors import PenstockError, SplitBackwardError
 from penstock.stage.module import StageModule
+from penstock.stage.same_values import same_values
 from penstock.stage.split_backward.weight_grad import WeightGradQueue, WeightUse
-from penstock.stage.values import same_values
 
 
 class SplitChecks:
