@@ -13,7 +13,7 @@ from penstock.huggingface.from_transformers import on_meta, read_config
 from penstock.huggingface.traced_config import sizes_of, trace_config
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import Profile, of_shape, read_profile
-from penstock.profile.model_shape import NoClosedFormError, read_shape
+from penstock.profile.read_shape import NoClosedFormError, read_shape
 from tests.support.lanes import exhaustive, slow
 
 

@@ -24,7 +24,8 @@ from penstock.profile.closed_form import (
     require_divisible,
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_shape import ModelShape, read_shape
+from penstock.profile.model_shape import ModelShape
+from penstock.profile.read_shape import read_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers

@@ -209,7 +209,7 @@ def _read_profile(
 ) -> Profile:
     """Return the profile of a model, traced if its family has no closed form; only then it loads torch."""
     from penstock.profile.model_profile import read_model
-    from penstock.profile.model_shape import NoClosedFormError
+    from penstock.profile.read_shape import NoClosedFormError
 
     try:
         return read_model(model)

@@ -178,7 +178,7 @@ def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> 
 
 def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
     """Return (name, size of the planned model, size of the run's) for every size that both have."""
-    from penstock.profile.model_shape import NoClosedFormError, read_shape
+    from penstock.profile.read_shape import NoClosedFormError, read_shape
 
     planned = profile.shape
     try:

@@ -10,7 +10,7 @@ from penstock.base.errors import ConfigError, DataError, ProfileError, SplitErro
 from penstock.base.model_variants import require_positions
 from penstock.huggingface.from_transformers import layers_on_meta, on_meta, read_config
 from penstock.profile.model_profile import SEQUENCE, Profile
-from penstock.profile.model_shape import NoClosedFormError
+from penstock.profile.read_shape import NoClosedFormError
 from penstock.profile.traced import trace_layers
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 

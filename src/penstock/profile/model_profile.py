@@ -27,7 +27,8 @@ from penstock.profile.closed_form import (
     require_positions,
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost, Unit
-from penstock.profile.model_shape import ModelShape, read_shape
+from penstock.profile.model_shape import ModelShape
+from penstock.profile.read_shape import read_shape
 
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]

@@ -20,7 +20,7 @@ from penstock.base.counts import plural
 from penstock.base.errors import PenstockError
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
-from penstock.profile.model_shape import read_shape
+from penstock.profile.read_shape import read_shape
 from penstock.show.analysis import StepAnalysis
 from penstock.show.palette import BUSY, CAUSES
 from penstock.show.units import Unit, amount, finite

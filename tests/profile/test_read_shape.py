@@ -17,7 +17,8 @@ from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.prediction import predict
 from penstock.profile.closed_form import Workload, block_cost
 from penstock.profile.model_profile import of_shape
-from penstock.profile.model_shape import MODEL_TYPES, ModelShape, NoClosedFormError, read_shape
+from penstock.profile.model_shape import ModelShape
+from penstock.profile.read_shape import MODEL_TYPES, NoClosedFormError, read_shape
 from penstock.profile.traced import trace_layers
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
