@@ -69,9 +69,10 @@ def examine_here(ranks: int, folder: Path | None, timeout: float, cluster: Path 
     if cluster is not None:
         require_writable(cluster)
     with Scratch() as scratch, LocalProcesses(ranks) as processes:
+        store = str(scratch.path / "store")
         reports = processes.run(
-            ranks, _examine_started, str(scratch.path / "store"), ranks, folder, timeout, cluster, timeout=20 * timeout
-        )  # fmt: skip
+            ranks, _examine_started, store, ranks, folder, timeout, cluster, timeout=20 * timeout
+        )
     report = reports[0]
     assert isinstance(report, Report)
     return report
@@ -159,12 +160,10 @@ def _measure(rounds: Rounds, world: World | None, report: Report, cluster: Path)
     report.cluster = measurement.table
     report.findings += judge.judge_rates(report.cluster.get("error", 0.0))
     for rank, reason in measurement.trouble:
-        report.findings.append(
-            Finding(
-                PROBLEM, "cluster", f"rank {rank}: {reason}", f"{cluster} was not written",
-                "remove the reason, and give a longer --timeout if a rank did not answer",
-            )
-        )  # fmt: skip
+        what = f"rank {rank}: {reason}"
+        why = f"{cluster} was not written"
+        do = "remove the reason, and give a longer --timeout if a rank did not answer"
+        report.findings.append(Finding(PROBLEM, "cluster", what, why, do))
 
 
 def _check_messages(rounds: Rounds, report: Report) -> World | None:
@@ -187,13 +186,10 @@ def _check_messages(rounds: Rounds, report: Report) -> World | None:
     report.waits = _sound(report, "wait", waits)
     for rank, took in report.waits.items():
         if took > UNANSWERED + _LATE:
-            report.findings.append(
-                Finding(
-                    PROBLEM, "wait", f"on rank {rank} a wait of {UNANSWERED:g} s ended after {took:.1f} s",
-                    "a run would notice a hanging rank just as late",
-                    "find out why the process is held up, for example by a debugger or swapping",
-                )
-            )  # fmt: skip
+            what = f"on rank {rank} a wait of {UNANSWERED:g} s ended after {took:.1f} s"
+            why = "a run would notice a hanging rank just as late"
+            do = "find out why the process is held up, for example by a debugger or swapping"
+            report.findings.append(Finding(PROBLEM, "wait", what, why, do))
     measured = _sound(report, "links", rounds.each("links", lambda: measure(world, rounds.timeout)))
     report.links = {rank: one["links"] for rank, one in measured.items()}
     report.findings += judge.judge_links(report.machines, report.links)

@@ -40,11 +40,10 @@ Facts = Mapping[int, Mapping[str, Any]]
 def judge_rates(error: float) -> Iterator[Finding]:
     """Return a warning if measured rates differed too much from pass to pass to plan by."""
     if error > UNSTEADY:
-        yield Finding(
-            WARNING, "rates", f"the measured rates differ by {error:.0%} from pass to pass",
-            "other work ran on the machines, or their speed drifts, and a plan by these rates is as uncertain",
-            "measure again while the machines do nothing else, or with a longer --timeout",
-        )  # fmt: skip
+        what = f"the measured rates differ by {error:.0%} from pass to pass"
+        why = "other work ran on the machines, or their speed drifts; a plan by these rates is as uncertain"
+        do = "measure again while the machines do nothing else, or with a longer --timeout"
+        yield Finding(WARNING, "rates", what, why, do)
 
 
 def judge_machines(facts: Facts) -> Iterator[Finding]:
@@ -71,9 +70,8 @@ def _versions(facts: Facts) -> Iterator[Finding]:
                 level = PROBLEM
             else:
                 why, level = "a run may behave differently from rank to rank", WARNING
-            yield Finding(
-                level, "versions", f"{name} differs: {what}", why, f"install the same {name} everywhere"
-            )
+            do = f"install the same {name} everywhere"
+            yield Finding(level, "versions", f"{name} differs: {what}", why, do)
 
 
 def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
@@ -81,63 +79,57 @@ def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
     host, count = one["host"], len(ranks)
     cores = min(one["cores"], one["core_quota"] or math.inf)
     if count > cores:
-        yield Finding(
-            WARNING, "cores", f"{plural(count, 'rank')} on {cores:g} cores of {host}",
-            "ranks that wait for a core look like slow ranks, and every wait gets longer",
-            "start fewer ranks on it, or give it more cores",
-        )  # fmt: skip
+        what = f"{plural(count, 'rank')} on {cores:g} cores of {host}"
+        why = "ranks that wait for a core look like slow ranks, and every wait gets longer"
+        do = "start fewer ranks on it, or give it more cores"
+        yield Finding(WARNING, "cores", what, why, do)
     threads = sum(facts[rank]["threads"] for rank in ranks)
     if threads > max(cores, count):
-        yield Finding(
-            WARNING, "threads",
-            f"OMP_NUM_THREADS gives {plural(count, 'rank')} {threads} threads on {cores:g} cores of {one['host']}",
-            "every operation waits for its last thread, and that one for a core: steps take several times as long",
-            "unset OMP_NUM_THREADS: each rank then takes its share of the cores",
-        )  # fmt: skip
+        what = f"OMP_NUM_THREADS gives {plural(count, 'rank')} {threads} threads on {cores:g} cores of {one['host']}"
+        why = "every operation waits for its last thread, and that one for a core: steps take several times as long"
+        do = "unset OMP_NUM_THREADS: each rank then takes its share of the cores"
+        yield Finding(WARNING, "threads", what, why, do)
     free = one["memory_available"]
     if free is not None and free < count * GIB:
-        yield Finding(
-            WARNING, "memory", f"{host} has {free / GIB:.1f} GiB free for {plural(count, 'rank')}",
-            "the system kills a process that needs more, without a message",
-            "end other processes there; penstock simulate --json shows how much a schedule holds",
-        )  # fmt: skip
+        what = f"{host} has {free / GIB:.1f} GiB free for {plural(count, 'rank')}"
+        why = "the system kills a process that needs more, without a message"
+        do = "end other processes there; penstock simulate --json shows how much a schedule holds"
+        yield Finding(WARNING, "memory", what, why, do)
     shm = one["shm"]
     if count > 1 and len(one["devices"]) > 1 and shm is not None and shm < GIB:
-        yield Finding(
-            WARNING, "shm", f"/dev/shm of {host} has {shm / GIB:.2f} GiB",
-            "NCCL sends through it between GPUs of one machine, and fails when it is full",
-            "start the container with --shm-size=1g or --ipc=host",
-        )  # fmt: skip
+        what = f"/dev/shm of {host} has {shm / GIB:.2f} GiB"
+        why = "NCCL sends through it between GPUs of one machine, and fails when it is full"
+        do = "start the container with --shm-size=1g or --ipc=host"
+        yield Finding(WARNING, "shm", what, why, do)
 
 
 def _devices(facts: Facts, beside: Mapping[int, Sequence[int]]) -> Iterator[Finding]:
     for rank, one in facts.items():
         if one["device_trouble"]:
-            yield Finding(
-                PROBLEM, "devices", f"the GPU of rank {rank} on {one['host']}: {one['device_trouble']}",
-                "the rank cannot compute", "run nvidia-smi there; remove the device from CUDA_VISIBLE_DEVICES",
-            )  # fmt: skip
+            what = f"the GPU of rank {rank} on {one['host']}: {one['device_trouble']}"
+            why = "the rank cannot compute"
+            do = "run nvidia-smi there; remove the device from CUDA_VISIBLE_DEVICES"
+            yield Finding(PROBLEM, "devices", what, why, do)
     kinds = {rank: sorted({d["name"] for d in one["devices"]}) for rank, one in facts.items()}
     without = [rank for rank, names in kinds.items() if not names]
     if without and len(without) < len(facts):
-        yield Finding(
-            PROBLEM, "devices", f"{_ranks(without)} of {len(facts)}: no GPU",
-            "ranks on CPUs and ranks on GPUs cannot be in one process group",
-            "install the driver and a CUDA build of torch there, or set CUDA_VISIBLE_DEVICES to an empty string everywhere",
-        )  # fmt: skip
+        what = f"{_ranks(without)} of {len(facts)}: no GPU"
+        why = "ranks on CPUs and ranks on GPUs cannot be in one process group"
+        do = "install the driver and a CUDA build of torch there, or set CUDA_VISIBLE_DEVICES to an empty string everywhere"
+        yield Finding(PROBLEM, "devices", what, why, do)
     elif len({tuple(names) for names in kinds.values()}) > 1:
         each = "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in kinds.items())
-        yield Finding(
-            WARNING, "devices", f"the GPUs differ: {each}", "all ranks wait for the slowest",
-            "give the slower ranks fewer layers (split by weight), or use equal GPUs",
-        )  # fmt: skip
+        what = f"the GPUs differ: {each}"
+        why = "all ranks wait for the slowest"
+        do = "give the slower ranks fewer layers (split by weight), or use equal GPUs"
+        yield Finding(WARNING, "devices", what, why, do)
     for ranks in {tuple(ranks) for ranks in beside.values()}:
         count = len(facts[ranks[0]]["devices"])
         if 0 < count < len(ranks):
-            yield Finding(
-                WARNING, "devices", f"{facts[ranks[0]]['host']} has {plural(count, 'GPU')} for {plural(len(ranks), 'rank')}",
-                "the ranks would train on the CPU", f"start {plural(count, 'rank')} there (--nproc-per-node {count})",
-            )  # fmt: skip
+            what = f"{facts[ranks[0]]['host']} has {plural(count, 'GPU')} for {plural(len(ranks), 'rank')}"
+            why = "the ranks would train on the CPU"
+            do = f"start {plural(count, 'rank')} there (--nproc-per-node {count})"
+            yield Finding(WARNING, "devices", what, why, do)
 
 
 def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
@@ -149,10 +141,10 @@ def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
             allowed = (
                 "" if most is None or most >= need else f" (the hard limit is {most}: ask the administrator)"
             )
-            yield Finding(
-                PROBLEM, "open files", f"rank {rank} on {one['host']} may open {limit} files; a run needs about {need}",
-                "every rank has sockets to all other ranks", f"ulimit -n {max(need, 4096)}{allowed}",
-            )  # fmt: skip
+            what = f"rank {rank} on {one['host']} may open {limit} files; a run needs about {need}"
+            why = "every rank has sockets to all other ranks"
+            do = f"ulimit -n {max(need, 4096)}{allowed}"
+            yield Finding(PROBLEM, "open files", what, why, do)
 
 
 def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[Finding]:
@@ -161,11 +153,10 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
     for rank, own in links.items():
         for link in own:
             if "trouble" in link:
-                yield Finding(
-                    PROBLEM, "links", f"{_ends(facts, rank, link['to'])}: {link['trouble']}",
-                    "stages could not hand over activations between them",
-                    "open all ports between the machines; GLOO_SOCKET_IFNAME names the interface to use",
-                )  # fmt: skip
+                what = f"{_ends(facts, rank, link['to'])}: {link['trouble']}"
+                why = "stages could not hand over activations between them"
+                do = "open all ports between the machines; GLOO_SOCKET_IFNAME names the interface to use"
+                yield Finding(PROBLEM, "links", what, why, do)
     for way in {link["way"] for _, link in sound}:
         alike = [(rank, link) for rank, link in sound if link["way"] == way]
         latency = statistics.median(link["latency"] for _, link in alike)
@@ -181,11 +172,10 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
                     f"{link['bandwidth'] / 1e9:.2f} GB/s, {link['bandwidth'] / bandwidth:.2f} x the median"
                 )
             if slow:
-                yield Finding(
-                    WARNING, "links", f"{_ends(facts, rank, link['to'])} is slow: {'; '.join(slow)}",
-                    "a pipeline waits for its slowest link",
-                    "check the cable, the switch, and other processes on the two machines",
-                )  # fmt: skip
+                what = f"{_ends(facts, rank, link['to'])} is slow: {'; '.join(slow)}"
+                why = "a pipeline waits for its slowest link"
+                do = "check the cable, the switch, and other processes on the two machines"
+                yield Finding(WARNING, "links", what, why, do)
     far = [
         (rank, link)
         for rank, link in sound
@@ -193,13 +183,13 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
     ]
     if far:
         rank, link = max(far, key=lambda one: one[1]["latency"])
-        yield Finding(
-            WARNING, "links",
+        what = (
             f"rank {rank} to rank {link['to']} takes {link['latency'] * 1e3:.0f} ms, and TCP on {facts[rank]['host']} "
-            "starts slowly again after a pause",
-            "every step pays several extra round trips for large messages after a pause",
-            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every machine",
-        )  # fmt: skip
+            "starts slowly again after a pause"
+        )
+        why = "every step pays several extra round trips for large messages after a pause"
+        do = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every machine"
+        yield Finding(WARNING, "links", what, why, do)
     apart = {
         (min(rank, link["to"]), max(rank, link["to"]))
         for rank, link in sound
@@ -210,13 +200,14 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
     if apart:
         a, b = min(apart)
         reason = facts[a]["shared_memory"] or facts[b]["shared_memory"]
-        yield Finding(
-            WARNING, "transport",
-            f"{len(apart)} pairs of ranks on one machine do not share memory, such as ranks {a} and {b}",
-            "their messages go through the loopback interface, which is several times slower",
-            f"remove the reason: {reason}" if reason else "run them as one user in one container, so that each may open the "
-            "other's files in /proc",
-        )  # fmt: skip
+        what = f"{len(apart)} pairs of ranks on one machine do not share memory, such as ranks {a} and {b}"
+        why = "their messages go through the loopback interface, which is several times slower"
+        do = (
+            f"remove the reason: {reason}"
+            if reason
+            else "run them as one user in one container, so that each may open the other's files in /proc"
+        )
+        yield Finding(WARNING, "transport", what, why, do)
 
 
 def _ends(facts: Facts, rank: int, other: int) -> str:
@@ -231,11 +222,10 @@ def judge_clocks(offsets: Sequence[float], errors: Sequence[float]) -> Iterator[
     off = [r for r, (o, e) in enumerate(zip(offsets, errors, strict=True)) if abs(o) - e > _CLOCKS]
     if off:
         most = max(off, key=lambda rank: abs(offsets[rank]))
-        yield Finding(
-            WARNING, "clocks", f"the clock of {_ranks(off)} is off, by {offsets[most]:+.1f} s on rank {most}",
-            "times in logs and of files cannot be compared (timelines can: traces align the clocks)",
-            "start an NTP client there (chronyd, systemd-timesyncd)",
-        )  # fmt: skip
+        what = f"the clock of {_ranks(off)} is off, by {offsets[most]:+.1f} s on rank {most}"
+        why = "times in logs and of files cannot be compared (timelines can: traces align the clocks)"
+        do = "start an NTP client there (chronyd, systemd-timesyncd)"
+        yield Finding(WARNING, "clocks", what, why, do)
 
 
 def judge_folder(
@@ -247,25 +237,23 @@ def judge_folder(
         if value is None:
             failed.setdefault(trouble, []).append(rank)
     for trouble, ranks in failed.items():
-        yield Finding(
-            PROBLEM, "folder", f"{_ranks(ranks)}: {trouble.partition(': ')[2] or trouble}",
-            "every rank writes its part of a checkpoint there",
-            f"make {folder} a folder that is mounted on every machine and writable by this user",
-        )  # fmt: skip
+        what = f"{_ranks(ranks)}: {trouble.partition(': ')[2] or trouble}"
+        why = "every rank writes its part of a checkpoint there"
+        do = f"make {folder} a folder that is mounted on every machine and writable by this user"
+        yield Finding(PROBLEM, "folder", what, why, do)
     sound = {rank: value for rank, (value, _) in answers.items() if value is not None}
     for rank, value in sound.items():
         if value["unseen"]:
-            yield Finding(
-                PROBLEM, "folder", f"rank {rank} does not see what {_ranks(value['unseen'])} wrote in {folder}",
-                "the parts of a checkpoint would be in different places", "mount the same folder on every machine",
-            )  # fmt: skip
+            what = f"rank {rank} does not see what {_ranks(value['unseen'])} wrote in {folder}"
+            why = "the parts of a checkpoint would be in different places"
+            do = "mount the same folder on every machine"
+            yield Finding(PROBLEM, "folder", what, why, do)
     free = min((value["free"] for value in sound.values()), default=GIB)
     if free < GIB:
-        yield Finding(
-            WARNING, "folder", f"{folder} has {free / GIB:.2f} GiB free",
-            "a checkpoint that does not fit is not written, and training continues without it",
-            "free some space, or keep fewer checkpoints (train.keep_last)",
-        )  # fmt: skip
+        what = f"{folder} has {free / GIB:.2f} GiB free"
+        why = "a checkpoint that does not fit is not written, and training continues without it"
+        do = "free some space, or keep fewer checkpoints (train.keep_last)"
+        yield Finding(WARNING, "folder", what, why, do)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
