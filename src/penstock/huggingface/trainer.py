@@ -25,6 +25,7 @@ from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_op
 from penstock.huggingface.run_report import RunReport
 from penstock.huggingface.trainer_batch import TrainerBatch
 from penstock.huggingface.trainer_refusals import (
+    require_known_loss,
     require_options,
     require_plain_gradients,
     require_same_loss,
@@ -36,6 +37,7 @@ from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.split_backward.intercepted import has_local_uses
 
@@ -100,7 +102,7 @@ class PipelineTrainerMixin:
                 f"pipeline['trace_every'] must be a number of updates, or 0 for the first and the last alone, got "
                 f"{trace_every!r}"
             )
-        require_known_loss(type(self))
+        require_known_loss(type(self), PipelineTrainerMixin)
         place = current_place()
         self._rank, processes = (0, 1) if place is None else place
         self._replicas = 1
