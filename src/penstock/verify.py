@@ -23,7 +23,7 @@ from penstock.base.current_folder import current_folder_last
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.splitter import loss_weights
+from penstock.runtime.batch.loss_weights import loss_weights
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.validation import resolve_schedule

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from penstock import LinearCrossEntropy
 from penstock.base.errors import BatchError, ConfigError, PeerError, PenstockError, ScheduleError, StageError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.splitter import digest_of
+from penstock.runtime.batch.digests import digest_of
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH

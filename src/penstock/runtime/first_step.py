@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
-from penstock.runtime.batch.splitter import BatchSplitter, arguments_of
+from penstock.runtime.batch.arguments import arguments_of
+from penstock.runtime.batch.splitter import BatchSplitter
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.engine import Engine, Probe
 from penstock.runtime.local_stages import LocalStages

@@ -19,16 +19,9 @@ from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
 from penstock.parallel.sample_parts import SampleParts
-from penstock.runtime.batch.splitter import (
-    BatchDims,
-    BatchSplitter,
-    Reduction,
-    arguments_of,
-    classes_of,
-    counted_by,
-    ignore_index_of,
-    require_no_graph,
-)
+from penstock.runtime.batch.arguments import BatchDims, arguments_of, classes_of, require_no_graph
+from penstock.runtime.batch.loss_weights import Reduction, counted_by, ignore_index_of
+from penstock.runtime.batch.splitter import BatchSplitter
 from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
 from penstock.runtime.engine import Engine
 from penstock.runtime.first_step import FirstStep

@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError, ScheduleError, first_line
 from penstock.parallel.axes import used_axes
 from penstock.parallel.axis import GivenLoss
 from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
-from penstock.runtime.batch.splitter import Reduction, require_reduction
+from penstock.runtime.batch.loss_weights import Reduction, require_reduction
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.start.place import Place

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.splitter import FULL_STEPS, batch_digest, digest_of, sample_digest_of
+from penstock.runtime.batch.digests import FULL_STEPS, batch_digest, digest_of, sample_digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.microbatches import Microbatches

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import BatchError, ConfigError, NonFiniteError, Pipeline
-from penstock.runtime.batch.splitter import ignore_index_of
+from penstock.runtime.batch.loss_weights import ignore_index_of
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 from tests.support.groups import run_cases

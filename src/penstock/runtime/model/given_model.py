@@ -10,7 +10,7 @@ from torch import nn
 from penstock.base.errors import ConfigError
 from penstock.forward.own_layers import ModelLayers, split
 from penstock.forward.unchanged import UnchangedModel
-from penstock.runtime.batch.splitter import Reduction
+from penstock.runtime.batch.loss_weights import Reduction
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 from penstock.stage.compute.output_loss import of_output
