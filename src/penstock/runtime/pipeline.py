@@ -34,7 +34,7 @@ from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.model.row_check import RowCheck
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.cpu_threads import cpu_threads
-from penstock.runtime.start.place import current_place
+from penstock.runtime.start.place import Place, current_place
 from penstock.runtime.start.refusals import print_traceback_once
 from penstock.runtime.validation import (
     LossScale,
@@ -53,11 +53,12 @@ from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.agreement import require_same_pipeline
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.program import Program
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import Policy
-from penstock.stage.compute.runner import LossFunction
+from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.layers import Layer, require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
@@ -179,62 +180,21 @@ class Pipeline(PipelineModel):
         # 3. The processes meet, and compare what each was given.
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
-        waits = Timeout(self.timeout, execution.first_timeout)
-        compare = partial(
-            require_same_pipeline,
-            schedule=self.schedule,
-            layers=self.layers,
-            given={
-                "microbatches": microbatches, "schedule": schedule, "mesh": self.mesh, "split": split, "timeout": timeout,
-                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "dims": dims,
-                "parallel": parallel, "execution": execution, "device": None if self.device is None else self.device.type,
-            },
-        )  # fmt: skip
-        self.world = (
-            World(
-                *place,
-                self.timeout,
-                axes,
-                first=waits.first,
-                compare=compare,
-                device=device_type(self.device, given.layers),
-            )
-            if place is not None and self.in_processes
-            else None
-        )
+        compared = {
+            "microbatches": microbatches, "schedule": schedule, "mesh": self.mesh, "split": split, "timeout": timeout,
+            "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "dims": dims,
+            "parallel": parallel, "execution": execution, "device": None if self.device is None else self.device.type,
+        }  # fmt: skip
+        self.world = None if place is None or processes is None else self._meet(place, axes, compared)
         self._find_place()
         # 4. The stages of this process, and the engine that runs them.
         layers_of_stages = self._split(split, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
-        self._local = LocalStages(
-            program,
-            layers_of_stages,
-            local_ranks=self.local_ranks,
-            device=self.device,
-            loss_fn=loss.function,
-            settings=settings,
-            compile=execution.compile,
-            world=self.world,
-            options=parallel,
-            own_names=own_names,
-        )
+        self._local = self._build(program, layers_of_stages, loss.function, settings, own_names)
         self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
-        own_rank = self.rank if self.in_processes else None
-        parameters = LocalParameters(
-            self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank, own_names
-        )
-        self._engine = Engine(
-            self._local,
-            partial(program_for, self.schedule, schedule, virtual_stages),
-            local_ranks=self.local_ranks,
-            timeout=waits,
-            world=self.world,
-            device=self.device,
-            replicas=self.replicas,
-            options=parallel,
-            threads=self.threads,
-        )
+        parameters = self._make_parameters(own_names)
+        self._engine = self._make_engine(partial(program_for, self.schedule, schedule, virtual_stages))
         # 5. What cuts a batch, and what is left for the first step.
         self._splitter = self._make_splitter(loss, dims)
         self._local.wrap_loss(self._splitter.weight)
@@ -248,6 +208,20 @@ class Pipeline(PipelineModel):
         if self._emptied:
             self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
+
+    def _meet(self, place: Place, axes: MeshShape | Mesh | None, given: Mapping[str, object]) -> World:
+        """Meet the other processes of the run, and compare what each was given."""
+        compare = partial(
+            require_same_pipeline, schedule=self.schedule, layers=self.layers, given=dict(given)
+        )
+        return World(
+            *place,
+            self.timeout,
+            axes,
+            first=self.execution.first_timeout,
+            compare=compare,
+            device=device_type(self.device, self.layers),
+        )
 
     def _find_place(self) -> None:
         """Find the place of this process among those that train the model."""
@@ -273,6 +247,46 @@ class Pipeline(PipelineModel):
             split, self.layers, loss_fn, self.schedule, world=world, seed=self.seed, autocast=autocast
         )
         return split_layers(self.layers, self.schedule.stages, split)
+
+    def _build(
+        self,
+        program: Program,
+        layers_of_stages: Sequence[Sequence[Layer]],
+        loss_fn: LossFunction,
+        settings: Settings,
+        own_names: Sequence[str],
+    ) -> LocalStages:
+        return LocalStages(
+            program,
+            layers_of_stages,
+            local_ranks=self.local_ranks,
+            device=self.device,
+            loss_fn=loss_fn,
+            settings=settings,
+            compile=self.execution.compile,
+            world=self.world,
+            options=self.parallel,
+            own_names=own_names,
+        )
+
+    def _make_parameters(self, own_names: Sequence[str]) -> LocalParameters:
+        rank = self.rank if self.in_processes else None
+        return LocalParameters(
+            self.layers, self.stages, self.schedule.placement, self._local.ties, rank, own_names
+        )
+
+    def _make_engine(self, program_of: Callable[[int], Program]) -> Engine:
+        return Engine(
+            self._local,
+            program_of,
+            local_ranks=self.local_ranks,
+            timeout=Timeout(self.timeout, self.execution.first_timeout),
+            world=self.world,
+            device=self.device,
+            replicas=self.replicas,
+            options=self.parallel,
+            threads=self.threads,
+        )
 
     def _make_splitter(self, loss: GivenLoss, dims: Mapping[str, object] | None) -> BatchSplitter:
         takes_whole_batch = self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1

@@ -7,13 +7,13 @@ largest rank. Ranks exchange only the norm of the gradients and whether there is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.base.counts import require_count
@@ -118,16 +118,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
         zero: bool | Literal["overlap"] = False,
         **defaults: Any,
     ) -> None:
-        if pipe.world is not None:
-            given = {
-                "accumulate": accumulate, "clip": clip, "lr_factor": lr_factor, "lr_scheduler": lr_scheduler,
-                "scaler": scaler is not None, "main_weights": main_weights, "zero": zero, "optimizer": optimizer, **defaults,
-            }  # fmt: skip
-            for number, group in enumerate(groups if isinstance(groups, list | tuple) else ()):
-                named = group if isinstance(group, Mapping) else {"": group}
-                given |= {f"groups[{number}].{name}": value for name, value in named.items()}
-            with pipe.calling("PipelineOptimizer()"):
-                require_same_arguments(pipe.world.collectives, given)
+        given = {
+            "accumulate": accumulate, "clip": clip, "lr_factor": lr_factor, "lr_scheduler": lr_scheduler,
+            "scaler": scaler is not None, "main_weights": main_weights, "zero": zero, "optimizer": optimizer, **defaults,
+        }  # fmt: skip
+        _compare(pipe, given, groups)
         require_count("accumulate", accumulate)
         require_zero(zero)
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
@@ -145,19 +140,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         elif self.scaler is not None:
             require_no_fp16(pipe)
         kinds = [chosen.get("optimizer", optimizer) for chosen in options]
-        whole = {
-            name: p
-            for of_rank in self._groups.values()
-            for kind, group in zip(kinds, of_rank, strict=True)
-            for name, p in group
-            if needs_whole(kind)
-        }
         zero = zero or pipe.parallel.shard != "none"
-        if zero and (stacks := [name for name, p in whole.items() if has_local_uses(p)]):
-            raise ConfigError(
-                f"{stacks[0]} is a stack of divided experts, whose optimizer needs whole matrices, which zero divides no "
-                "further; give it another optimizer in a group of its own, such as AdamW, or leave zero off"
-            )
+        whole = _whole_matrices(kinds, self._groups.values(), bool(zero))
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
             pipe.make_buckets(bool(zero), whole.values())
@@ -356,3 +340,38 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def parts(self, rank: int) -> list[Named]:
         """Return a rank's (name, parameter) pairs by group."""
         return self._groups[rank]
+
+
+def _compare(pipe: Pipeline, given: dict[str, Any], groups: object) -> None:
+    """Compare the arguments of an optimizer on all processes."""
+    if pipe.world is None:
+        return
+    for number, group in enumerate(groups if isinstance(groups, list | tuple) else ()):
+        named = group if isinstance(group, Mapping) else {"": group}
+        given |= {f"groups[{number}].{name}": value for name, value in named.items()}
+    with pipe.calling("PipelineOptimizer()"):
+        require_same_arguments(pipe.world.collectives, given)
+
+
+def _whole_matrices(
+    kinds: Sequence[MakeOptimizer], groups: Iterable[Sequence[Named]], zero: bool
+) -> dict[str, nn.Parameter]:
+    """Return the parameters by name whose optimizers need whole matrices.
+
+    Args:
+        kinds: the optimizers of the groups.
+        groups: of each rank.
+    """
+    whole = {
+        name: p
+        for of_rank in groups
+        for kind, group in zip(kinds, of_rank, strict=True)
+        for name, p in group
+        if needs_whole(kind)
+    }
+    if zero and (stacks := [name for name, p in whole.items() if has_local_uses(p)]):
+        raise ConfigError(
+            f"{stacks[0]} is a stack of divided experts, whose optimizer needs whole matrices, which zero divides no "
+            "further; give it another optimizer in a group of its own, such as AdamW, or leave zero off"
+        )
+    return whole
