@@ -18,9 +18,8 @@ from typing import Any
 
 MEGABYTE = 1 << 20
 
-DAMAGED_ARRAY = (
-    ValueError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError, RecursionError, TokenError,
-)  # fmt: skip
+_UNREADABLE = (EOFError, MemoryError, SyntaxError, RecursionError, TokenError)
+DAMAGED_ARRAY = (*_UNREADABLE, ValueError, TypeError, KeyError, OverflowError)
 """Errors that numpy raises at a file that has no arrays, or whose header is impossible."""
 
 

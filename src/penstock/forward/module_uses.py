@@ -504,8 +504,8 @@ def require_unwritten_defaults(source: ForwardSource) -> None:
             )
 
 
-_READERS = {"len", "sum", "min", "max", "list", "tuple", "dict", "set", "sorted", "enumerate", "zip", "reversed",
-            "range", "any", "all", "isinstance"}  # fmt: skip
+_COUNTERS = {"len", "sum", "min", "max", "range", "any", "all", "isinstance"}
+_READERS = _COUNTERS | {"list", "tuple", "dict", "set", "sorted", "enumerate", "zip", "reversed"}
 
 
 def _never_changes(value: Any) -> bool:

@@ -17,10 +17,8 @@ from penstock.stage.layers import whole_name
 _PREFIX = "base_model.model."  # of the names in a PeftModel, before those of the base model
 _MAX_LISTED = 12  # problems in an error message
 
-_REFUSED = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "target_parameters",
-    "use_bdlora", "use_qalora", "velora_config",
-)  # fmt: skip
+_CONFIGS = ("arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config")
+_REFUSED = (*_CONFIGS, "alora_invocation_tokens", "target_parameters", "use_bdlora", "use_qalora")
 """Keys of peft's ``LoraConfig`` that ask for more than modules within layers, such as a term of the loss."""
 
 

@@ -46,10 +46,8 @@ _OWN_KERNELS = ("eager", "sdpa")
 """Implementations of attention that are part of transformers and torch."""
 # Far above any model; the library makes lists with an entry a layer from a number that may be damaged.
 _MOST_LAYERS = 10_000
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads",
-    "n_embd", "n_inner", "n_head", "n_positions",
-)  # fmt: skip
+_WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "n_embd", "n_inner")
+_SIZES = (*_WIDTHS, "vocab_size", "num_attention_heads", "num_key_value_heads", "n_head", "n_positions")
 """Keys with the sizes of weights."""
 
 STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}

@@ -88,9 +88,16 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         go_back(run, state.global_step)
         processes = pipe.ranks * pipe.replicas if pipe.in_processes else 1
         keep_start(
-            run, to_stderr, step=state.global_step, layout=_layout(pipe), device=device, processes=processes,
-            threads=pipe.threads, dtype=self._dtype, rated=rated_flops,
-        )  # fmt: skip
+            run,
+            to_stderr,
+            step=state.global_step,
+            layout=_layout(pipe),
+            device=device,
+            processes=processes,
+            threads=pipe.threads,
+            dtype=self._dtype,
+            rated=rated_flops,
+        )
         self._metrics = self._open.enter_context(MetricsWriter(run, to_stderr))
         self._page = self._open.enter_context(RunPage(run, state.max_steps, to_stderr))
 

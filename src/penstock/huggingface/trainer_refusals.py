@@ -90,8 +90,8 @@ def require_known_loss(kind: type, mixin: type) -> None:
             )
 
 
-_UPDATES_IN_BACKWARD = ("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
-                        "galore_adafactor_layerwise", "apollo_adamw_layerwise")  # fmt: skip
+_BY_LAYER = ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise")
+_UPDATES_IN_BACKWARD = (*_BY_LAYER, "galore_adamw_8bit_layerwise", "lomo", "adalomo")
 _OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 """Optimizers that update each parameter by itself, and so on the rank that has it."""
 

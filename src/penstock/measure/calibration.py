@@ -97,15 +97,20 @@ def profile_layers(
     layers, own_loss, _ = layers_of(model, own_loss=loss_fn is None and target is not None)
     loss_fn = own_loss if loss_fn is None and target is not None else loss_fn
     name = name or type(model).__name__
-    if not measure:
-        return trace_layers(
-            layers, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, name=name,
-            seed=seed, autocast=autocast,
-        )  # fmt: skip
-    return measure_layers(
-        layers, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, ranks=ranks,
-        effort=effort, exchange=exchange, name=name, seed=seed, autocast=autocast,
-    )  # fmt: skip
+    profiled: Callable[..., Profile] = trace_layers
+    if measure:
+        profiled = partial(measure_layers, ranks=ranks, effort=effort, exchange=exchange)
+    return profiled(
+        layers,
+        example,
+        target=target,
+        loss_fn=loss_fn,
+        named=named,
+        microbatches=microbatches,
+        name=name,
+        seed=seed,
+        autocast=autocast,
+    )
 
 
 def calibrate(
@@ -137,10 +142,15 @@ def calibrate(
     for _ in range(-(-steps // _IN_A_ROW)):
         for number, way in enumerate(ways):
             with Pipeline(
-                build(), loss_fn, microbatches=way.microbatches * ranks, schedule=way.schedule, ranks=ranks,
-                virtual_stages=way.virtual if way.schedule == "interleaved-1f1b" else 1, recompute=way.recompute,
+                build(),
+                loss_fn,
+                microbatches=way.microbatches * ranks,
+                schedule=way.schedule,
+                ranks=ranks,
+                virtual_stages=way.virtual if way.schedule == "interleaved-1f1b" else 1,
+                recompute=way.recompute,
                 execution=ExecutionOptions(check_finite=check_finite),
-            ) as pipe:  # fmt: skip
+            ) as pipe:
                 steps_of[number] += _timed(pipe, batches[number])
                 stages_of[number] = pipe.schedule.stages
     runs = []

@@ -113,10 +113,11 @@ def _sections(
         twice, per_byte = fit_line(points)
         where = "node" if machines[a] == machines[b] else "network"
         links.setdefault(where, []).append((twice / 2, 1 / max(per_byte, 1e-15)))
-    return {
-        where: {"latency": statistics.median(x for x, _ in each), "bandwidth": statistics.median(y for _, y in each)}
-        for where, each in sorted(links.items())
-    }  # fmt: skip
+    medians = {}
+    for where, each in sorted(links.items()):
+        latency, bandwidth = map(statistics.median, zip(*each, strict=True))
+        medians[where] = {"latency": latency, "bandwidth": bandwidth}
+    return medians
 
 
 def _agree(now: dict[str, float], before: dict[str, float]) -> bool:

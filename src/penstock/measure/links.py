@@ -113,10 +113,7 @@ def unanswered(world: World, timeout: float, opening: float) -> float:
         began = time.perf_counter()
         try:
             channel.recv(last, _PING)
-        except (
-            WaitTimeoutError,
-            PeerError,
-        ):  # gloo breaks the connection of a rank whose wait ends a moment earlier
+        except (WaitTimeoutError, PeerError):  # gloo breaks it where a rank's wait ends a moment earlier
             took = time.perf_counter() - began
         else:
             raise PenstockError(f"received a message from rank {last}, which sent none")

@@ -21,9 +21,8 @@ from penstock.plan.cluster import Cluster, read_cluster
 from penstock.runtime.start.launch_environment import find_launch, own_device
 from penstock.runtime.workers.world import World
 
-_KERNELS = (
-    200  # more than a pass measures times the passes, since a few calls of each have to finish in any case
-)
+# More than a pass measures times the passes, since a few calls of each have to finish in any case.
+_KERNELS = 200
 _LARGEST_ERROR = 0.9
 _FIRST_LINE = "# Measured by penstock doctor"
 _DIGITS = 4  # significant digits of the file; measurements repeat to two or three

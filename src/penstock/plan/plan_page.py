@@ -20,7 +20,7 @@ from penstock.plan.rank_memory import RankMemory
 from penstock.profile.model_profile import Profile
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.figures import figures, height_of_ranks
+from penstock.show.figures import figures, height_of_ranks, plain_figure
 from penstock.show.page import MAX_ROWS, fill_template, write_page
 from penstock.show.page_data import step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
@@ -59,7 +59,7 @@ def _memory_figure(plan: Prediction) -> Any:
 
     ranks = len(plan.memory)
     most = max(plan.peak_bytes, plan.capacity) / GIGABYTE
-    plot = _figure(
+    plot = plain_figure(
         "memory-parts",
         Range1d(start=0, end=1.04 * most),
         Range1d(start=ranks - 0.5, end=-0.5),
@@ -78,10 +78,8 @@ def _memory_figure(plan: Prediction) -> Any:
         for name, (colour, meaning) in MEMORY_PARTS.items():
             size = float(getattr(rank, name)) / GIGABYTE
             if size > 0:
-                values = (
-                    number, left, left + size, meaning, size_text(size * GIGABYTE), size_text(rank.total), rank.peak_op,
-                    colour,
-                )  # fmt: skip
+                text, total = size_text(size * GIGABYTE), size_text(rank.total)
+                values = (number, left, left + size, meaning, text, total, rank.peak_op, colour)
                 for key, value in zip(columns, values, strict=True):
                     columns[key].append(value)
                 left += size
@@ -97,7 +95,8 @@ def _memory_figure(plan: Prediction) -> Any:
 def _frontier(plan: Prediction, outcomes: Sequence[SimulatedLayout]) -> Any:
     from bokeh.models import DataRange1d, HoverTool
 
-    plot = _figure("frontier", DataRange1d(range_padding=0.06), DataRange1d(range_padding=0.08), height=320)
+    x, y = DataRange1d(range_padding=0.06), DataRange1d(range_padding=0.08)
+    plot = plain_figure("frontier", x, y, height=320)
     plot.xaxis.axis_label, plot.yaxis.axis_label = "memory of the fullest device (GB)", "step (s)"
     line = frontier(outcomes)
     plot.step(
@@ -134,21 +133,6 @@ def frontier(outcomes: Sequence[SimulatedLayout]) -> list[SimulatedLayout]:
     return line
 
 
-def _figure(name: str, x: Any, y: Any, height: int) -> Any:
-    from bokeh.plotting import figure
-
-    plot = figure(
-        name=f"{name}-figure", x_range=x, y_range=y, height=height, sizing_mode="stretch_width", tools="save",
-        toolbar_location="right", background_fill_color=None, border_fill_color=None, outline_line_color=None,
-        min_border_left=70,
-    )  # fmt: skip
-    plot.toolbar.logo = None
-    plot.toolbar.autohide = True
-    plot.axis.axis_label_text_font_style = "normal"
-    plot.axis.minor_tick_line_color = None
-    return plot
-
-
 MAX_EVENTS = 100_000
 """Events of the timeline."""
 
@@ -180,10 +164,8 @@ def _page(
         packed |= {name: step_data(StepAnalysis("plan", shown), unit)[name] for name in ("blocks", "gaps")}
     outcomes = () if search is None else search.outcomes
     causes = [(style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)]
-    data = {
-        "unit": unit.name, "held": "", "ranks": [], "steps": [packed],
-        "figures": [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")],
-    }  # fmt: skip
+    names = [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")]
+    data = {"unit": unit.name, "held": "", "ranks": [], "steps": [packed], "figures": names}
     return fill_template(
         "plan.html",
         data,
@@ -258,12 +240,19 @@ def _sentences(plan: Prediction, search: SearchResult | None, limits: str) -> li
 
 
 _MEANINGS = {
-    "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
-    "ep": "devices that divide experts", "cp": "devices that divide the tokens of a sample",
-    "v": "stages per rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
-    "recompute": "activations computed again", "shard": "what is divided over replicas",
-    "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
-}  # fmt: skip
+    "pp": "pipeline ranks",
+    "dp": "replicas of the pipeline (data parallel)",
+    "tp": "devices a stage (tensor parallel)",
+    "ep": "devices that divide experts",
+    "cp": "devices that divide the tokens of a sample",
+    "v": "stages per rank",
+    "microbatch": "samples of a microbatch",
+    "schedule": "order of the ops",
+    "recompute": "activations computed again",
+    "shard": "what is divided over replicas",
+    "sequence_parallel": "activations divided along the sequence",
+    "split": "blocks of every stage",
+}
 
 
 def _layout(plan: Prediction) -> list[tuple[str, str, str]]:
@@ -287,25 +276,23 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def _plans(search: SearchResult) -> dict[str, Any]:
-    heads = (
-        "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "shard", "sequence parallel", "step",
-        "slower", f"{search.best.unit}/s", "MFU", "memory", "idle",
-    )  # fmt: skip
+    keys = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute")
     rows = []
     for plan in search.plans:
-        at = plan.layout
-        rows.append(
-            (
-                at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch, at.schedule, at.recompute, at.shard_text,
-                "yes" if at.sequence_parallel else "", time_text(plan.step_seconds),
-                f"{plan.step_seconds / search.best.step_seconds - 1:.1%}", f"{plan.tokens_per_second:,.0f}",
-                f"{plan.mfu:.1%}", size_text(plan.peak_bytes), f"{plan.bubble:.1%}",
-            )
-        )  # fmt: skip
+        row = {key: getattr(plan.layout, key) for key in keys}
+        row |= {
+            "shard": plan.layout.shard_text,
+            "sequence parallel": "yes" if plan.layout.sequence_parallel else "",
+        }
+        slower = plan.step_seconds / search.best.step_seconds - 1
+        row |= {"step": time_text(plan.step_seconds), "slower": f"{slower:.1%}"}
+        row |= {f"{search.best.unit}/s": f"{plan.tokens_per_second:,.0f}", "MFU": f"{plan.mfu:.1%}"}
+        row |= {"memory": size_text(plan.peak_bytes), "idle": f"{plan.bubble:.1%}"}
+        rows.append(row)
     hint = (
         "One row for each choice of degrees, microbatch and schedule, with its best recompute and sharding."
     )
-    return {"heads": heads, "rows": rows, "hint": hint}
+    return {"heads": tuple(rows[0]), "rows": [tuple(row.values()) for row in rows], "hint": hint}
 
 
 def _parts(memory: Sequence[RankMemory]) -> list[str]:

@@ -57,18 +57,11 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.recompute
-            + self.logits + self.messages + self.buckets + self.margin
-        )  # fmt: skip
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.recompute
+        return held + self.logits + self.messages + self.buckets + self.margin
 
     def as_dict(self) -> dict[str, Any]:
-        parts = {
-            name: round(getattr(self, name))
-            for name in (
-                "weights", "gradients", "optimizer", "activations", "recompute", "logits", "messages", "buckets", "margin",
-            )
-        }  # fmt: skip
+        parts = {name: round(value) for name, value in vars(self).items() if name != "peak_op"}
         return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
 
 

@@ -47,15 +47,16 @@ OTHER_NAMES = {
 }
 """Names, some with a value, that people and other tools have for a key, or for a key with a value."""
 NO_KEYS = {
-    "batch": "samples of a step are the option --batch", "devices": "it is the option --devices",
-    "gpus": "the number of devices is the option --devices", "memory": "bytes of a device are the option --memory-limit",
+    "batch": "samples of a step are the option --batch",
+    **dict.fromkeys(("devices", "gpus"), "the number of devices is the option --devices"),
+    "memory": "bytes of a device are the option --memory-limit",
     "nodes": "the number of nodes is part of --cluster, as in h100*8x4",
-    "seq": "tokens of a sample are the option --sequence", "seq_length": "tokens of a sample are the option --sequence",
+    **dict.fromkeys(("seq", "seq_length"), "tokens of a sample are the option --sequence"),
     "sequence": "tokens of a sample are the option --sequence; cp=2 divides them over two devices, and "
     "sequence_parallel=true divides activations over tp",
     "offload": "no plan moves states to the host; take more devices, shard=weights or recompute=full",
     "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
-}  # fmt: skip
+}
 """Names that are no key of a layout, with the keys that they mean."""
 
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}

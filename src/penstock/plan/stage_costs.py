@@ -278,47 +278,33 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     back = np.where(again, times.saved - times.kept, 0.0)
 
     transient = np.maximum(back, times.transient)
-    columns = (
-        times.forward, times.input_grad, times.weight_grad, times.backward, np.where(again, times.again, 0.0),
-        _segment_starts(again, starts, layout), saved,
-        times.waiting, times.parameters, times.expert_parameters, times.model_flops, np.where(again, times.repeats, 0.0),
-    )  # fmt: skip
-    (
-        forward,
-        input_grad,
-        weight_grad,
-        backward,
-        repeated,
-        segments,
-        kept,
-        waiting,
-        parameters,
-        expert_parameters,
-        flops,
-        repeated_flops,
-    ) = np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
+    columns = {
+        "forward": times.forward,
+        "input_grad": times.input_grad,
+        "weight_grad": times.weight_grad,
+        "backward": times.backward,
+        "again": np.where(again, times.again, 0.0),
+        "segments": _segment_starts(again, starts, layout),
+        "saved": saved,
+        "waiting": times.waiting,
+        "parameters": times.parameters,
+        "expert_parameters": times.expert_parameters,
+        "model_flops": times.model_flops,
+        "repeated_flops": np.where(again, times.repeats, 0.0),
+    }
+    table = np.add.reduceat(np.stack(list(columns.values())), starts[:-1], axis=1)
+    sums = dict(zip(columns, table, strict=True))
     if len(counts) == 1:
         # The one stage has both the embedding and the head, and so a tied weight once.
-        parameters[0] -= times.table.tied
+        sums["parameters"][0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
         counts=counts,
         starts=starts,
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        backward=backward,
-        again=repeated,
-        segments=segments,
-        saved=kept,
-        waiting=waiting,
+        **sums,
         transient=largest[0],
         logits=largest[1],
-        parameters=parameters,
-        expert_parameters=expert_parameters,
         messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
-        model_flops=flops,
-        repeated_flops=repeated_flops,
     )
 
 

@@ -89,7 +89,7 @@ def run_layers(layers: Sequence[Layer], sample: Sample, rows: int) -> list[Layer
 
 def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torch.device) -> list[LayerRun]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = sample.rows
+    given, autocast = sample.rows, sample.autocast
 
     def fake(value: Any) -> Any:
         def of(leaf: Any) -> Any:
@@ -115,9 +115,8 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
                 loss = (sample.loss_fn, fake(sample.target))
             with mode, device:
                 run, value = _run_layer(
-                    layer, module, value, context, loss=loss, counted=counted, known=known,
-                    autocast=sample.autocast,
-                )  # fmt: skip
+                    layer, module, value, context, loss=loss, counted=counted, known=known, autocast=autocast
+                )
         runs.append(run)
     return runs
 

@@ -94,9 +94,11 @@ _BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 """Other keys of biases, and the usual ones that they stand for."""
 
 _GPT2_NAMES = {
-    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
-}  # fmt: skip
+}
 """Other names that the library takes for keys of a GPT-2 config, and the usual ones."""
 
 _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
@@ -142,9 +144,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
         if model.get(key):
             return read_shape(_hugging_face(model[key], key, path))
     # Defaults of `penstock train`, in `train.config.sections.model_section`.
-    defaults = {
-        "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
-    }  # fmt: skip
+    defaults = {"vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352}
     of_experts = (
         "experts",
         "experts_per_token",

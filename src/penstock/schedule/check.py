@@ -111,9 +111,8 @@ def check(
         if problems:
             raise ScheduleError(f"{schedule.name} is not a valid schedule: " + "; ".join(problems))
     program = lower(schedule)
-    stuck = np.flatnonzero(
-        program.level == 0
-    )  # ops that never became ready; see `levels` in `penstock.schedule.program`
+    # Ops that never became ready; see `levels` in `penstock.schedule.program`.
+    stuck = np.flatnonzero(program.level == 0)
     if len(stuck):
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
     if schedule.placement.has_copies:
@@ -144,11 +143,10 @@ def _first(problems: Iterator[str]) -> Iterator[str]:
 def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     """Describe ops of a stage or microbatch that does not exist, or on a rank that does not hold the stage."""
     s, m = schedule.stages, schedule.microbatches
-    for row in np.flatnonzero(
-        (schedule.stage < 0) | (schedule.stage >= s)
-        | (schedule.microbatch < 0) | (schedule.microbatch >= m)
-        | (schedule.kind < 0) | (schedule.kind > Kind.R)
-    ):  # fmt: skip
+    outside = np.zeros(len(schedule), np.bool_)
+    for column, count in ((schedule.stage, s), (schedule.microbatch, m), (schedule.kind, Kind.R + 1)):
+        outside |= (column < 0) | (column >= count)
+    for row in np.flatnonzero(outside):
         yield (
             f"row {row} (stage {schedule.stage[row]}, kind {schedule.kind[row]}, microbatch "
             f"{schedule.microbatch[row]}) is outside stages 0..{s - 1}, microbatches 0..{m - 1}"

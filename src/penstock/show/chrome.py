@@ -104,11 +104,14 @@ def _slices(trace: Trace, start: Any, end: Any, track: Any) -> Iterator[Event]:
             args = {"forward": _numbers(trace, row), "backward": _numbers(trace, last)}
         if trace.held is not None:
             args["held after"] = int(trace.held[last])
-        yield {
-            "ph": "X", "name": name, "cat": kind.name, "pid": int(trace.rank[row]), "tid": int(track[row]),
-            "ts": int(start[row]) / 1000, "dur": int(end[row] - start[row]) / 1000, "args": args,
-        }  # fmt: skip
+        place = _place(trace, track, row, int(start[row]))
+        length = int(end[row] - start[row]) / 1000
+        yield {"ph": "X", "name": name, "cat": kind.name, **place, "dur": length, "args": args}
         row = last + 1
+
+
+def _place(trace: Trace, track: Any, row: int, time: int) -> Event:
+    return {"pid": int(trace.rank[row]), "tid": int(track[row]), "ts": time / 1000}
 
 
 def _name(trace: Trace, row: int) -> str:
@@ -138,15 +141,8 @@ def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event],
             continue
         name = "activation" if trace.kind[taker] == Activity.F else "gradient"
         common = {"name": name, "cat": "message", "id": number}
-        arrows.append(
-            {"ph": "s", **common, "pid": int(trace.rank[row]), "tid": int(track[row]), "ts": leaves / 1000}
-        )
-        arrows.append(
-            {
-                "ph": "f", "bp": "e", **common, "pid": int(trace.rank[taker]), "tid": int(track[taker]),
-                "ts": int(start[taker]) / 1000,
-            }
-        )  # fmt: skip
+        arrows.append({"ph": "s", **common, **_place(trace, track, row, leaves)})
+        arrows.append({"ph": "f", "bp": "e", **common, **_place(trace, track, taker, int(start[taker]))})
     return arrows, left_out
 
 

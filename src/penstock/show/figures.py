@@ -24,6 +24,8 @@ CURVES = (
     ("exchange of tokens, mean s", "exchange_seconds", "train"),
 )
 """Title, key and kind of line of every curve of ``metrics.jsonl``."""
+_EDGES = {"left": "start", "right": "end", "top": "top", "bottom": "bottom"}
+_BARE: dict[str, Any] = dict.fromkeys(("background_fill_color", "border_fill_color", "outline_line_color"))
 LINES = ("#3f7fc4", "#e07b00")
 """Colours of curves in one figure, legible on both backgrounds."""
 BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
@@ -102,25 +104,22 @@ def _mean(value: object) -> float | None:
 
 def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit, label: str) -> Any:
     from bokeh.models import ColumnDataSource, HoverTool
-    from bokeh.plotting import figure
     from bokeh.transform import linear_cmap
 
-    plot = _figure(figure, name, x, y, height, unit)
+    plot = _figure(name, x, y, height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
     plot.yaxis.axis_label = label
     source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
     _gaps(plot, f"{name}-gaps")
     colours = [shade for kind in KINDS.values() for shade in (kind.full, kind.light)]
-    quads = plot.quad(
-        left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
-        line_color="white", line_width=0.7, fill_color=linear_cmap("fill", colours, -0.5, len(colours) - 0.5),
-        hover_line_color="black", hover_fill_color=linear_cmap("fill", colours, -0.5, len(colours) - 0.5),
-    )  # fmt: skip
+    fill = linear_cmap("fill", colours, -0.5, len(colours) - 0.5)
+    look = {"line_color": "white", "line_width": 0.7, "fill_color": fill}
+    hover = {"hover_line_color": "black", "hover_fill_color": fill}
+    quads = plot.quad(**_EDGES, source=source, name=f"{name}-blocks", **look, **hover)
     labels = ColumnDataSource({"x": [], "y": [], "text": [], "colour": []}, name=f"{name}-labels")
-    plot.text(
-        x="x", y="y", text="text", text_color="colour", source=labels, text_font_size={"value": "11px"},
-        text_align={"value": "center"}, text_baseline={"value": "middle"}, text_font={"value": "sans-serif"},
-    )  # fmt: skip
+    centred = {"text_align": {"value": "center"}, "text_baseline": {"value": "middle"}}
+    font = {"text_font_size": {"value": "11px"}, "text_font": {"value": "sans-serif"}}
+    plot.text(x="x", y="y", text="text", text_color="colour", source=labels, **centred, **font)
     formatters = _formatters("kind", "stage", "microbatch", "start", "end", "length", "held")
     plot.add_tools(
         HoverTool(
@@ -137,15 +136,10 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit, label: str) ->
 def _gaps(plot: Any, name: str) -> None:
     """Draw idle spans as narrow strips in the colour of their cause."""
     from bokeh.models import ColumnDataSource, HoverTool
-    from bokeh.transform import linear_cmap
 
     columns = ("start", "end", "top", "bottom", "cause", "length", "rank")
     source = ColumnDataSource({column: [] for column in columns}, name=name)
-    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
-    spans = plot.quad(
-        left="start", right="end", top="top", bottom="bottom", source=source, line_color=None,
-        fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
-    )  # fmt: skip
+    spans = plot.quad(**_EDGES, source=source, line_color=None, fill_color=cause_colours())
     formatters = _formatters("cause", "length")
     plot.add_tools(
         HoverTool(
@@ -160,9 +154,8 @@ def _gaps(plot: Any, name: str) -> None:
 
 def _memory(x: Any, unit: Unit, label: str) -> Any:
     from bokeh.models import AdaptiveTicker, ColumnDataSource, CustomJSTickFormatter, HoverTool, Range1d
-    from bokeh.plotting import figure
 
-    plot = _figure(figure, "memory", x, Range1d(start=0, end=1), 230, unit)
+    plot = _figure("memory", x, Range1d(start=0, end=1), 230, unit)
     plot.yaxis.axis_label = label
     plot.yaxis.ticker = AdaptiveTicker(
         base=1024 if "bytes" in label else 10,
@@ -176,9 +169,8 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
     plot.patches("xs", "ys", source=band, fill_color="colour", fill_alpha=0.22, line_color=None)
     for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.6)):
         source = ColumnDataSource(dict(empty), name=name)
-        lines = plot.multi_line(
-            "xs", "ys", source=source, line_color="colour", line_dash=dash, line_width=width, line_join="bevel",
-        )  # fmt: skip
+        look = {"line_color": "colour", "line_dash": dash, "line_width": width, "line_join": "bevel"}
+        lines = plot.multi_line("xs", "ys", source=source, **look)
         word = "planned" if "planned" in name else "held"
         plot.add_tools(
             HoverTool(renderers=[lines], tooltips=f"rank @rank, {word}", line_policy="nearest", visible=False)
@@ -190,18 +182,13 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
 
 def _bars(y: Any, height: int, unit: Unit) -> Any:
     from bokeh.models import ColumnDataSource, HoverTool, Range1d
-    from bokeh.plotting import figure
-    from bokeh.transform import linear_cmap
 
-    plot = _figure(figure, "bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
+    plot = _figure("bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
     plot.yaxis.axis_label = "rank"
     source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "cause")}, name="bars")
-    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
-    bars = plot.hbar(
-        y="rank", left="left", right="right", height=0.8, source=source, line_color=None,
-        fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
-    )  # fmt: skip
+    places = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
+    bars = plot.hbar(**places, source=source, line_color=None, fill_color=cause_colours())
     formatters = _formatters("cause", "share")
     plot.add_tools(
         HoverTool(
@@ -214,7 +201,29 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
     return plot
 
 
-def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
+def plain_figure(name: str, x: Any, y: Any, height: int, **options: Any) -> Any:
+    """Return a figure of the page, as wide as it, without a ground and with plain axes."""
+    from bokeh.plotting import figure
+
+    size = {"height": height, "sizing_mode": "stretch_width", "min_border_left": 70}
+    options = {"toolbar_location": "right", **size, **_BARE, **options}
+    plot = figure(name=f"{name}-figure", x_range=x, y_range=y, **options)
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def cause_colours() -> Any:
+    """Return the fill of what has the number of a cause, or of work before them, in the column "cause"."""
+    from bokeh.transform import linear_cmap
+
+    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
+    return linear_cmap("cause", colours, -0.5, len(colours) - 0.5)
+
+
+def _figure(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
     """Return a figure with tools for a time axis: drag to pan, ctrl and wheel to zoom."""
     from bokeh.models import BoxZoomTool, PanTool, ResetTool, SaveTool, WheelZoomTool
 
@@ -222,18 +231,11 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
     pan = PanTool(dimensions="both" if tall else "width")
     wheel = WheelZoomTool(dimensions="width", modifiers={"ctrl": True})
     tools = [pan, wheel, BoxZoomTool(dimensions="both" if tall else "width"), ResetTool(), SaveTool()]
-    plot = figure(
-        name=f"{name}-figure", x_range=x, y_range=y, height=height, sizing_mode="stretch_width", tools=tools,
-        active_drag=pan, active_scroll=wheel, toolbar_location="right", background_fill_color=None, border_fill_color=None,
-        outline_line_color=None, min_border_left=70,
-        # Of very many blocks, every fifth is drawn while they are moved, and all of them afterwards.
-        lod_threshold=12_000, lod_factor=5, lod_interval=150, lod_timeout=150,
-    )  # fmt: skip
-    plot.toolbar.logo = None
-    plot.toolbar.autohide = True
+    active = {"tools": tools, "active_drag": pan, "active_scroll": wheel}
+    # Of very many blocks, every fifth is drawn while they are moved, and all of them afterwards.
+    detail = {"lod_threshold": 12_000, "lod_factor": 5, "lod_interval": 150, "lod_timeout": 150}
+    plot = plain_figure(name, x, y, height, **active, **detail)
     plot.xaxis.axis_label = f"time ({unit.name})" if unit.name else "time"
-    plot.axis.axis_label_text_font_style = "normal"
-    plot.axis.minor_tick_line_color = None
     if name != "memory":
         plot.yaxis.ticker.mantissas = [1, 2, 5]
         plot.yaxis.ticker.min_interval = 1
@@ -246,10 +248,8 @@ def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> 
     from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 
-    plot = figure(
-        name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", background_fill_color=None,
-        border_fill_color=None, outline_line_color=None, toolbar_location=None, sizing_mode="stretch_width",
-    )  # fmt: skip
+    still: dict[str, Any] = {"toolbar_location": None, "sizing_mode": "stretch_width"}
+    plot = figure(name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", **_BARE, **still)
     for points, colour in zip(lines, LINES, strict=False):
         if not points:
             continue

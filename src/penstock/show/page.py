@@ -313,9 +313,7 @@ def _experts(trace: Trace) -> list[list[str]]:
         if not sum(known) or len(known) < len(counts):
             continue
         mean, most, least = sum(known) / len(known), max(known), min(known)
-        rows.append([
-            str(name), f"{sum(known):,.0f}", f"{mean:,.1f}",
-            f"{known.index(most)}: {most:,.0f} ({most / mean:.2f} x)",
-            f"{known.index(least)}: {least:,.0f} ({least / mean:.2f} x)",
-        ])  # fmt: skip
+        largest = f"{known.index(most)}: {most:,.0f} ({most / mean:.2f} x)"
+        smallest = f"{known.index(least)}: {least:,.0f} ({least / mean:.2f} x)"
+        rows.append([str(name), f"{sum(known):,.0f}", f"{mean:,.1f}", largest, smallest])
     return rows

@@ -28,22 +28,24 @@ class CauseStyle(NamedTuple):
     colour: str  # fill, #rrggbb
     meaning: str  # name in a legend
     sentence: str  # end of a sentence that begins with "the largest part was"
-    heading: str  # head of a column in the terminal
-    narrow_heading: str  # the same in fewer columns
+
+
+def _black_on(colour: str) -> tuple[str, str]:
+    return f"black on bright_{colour}", f"black on {colour}"
 
 
 KINDS: dict[Activity, KindStyle] = {
-    Activity.F: KindStyle("#1f5fa8", "#7fb2e5", "forward", "F", ("black on bright_blue", "black on blue")),
-    Activity.B: KindStyle("#a65300", "#f0a04b", "backward", "B", ("black on bright_green", "black on green")),
-    Activity.I: KindStyle("#a3123f", "#ee7f95", "input gradient", "I", ("black on bright_cyan", "black on cyan")),
-    Activity.W: KindStyle("#007a5a", "#86e0bd", "weight gradient", "W", ("black on bright_yellow", "black on yellow")),
-    Activity.R: KindStyle("#35104f", "#e6d6fa", "recompute", "R", ("black on bright_magenta", "black on magenta")),
+    Activity.F: KindStyle("#1f5fa8", "#7fb2e5", "forward", "F", _black_on("blue")),
+    Activity.B: KindStyle("#a65300", "#f0a04b", "backward", "B", _black_on("green")),
+    Activity.I: KindStyle("#a3123f", "#ee7f95", "input gradient", "I", _black_on("cyan")),
+    Activity.W: KindStyle("#007a5a", "#86e0bd", "weight gradient", "W", _black_on("yellow")),
+    Activity.R: KindStyle("#35104f", "#e6d6fa", "recompute", "R", _black_on("magenta")),
     Activity.SEND: KindStyle("#5f6b73", "#aab4ba", "send", "S", ("bright_black", "bright_black")),
     Activity.RECV: KindStyle("#5f6b73", "#aab4ba", "receive", "V", ("bright_black", "bright_black")),
     Activity.REDUCE: KindStyle("#9c1f8a", "#e58ad8", "reduction", "=", ("red", "red")),
     Activity.OPTIMIZER: KindStyle("#3b3b3b", "#cfcfcf", "optimizer", "O", ("white on red", "white on red")),
     Activity.GATHER: KindStyle("#5b6d00", "#c3d94f", "gather of weights", "+", ("cyan", "cyan")),
-}  # fmt: skip
+}
 """Every `Activity`, in the order of its numbers: the page's script looks styles up by number."""
 
 _MESSAGES = (Activity.SEND, Activity.RECV)
@@ -51,27 +53,30 @@ WITHOUT_MESSAGES = {kind: style for kind, style in KINDS.items() if kind not in 
 
 BUSY = "#4a5a6a"
 CAUSES = {
-    "warm_up": CauseStyle("#88ccee", "warm-up", "warm-up: the pipeline fills", "warm-up", "warm-up"),
-    "cool_down": CauseStyle("#4477aa", "cool-down", "cool-down: the pipeline drains", "cool-down", "cool-\ndown"),
-    "activation": CauseStyle(
-        "#ddcc77", "waiting for an activation", "waiting for an activation", "wait for\nactivation",
-        "wait for\nacti-\nvation",
-    ),
-    "gradient": CauseStyle(
-        "#cc6677", "waiting for a gradient", "waiting for a gradient", "wait for\ngradient", "wait for\ngradient",
-    ),
+    "warm_up": CauseStyle("#88ccee", "warm-up", "warm-up: the pipeline fills"),
+    "cool_down": CauseStyle("#4477aa", "cool-down", "cool-down: the pipeline drains"),
+    "activation": CauseStyle("#ddcc77", "waiting for an activation", "waiting for an activation"),
+    "gradient": CauseStyle("#cc6677", "waiting for a gradient", "waiting for a gradient"),
     "communication": CauseStyle(
-        "#aa4499", "exposed communication", "communication that no computation hides", "commu-\nnication",
-        "commu-\nnication",
+        "#aa4499", "exposed communication", "communication that no computation hides"
     ),
-    "overhead": CauseStyle(
-        "#117733", "overhead", "overhead between ops, whose inputs were all there", "overhead", "over-\nhead",
-    ),
+    "overhead": CauseStyle("#117733", "overhead", "overhead between ops, whose inputs were all there"),
     "imbalance": CauseStyle(
-        "#bbbbbb", "imbalance", "imbalance: some ranks have less work than the busiest one", "imbalance", "imbal-\nance",
+        "#bbbbbb", "imbalance", "imbalance: some ranks have less work than the busiest one"
     ),
-}  # fmt: skip
+}
 """Every cause of `penstock.trace.bubbles.CAUSES`, in that order."""
+
+HEADINGS = {
+    "warm_up": ("warm-up", "warm-up"),
+    "cool_down": ("cool-down", "cool-\ndown"),
+    "activation": ("wait for\nactivation", "wait for\nacti-\nvation"),
+    "gradient": ("wait for\ngradient", "wait for\ngradient"),
+    "communication": ("commu-\nnication", "commu-\nnication"),
+    "overhead": ("overhead", "over-\nhead"),
+    "imbalance": ("imbalance", "imbal-\nance"),
+}
+"""Head of each cause's column in a wide and in a narrow terminal."""
 
 MEMORY_PARTS = {
     "weights": ("#5046b4", "weights"),

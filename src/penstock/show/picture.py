@@ -153,10 +153,10 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool, floor: float)
         left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
         edges = ((left, top), (right, top), (right, bottom), (left, bottom))
         corners = np.stack([np.stack(point, axis=1) for point in edges], axis=1)
+        hatch, width = (HATCHES.get(kind), 0.7) if hatched else (None, 0.3)
         bars = PolyCollection(
-            list(corners), facecolors=shade, edgecolors=lines, linewidths=0.7 if hatched else 0.3,
-            hatch=HATCHES.get(kind) if hatched else None,
-        )  # fmt: skip
+            list(corners), facecolors=shade, edgecolors=lines, linewidths=width, hatch=hatch
+        )
         bars.set_rasterized(len(trace) > RASTERIZED)
         axes.add_collection(bars)
 
@@ -181,7 +181,7 @@ def _labels(axes: Axes, trace: Trace, size: float, floor: float) -> None:
         kind = Activity(int(trace.kind[row]))
         style = WITHOUT_MESSAGES[kind]
         ink, ground = ("black", style.light) if light[row] else ("white", style.full)
-        axes.text(
-            x, y, text, ha="center", va="center_baseline", fontsize=fitting, clip_on=True, color=ink,
-            bbox={"facecolor": ground, "edgecolor": "none", "pad": 0.1 if half else 0.8} if kind in HATCHES else None,
-        )  # fmt: skip
+        patch: dict[str, Any] = {"facecolor": ground, "edgecolor": "none", "pad": 0.1 if half else 0.8}
+        behind = patch if kind in HATCHES else None
+        align: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
+        axes.text(x, y, text, fontsize=fitting, clip_on=True, color=ink, bbox=behind, **align)

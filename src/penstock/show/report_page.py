@@ -22,7 +22,8 @@ from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.read_shape import read_shape
 from penstock.show.analysis import StepAnalysis
-from penstock.show.palette import BUSY, CAUSES
+from penstock.show.figures import cause_colours, plain_figure
+from penstock.show.palette import CAUSES
 from penstock.show.units import Unit, amount, finite
 
 _MAX_BYTES = 16 * MEGABYTE
@@ -164,8 +165,6 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
     """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, CustomJSHover, FixedTicker, HoverTool, Range1d, TapTool
-    from bokeh.plotting import figure
-    from bokeh.transform import linear_cmap
 
     columns: dict[str, list[Any]] = {
         name: [] for name in ("step", "bottom", "top", "cause", "share", "length")
@@ -174,29 +173,18 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
         makespan, bottom = float(step.bubbles.makespan) or 1.0, 0.0
         for cause, time in enumerate(mean_times(step)):
             if time > 1e-9 * makespan:
-                values = (
-                    number,
-                    bottom,
-                    bottom + time * unit.scale,
-                    cause,
-                    time / makespan,
-                    time * unit.scale,
-                )
+                height = time * unit.scale
+                values = (number, bottom, bottom + height, cause, time / makespan, height)
                 for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
-                bottom += time * unit.scale
+                bottom += height
     highest = max(columns["top"], default=0.0) or 1.0
-    plot = figure(
-        name="overview-figure", height=210, sizing_mode="stretch_width", tools="", toolbar_location=None,
-        x_range=Range1d(start=-0.7, end=len(steps) - 0.3), y_range=Range1d(start=0, end=1.06 * highest),
-        background_fill_color=None, border_fill_color=None, outline_line_color=None, min_border_left=70,
-    )  # fmt: skip
+    x, y = Range1d(start=-0.7, end=len(steps) - 0.3), Range1d(start=0, end=1.06 * highest)
+    plot = plain_figure("overview", x, y, height=210, tools="", toolbar_location=None)
     source = ColumnDataSource(columns, name="overview")
-    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
-    bars = plot.vbar(
-        x="step", bottom="bottom", top="top", width=0.8, source=source, line_color=None, nonselection_fill_alpha=1.0,
-        fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
-    )  # fmt: skip
+    places = {"x": "step", "bottom": "bottom", "top": "top", "width": 0.8}
+    look = {"line_color": None, "fill_color": cause_colours(), "nonselection_fill_alpha": 1.0}
+    bars = plot.vbar(**places, source=source, **look)
     chosen = ColumnDataSource({"step": [], "top": []}, name="chosen")
     plot.vbar(
         x="step",
@@ -220,8 +208,6 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
     plot.xaxis.axis_label = "run" if names else "step" if numbered(steps) else "place in the list"
     plot.yaxis.axis_label = f"time ({unit.name})" if unit.name else "time"
     plot.xgrid.visible = False
-    plot.axis.axis_label_text_font_style = "normal"
-    plot.axis.minor_tick_line_color = None
     return dict(json_item(plot))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.show.blocks import lighter, second_of_pair, several_stages
-from penstock.show.palette import CAUSES, WITHOUT_MESSAGES
+from penstock.show.palette import HEADINGS, WITHOUT_MESSAGES
 from penstock.show.units import TICKS, Unit, decimals
 from penstock.trace.bubbles import Bubbles
 from penstock.trace.events import COLLECTIVES, Activity, Trace
@@ -87,7 +87,7 @@ def bubble_table(
     six digits. A `narrow` table breaks up its heads so that every cause fits into 80 columns.
     """
     causes = bubbles.causes
-    heads = [CAUSES[cause].narrow_heading if narrow else CAUSES[cause].heading for cause in causes]
+    heads = [HEADINGS[cause][narrow] for cause in causes]
     table = plain_table("rank", "busy", "bubble", *heads, *more, gap=2 - narrow)
     times = (bubbles.busy, bubbles.makespan - bubbles.busy, *(bubbles.idle[cause] for cause in causes))
     digits = f".{decimals(float(bubbles.makespan) * unit.scale)}f" if unit.name else ".6g"

@@ -38,12 +38,10 @@ from penstock.simulate.costs import Communication, Costs, Link
 
 _MAX_BYTES = 64 * MEGABYTE
 _NEEDED = ("F", "B", "W")
-_OPTIONAL = {
-    "full": None, "R": None, "pair": None, "pair_output": "end",
-    "message_bytes": 0, "latency": 0, "bandwidth": math.inf, "ranks_per_node": None,
-    "latency_between_nodes": None, "bandwidth_between_nodes": None, "gather": None, "reduce": None,
-    "blocks": "none",
-}  # fmt: skip
+_LINK = {"message_bytes": 0, "latency": 0, "bandwidth": math.inf}
+_NODES = dict.fromkeys(("ranks_per_node", "latency_between_nodes", "bandwidth_between_nodes"))
+_SHARDED = {"gather": None, "reduce": None, "blocks": "none"}
+_OPTIONAL = {"full": None, "R": None, "pair": None, "pair_output": "end", **_LINK, **_NODES, **_SHARDED}
 
 
 def read_costs(path: str | Path, placement: Placement, latency: float | int | None = None) -> Costs:

@@ -154,10 +154,8 @@ def _times(program: Program, costs: Costs) -> tuple[Table, Table, _Shards | None
     pair = _pair_seconds(program, costs)
     collectives = [np.zeros(0, np.int64) if each is None else each for each in (costs.gather, costs.reduce)]
     dtype = np.result_type(costs.seconds, transfer, pair, *collectives)
-    rows = _Rows(
-        schedule.offsets, program.source, program.target, program.rank, schedule.paired, schedule.stage,
-        schedule.kind,
-    )  # fmt: skip
+    of_ops = (schedule.paired, schedule.stage, schedule.kind)
+    rows = _Rows(schedule.offsets, program.source, program.target, program.rank, *of_ops)
     tables = (costs.seconds, pair, transfer)
     flat = [np.ascontiguousarray(table, dtype).ravel() for table in tables]
     seconds = _Seconds(flat[0], flat[1], flat[2], communication.node(schedule.ranks))

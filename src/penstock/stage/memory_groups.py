@@ -105,10 +105,8 @@ def _common_address(distance: int, one: _Extent, other: _Extent) -> bool:
 
 def _array(address: int, extent: _Extent) -> Any:
     shape, strides, size = extent
-
-    interface = {
-        "data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{size}", "version": 3,
-    }  # fmt: skip
+    memory = {"data": (address, True), "shape": shape, "strides": strides}
+    interface = {**memory, "typestr": f"|V{size}", "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 

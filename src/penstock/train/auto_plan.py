@@ -62,11 +62,12 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
 
     def choose() -> tuple[dict[str, Any], tuple[int, ...]]:
         fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, **_sharding(config.parallel, shape.dp)}
+        sequence, batch, ranks = config.data.sequence, config.train.batch, shape.ranks
+        # The other processes wait meanwhile, and must not give up.
+        limit = min(_SECONDS, config.runtime.timeout / 2)
         result = search(
-            profile, cluster, sequence=config.data.sequence, batch=config.train.batch, fixed=fixed, devices=shape.ranks,
-            # The other processes wait meanwhile, and must not give up.
-            top=1, limit=min(_SECONDS, config.runtime.timeout / 2),
-        )  # fmt: skip
+            profile, cluster, sequence=sequence, batch=batch, fixed=fixed, devices=ranks, top=1, limit=limit
+        )
         best = result.best
         report(
             f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms per step expected ({1e3 * best.low:.4g} to "
@@ -121,11 +122,18 @@ def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group:
     sizes = divisors(config.train.batch // shape.dp, _MAX_ROWS)
     exchange: Exchange | None = (lambda value: run_group.each(lambda: value)) if run_group.size > 1 else None
     return measure_layers(
-        model.layers, given, target=given if model.target_is_input else tokens[:, 1:], loss_fn=model.loss_fn,
-        microbatches=sorted({sizes[0], sizes[-1]}), ranks=1 if exchange is not None else shape.ranks,
-        effort=Effort(seconds=_SECONDS), exchange=exchange, name="model", seed=config.train.seed,
+        model.layers,
+        given,
+        target=given if model.target_is_input else tokens[:, 1:],
+        loss_fn=model.loss_fn,
+        microbatches=sorted({sizes[0], sizes[-1]}),
+        ranks=1 if exchange is not None else shape.ranks,
+        effort=Effort(seconds=_SECONDS),
+        exchange=exchange,
+        name="model",
+        seed=config.train.seed,
         autocast=autocast_of(config.runtime.precision),
-    )  # fmt: skip
+    )
 
 
 def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config:

@@ -262,10 +262,16 @@ def _keep_start(
 ) -> None:
     """Note when, where and how the run was started; for the leader alone."""
     keep_start(
-        path, reporter.say, step=done, layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
-        device=device, processes=processes, threads=threads, dtype=config.runtime.precision,
+        path,
+        reporter.say,
+        step=done,
+        layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
+        device=device,
+        processes=processes,
+        threads=threads,
+        dtype=config.runtime.precision,
         rated=rated_flops,
-    )  # fmt: skip
+    )
 
 
 def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: bool) -> Outcome:

@@ -173,10 +173,10 @@ class Trainer:
         self.progress = RunProgress(done, loss)
         run.reporter.step(done, loss)
         samples = run.config.train.batch * done
+        lr, norm, tokens = update.lr[0], float(update.grad_norm), samples * run.config.data.sequence
         return StepEvent(
-            step=done, loss=loss, lr=update.lr[0], grad_norm=float(update.grad_norm),
-            samples=samples, tokens=samples * run.config.data.sequence, logged=False,
-        )  # fmt: skip
+            step=done, loss=loss, lr=lr, grad_norm=norm, samples=samples, tokens=tokens, logged=False
+        )
 
     def _overflow(self, done: int, scale: float) -> None:
         """Note a step that is skipped since a gradient overflowed at this loss scale; the next step has a smaller one.

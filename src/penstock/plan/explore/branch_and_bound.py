@@ -181,10 +181,8 @@ class _Candidate:
     sharded: bool = field(default=False, compare=False)
 
 
-_UNTIMED: dict[str, Any] = {
-    "pp": 1, "dp": 1, "v": None, "schedule": Layout.schedule, "shard": "none", "window": None, "reduce_every": None,
-    "split": "even",
-}  # fmt: skip
+_WHOLE: dict[str, Any] = {"shard": "none", "window": None, "reduce_every": None}
+_UNTIMED = {**_WHOLE, "pp": 1, "dp": 1, "v": None, "schedule": Layout.schedule, "split": "even"}
 """Values of a layout's keys that the layers' times do not depend on."""
 _Sizes = Callable[[Schedule, StageCosts, Layout, str], float]
 

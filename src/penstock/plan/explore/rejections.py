@@ -13,10 +13,8 @@ from penstock.plan.explore.search_space import Order
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
-DIMENSIONS = (
-    "pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", "shard", "window", "sequence_parallel",
-    "split",
-)  # fmt: skip
+_SHARDING = ("shard", "window", "sequence_parallel", "split")
+DIMENSIONS = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", *_SHARDING)
 
 SAME = 1e-9
 """Share below which a difference in seconds is rounding."""

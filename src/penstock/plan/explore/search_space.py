@@ -73,6 +73,8 @@ class Space:
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
+        keys = ("window", "reduce_every", "attention", "overlap", "dtype")
+        given: dict[str, Any] = {key: self.fixed.get(key) for key in keys}
         for pp, dp, tp, cp in self._degrees():
             share = self.batch // dp
             for microbatch in self._values("microbatch", divisors(share, MAX_MICROBATCH)):
@@ -90,17 +92,19 @@ class Space:
                         continue
                     # `shard` and `split` are chosen last; see `variants`, `sharded` and `splits`.
                     layout = Layout(
-                        pp=pp, dp=dp, tp=tp, ep=ep, cp=cp, v=None, microbatch=microbatch, recompute=recompute,
+                        pp=pp,
+                        dp=dp,
+                        tp=tp,
+                        ep=ep,
+                        cp=cp,
+                        microbatch=microbatch,
+                        recompute=recompute,
                         shard=self.fixed.get("shard", "optimizer" if dp * cp > 1 else "none"),
-                        window=self.fixed.get("window"),
-                        reduce_every=self.fixed.get("reduce_every"),
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
-                        attention=self.fixed.get("attention"),
-                        overlap=self.fixed.get("overlap"),
-                        dtype=self.fixed.get("dtype"),
                         imbalance=self.fixed.get("imbalance", 1.0),
-                    )  # fmt: skip
+                        **given,
+                    )
                     yield Point(layout, share // microbatch)
 
     @property

@@ -15,6 +15,7 @@ from penstock.plan.rank_memory import MARGIN
 from penstock.profile.model_profile import Profile
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
+from penstock.schedule.search.order_problem import BackwardMode
 from penstock.schedule.text import write_csv
 from penstock.simulate.certified_search import search_schedule
 
@@ -43,12 +44,11 @@ def with_searched_order(
         if plan.layout.pp == 1 or sharded or plan.program is None or plan.costs is None:
             continue
         schedule = plan.program.schedule
-        split = bool((schedule.kind == Kind.W).any())
+        backward: BackwardMode = "split" if (schedule.kind == Kind.W).any() else "full"
+        costs = op_costs(plan.costs, cluster, plan.layout, profile.runtime, profile.op_overhead)
         found = search_schedule(
-            schedule.placement, schedule.microbatches,
-            op_costs(plan.costs, cluster, plan.layout, profile.runtime, profile.op_overhead),
-            "split" if split else "full", _budget(plan), seconds=seconds,
-        )  # fmt: skip
+            schedule.placement, schedule.microbatches, costs, backward, _budget(plan), seconds=seconds
+        )
         ours = predict(
             profile,
             cluster,

@@ -122,14 +122,16 @@ def fill(
     ranks = len(orders)
     places = np.argsort(orders, axis=1, kind="stable").reshape(ranks, 4, microbatches)
     tables = _Tables(
-        orders, places, _sources(ranks),
+        orders,
+        places,
+        _sources(ranks),
         end=np.full((4 * ranks, microbatches), -1),
         done=np.zeros((ranks, 4 * microbatches), np.bool_),
         chunks=np.zeros((ranks, 2 * microbatches), np.int64),
         count=np.zeros((ranks, 6), np.int64),
         head=np.zeros(ranks, np.int64),
         filled=np.zeros((ranks, 6 * microbatches), np.int64),
-    )  # fmt: skip
+    )
     kernel = choose(_fill, tables.filled.size)
     if kernel is _fill:
         tables = _Tables(*(table.tolist() for table in tables))

@@ -113,10 +113,9 @@ def searched(
         mixed=mixed,
     )
     search = OrderSearch(problem, catalogue_starts, seed=seed)
-    options: dict[str, object] = {
-        "placement": placement, "backward": backward, "costs": tuple(tuple(map(float, c)) for c in (f, b, w)),
-        "latency": float(latency), "memory_limit": memory_limit, "rounds": rounds, "seed": seed,
-    }  # fmt: skip
+    of_stages = tuple(tuple(map(float, cost)) for cost in (f, b, w))
+    options: dict[str, object] = {"placement": placement, "backward": backward, "costs": of_stages}
+    options |= {"latency": float(latency), "memory_limit": memory_limit, "rounds": rounds, "seed": seed}
     options |= {} if full is None else {"full": tuple(map(float, whole))}
     return search.problem.schedule(search.run(math.inf, rounds).codes, "searched", options)
 

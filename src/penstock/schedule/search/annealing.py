@@ -97,17 +97,15 @@ def _state(tables: CodeTables, codes: Ints, microbatches: int, seed: int) -> _St
     ranks = len(tables.limit)
     work = np.zeros(ranks)
     np.add.at(work, rank, tables.seconds[codes])
-    return _State(
-        codes.copy(), rank, number, place, np.zeros(ops), np.zeros(ops), held, random, np.zeros(ops, np.int64), work,
-        np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks, np.int64),
-    )  # fmt: skip
+    of_ops = (codes.copy(), rank, number, place, np.zeros(ops), np.zeros(ops), held, random)
+    of_ranks = (np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks, np.int64))
+    return _State(*of_ops, np.zeros(ops, np.int64), work, *of_ranks)
 
 
 def _sweep(tables: CodeTables, state: _State, allowed: float) -> float:
     """Time every op as early as possible; return the makespan, infinite if the ranks deadlock or it exceeds `allowed`."""
-    offsets, source, receiver, lag, seconds, tail = (
-        tables.offsets, tables.source, tables.receiver, tables.lag, tables.seconds, tables.tail,
-    )  # fmt: skip
+    offsets, source, receiver = tables.offsets, tables.source, tables.receiver
+    lag, seconds, tail = tables.lag, tables.seconds, tables.tail
     codes, number, place, begin, end = state.codes, state.number, state.place, state.begin, state.end
     position, clock, left_work, todo = state.position, state.clock, state.left_work, state.todo
     ranks, left, longest = len(position), len(codes), 0.0

@@ -203,10 +203,8 @@ class OrderSearch:
             float(np.exp(random.uniform(math.log(low), math.log(high)))) * unit
             for low, high in (_WARM if warm else _COLD, _END, _PRICE)
         )
-        heat = Heat(
-            moves, start, end, price, int(random.choice(_DISTANCES)), int(random.integers(2**31)),
-            self.bound * (1 + _EXACT),
-        )  # fmt: skip
+        distance, seed = int(random.choice(_DISTANCES)), int(random.integers(2**31))
+        heat = Heat(moves, start, end, price, distance, seed, self.bound * (1 + _EXACT))
         makespan, codes = anneal(self.problem.tables_of(entry.codes), entry.codes, self._most, heat)
         better = self._offer(entry.name, makespan, codes)
         if self.problem.mixed and makespan < math.inf:

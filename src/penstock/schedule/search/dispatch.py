@@ -112,9 +112,8 @@ def _dispatch(  # noqa: PLR0917 - numba takes no keyword-only parameters
     overrun: float,
     codes: Ints,
 ) -> float:
-    offsets, receiver, lag, seconds, memory = (
-        tables.offsets, tables.receiver, tables.lag, tables.seconds, tables.memory,
-    )  # fmt: skip
+    offsets, receiver, memory = tables.offsets, tables.receiver, tables.memory
+    lag, seconds = tables.lag, tables.seconds
     nodes = own.nodes
     done, ends, held = progress
     ranks = len(nodes)
@@ -156,9 +155,15 @@ def _dispatch(  # noqa: PLR0917 - numba takes no keyword-only parameters
 
 
 def _decide(  # noqa: PLR0917 - numba takes no keyword-only parameters
-    tables: CodeTables, own: _Ranks, progress: _Progress, turn: Floats, rank: int, now: float, patience: float,
+    tables: CodeTables,
+    own: _Ranks,
+    progress: _Progress,
+    turn: Floats,
+    rank: int,
+    now: float,
+    patience: float,
     overrun: float,
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float]:
     """Return the code that a rank runs now, or -1 and the time at which it chooses again."""
     source, lag, seconds = tables.source, tables.lag, tables.seconds
     done, ends, _ = progress

@@ -20,7 +20,7 @@ from penstock.base.errors import ScheduleError
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
-from penstock.schedule.schedule import Columns, Schedule
+from penstock.schedule.schedule import Columns, Schedule, plain_columns
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -190,12 +190,10 @@ class OrderProblem:
         lag = arrival * (1.0 - self.sender_blocks - self.receiver_blocks)
         change = self._memory(stage)
         size = np.bincount(self.node_ranks, self.node_counts * self.kinds, self.ranks).astype(np.int64)
-        return CodeTables(
-            np.concatenate([[0], np.cumsum(size)]),
-            (3 * one[:, None] + np.array(ROWS)).ravel(),
-source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
-            self._tails(seconds, lag).ravel(), change.ravel(), self.limits,
-        )  # fmt: skip
+        offsets, row = np.concatenate([[0], np.cumsum(size)]), (3 * one[:, None] + np.array(ROWS)).ravel()
+        links = (source.ravel(), receiver.ravel(), lag.ravel())
+        ends = (self._tails(seconds, lag).ravel(), change.ravel())
+        return CodeTables(offsets, row, *links, seconds.ravel(), *ends, self.limits)
 
     @cached_property
     def least(self) -> float:
@@ -338,10 +336,7 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
             node, kind = np.divmod(own, 4)
             number = numbers(own)
             pipe = node // self.stages
-            yield Columns(
-                (node % self.stages).astype(np.int32), kinds[kind], (number + first[pipe]).astype(np.int32),
-                np.zeros(len(own), np.bool_),
-            )  # fmt: skip
+            yield plain_columns(node % self.stages, kinds[kind], number + first[pipe])
 
     def lists(self, codes: Ints) -> list[Ints]:
         """Return an order as one list per rank."""

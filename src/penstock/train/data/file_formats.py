@@ -34,10 +34,10 @@ _HINTS = {
     ),
 }
 """Advice by the suffix of a file that is not plain text."""
-_MAGIC = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
-    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"%PDF": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG",
-}  # fmt: skip
+_PACKING = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG"}
+_STORED = {b"PK\x03\x04": "zip", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"%PDF": "PDF"}
+_MAGIC = _PACKING | _STORED | _IMAGES
 _SNIFFED = 1 << 16
 _SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval"}
 

@@ -71,9 +71,8 @@ def _rows(folder: Path, config: DataConfig) -> Iterator[tuple[list[str], float]]
             f"{folder} needs the datasets package: pip install 'penstock-torch[data]'"
         ) from error
     for path in sorted(folder.rglob("*")):
-        if not (
-            path.is_file() or path.is_dir()
-        ):  # the library would wait for a pipe, or read a device without end
+        # The library would wait for a pipe, or read a device without end.
+        if not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is not a regular file")
     try:
         loaded = datasets.load_from_disk(str(folder))

@@ -78,10 +78,8 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, add
     parameter.normal_(0.0, spread, generator=generator)
 
 
-_ADDED = {
-    "attention.output.weight", "feed_forward.down.weight", "feed_forward.experts.down_proj",
-    "feed_forward.shared.down.weight",
-}  # fmt: skip
+_DOWN = ("down.weight", "experts.down_proj", "shared.down.weight")
+_ADDED = {"attention.output.weight", *(f"feed_forward.{name}" for name in _DOWN)}
 
 
 class LlamaBlock(nn.Module):
