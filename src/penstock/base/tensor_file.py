@@ -1,10 +1,10 @@
 """Files of tensors in safetensors' format, written with their digest and read with ordinary reads.
 
-The format: 8 bytes with the header's length, the header as JSON, the numbers. The library does not write the files for
-three reasons: the digest is taken of the bytes on their way to the disk, not of the bytes that a disk returns; other threads
-continue to train (hashing and writing large pieces releases the interpreter lock); and the library's files have the mode
-0600. The library does not read them because it maps files into memory: its tensors are the file's pages until they are
-copied, and a file truncated in the meantime ends the process with SIGBUS, which Python cannot catch.
+The format: 8 bytes with the header's length, the header as JSON, the numbers. The library (0.8) writes a file only when all
+tensors are in this process's memory at once, so that a model on a GPU would be copied as a whole; the digest could then only
+be taken of what a disk returns, not of the bytes on their way to it; and its files have the mode 0600. It reads in two ways.
+One maps the file into memory, and a file truncated in the meantime ends the process with SIGBUS, which Python cannot catch.
+The other reads a whole tensor for every slice of it, and a rank of a sharded model needs slices only.
 """
 
 from __future__ import annotations
