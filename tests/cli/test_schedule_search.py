@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli import group, main
+from penstock.cli import group, main, schedule_search
 from penstock.schedule.text import read_csv
 from tests.support.lanes import exhaustive, slow
 
@@ -145,16 +145,14 @@ def test_what_cannot_be_searched_is_refused_in_one_line(
 def test_an_interrupt_before_the_first_order_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from penstock.simulate import certified_search
-
-    search = certified_search.search_schedule
+    search = schedule_search.search_schedule
 
     def interrupted(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return search(*args, **options)
 
     monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4"])
-    monkeypatch.setattr(certified_search, "search_schedule", interrupted)
+    monkeypatch.setattr(schedule_search, "search_schedule", interrupted)
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 130

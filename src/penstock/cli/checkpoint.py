@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from penstock.base.errors import DataError
+
 
 @click.group(
     epilog="Example:  penstock checkpoint list runs/first\n\n          penstock checkpoint verify runs/first\n\n"
@@ -25,7 +27,6 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_(run: Path, as_json: bool) -> None:
     """List the checkpoints of a RUN, the newest first. Reads manifests and file sizes only."""
-    from penstock.base.errors import DataError
     from penstock.checkpoint.find import folder_of, missing, read_manifest, steps_in
 
     rows: list[dict[str, Any]] = []
@@ -66,7 +67,6 @@ def verify(path: Path, as_json: bool) -> None:
 
     Exit code 1 if one is damaged.
     """
-    from penstock.base.errors import DataError
     from penstock.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
 
     paths = [path] if is_checkpoint(path) else [checkpoint for _, checkpoint in steps_in(folder_of(path))]

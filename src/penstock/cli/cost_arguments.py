@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import click
 
 from penstock.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.schedule.placement import Placement
-    from penstock.simulate.costs import Costs
+from penstock.schedule.placement import Placement
+from penstock.simulate.cost_file import read_costs
+from penstock.simulate.costs import Communication, Costs, Link
 
 COSTS = click.option(
     "--costs", default="1,1,1", show_default=True, metavar="FILE|F,B,W",
@@ -37,9 +35,6 @@ _UNITS = {
 
 def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
     """Return the costs that the options give the stages of a placement."""
-    from penstock.simulate.cost_file import read_costs
-    from penstock.simulate.costs import Communication, Costs, Link
-
     seconds = None if latency is None else _number(latency)
     if latency is not None and seconds is None:
         raise ConfigError(f"--latency must be a number of seconds, got {latency!r}")

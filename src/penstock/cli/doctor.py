@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
+from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.cli.output import table_console
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from penstock.doctor.examine import Report
 
 MATRIX = 12
@@ -85,8 +86,6 @@ def command(
 
 
 def _show(report: Report, *, started: bool) -> None:
-    from penstock.base.counts import plural
-
     machines = report.machines
     hosts = len({one["machine"] for one in machines.values()})
     here = ", started for this check" if started else ""
@@ -124,8 +123,6 @@ def _show(report: Report, *, started: bool) -> None:
 
 
 def _machines(report: Report) -> None:
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     columns = (
         "host",
@@ -166,8 +163,6 @@ def _machines(report: Report) -> None:
 
 def _links(report: Report, title: str, show: Callable[[Mapping[str, Any]], str]) -> None:
     """Print a table with senders as rows and receivers as columns; with too many ranks, neighbours only."""
-    from rich.table import Table
-
     ranks = sorted(report.links)
     all_pairs = report.ranks <= MATRIX
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import OutputFile, kind_of_start
-
-if TYPE_CHECKING:
-    from penstock.show.picture import PictureStyle
-    from penstock.trace.events import Trace
+from penstock.show.chrome import write_chrome
+from penstock.show.picture import PictureStyle, draw_picture
+from penstock.trace.events import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -65,15 +64,10 @@ def figure_of(
             return None
     if out.suffix.lower() not in _KINDS:
         raise ConfigError(f"--out {out}: the name must end in {', '.join(_KINDS)}")
-    from penstock.show.picture import PictureStyle
-
     return FigureFile(out, PictureStyle(**given))
 
 
 def write_figure(trace: Trace, figure: FigureFile) -> None:
-    from penstock.show.chrome import write_chrome
-    from penstock.show.picture import draw_picture
-
     if figure.path.suffix.lower() == ".json":
         write_chrome(trace, figure.path)
     else:

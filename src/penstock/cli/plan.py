@@ -5,17 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from penstock.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.plan.cluster import Cluster
-    from penstock.plan.explore.search_result import SearchResult
-    from penstock.plan.prediction import Prediction
-    from penstock.profile.model_profile import Profile
+from penstock.cli.cost_arguments import parse_bytes
+from penstock.cli.plan_files import (
+    data_of_run,
+    differences,
+    model_tables,
+    pipeline_code,
+    require_writable,
+    run_config,
+    run_tables,
+    start_of_run,
+    start_of_script,
+    vocabulary_of,
+    why_not_trained,
+    write_signed,
+)
+from penstock.cli.plan_run import compare, config_of, precision_of
+from penstock.cli.plan_text import changes_text, headline, memory_table, plans_table, reasons_text, summary
+from penstock.plan.cluster import Cluster, read_cluster, with_memory
+from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.outlook import left_out_text, limits_text
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.explore.searched_orders import with_searched_order
+from penstock.plan.plan_page import write_plan
+from penstock.plan.prediction import Prediction, predict
+from penstock.plan.run_layout import Layout, layout_values
+from penstock.plan.stage_costs import dtype_of
+from penstock.profile.model_profile import Profile, default_sequence, is_profile, read_model
+from penstock.profile.read_shape import NoClosedFormError
 
 # Reasons against other layouts that are printed without --why.
 _REASONS = 3
@@ -116,13 +140,6 @@ def command(
     samples, virtual stages, microbatches, all schedules, recompute, what replicas shard, and the split of the blocks; the
     step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
-    from penstock.cli.cost_arguments import parse_bytes
-    from penstock.cli.plan_files import require_writable
-    from penstock.plan.cluster import read_cluster, with_memory
-    from penstock.plan.prediction import predict
-    from penstock.plan.run_layout import Layout
-    from penstock.profile.model_profile import is_profile
-
     values = layout_values_of(layout_text, fixes, schedules, devices, order_seconds)
     own, asked = is_profile(model), out is not None
     if not asked and layout_text is None and not as_json and not own:
@@ -150,8 +167,6 @@ def command(
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
     comparison = None
     if run is not None:
-        from penstock.cli.plan_run import compare
-
         comparison = compare(profile, cluster, run, sequence)
         cluster, sequence, batch = comparison.cluster, comparison.sequence, batch or comparison.batch
         if not as_json:
@@ -174,8 +189,6 @@ def command(
             as_json=as_json,
         )
         if order is not None and order_seconds is not None:
-            from penstock.plan.explore.searched_orders import with_searched_order
-
             result = with_searched_order(
                 profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
             )
@@ -183,8 +196,6 @@ def command(
     # Files come first: they are complete even if the reader of the output is gone.
     lines = []
     if page is not None:
-        from penstock.plan.plan_page import write_plan
-
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
         lines += ["", f"page:    {page}"]
     if own:
@@ -208,14 +219,9 @@ def _read_profile(
     model: str, cluster: Cluster, run: Path | None, sequence: int | None, values: Mapping[str, Any]
 ) -> Profile:
     """Return the profile of a model, traced if its family has no closed form; only then it loads torch."""
-    from penstock.profile.model_profile import read_model
-    from penstock.profile.read_shape import NoClosedFormError
-
     try:
         return read_model(model)
     except NoClosedFormError as error:
-        from penstock.cli.plan_files import model_tables
-        from penstock.cli.plan_run import config_of, precision_of
         from penstock.huggingface.traced_config import trace_config
 
         if (tp := values.get("tp", 1)) != 1:
@@ -233,11 +239,6 @@ def _search(
     profile: Profile, cluster: Cluster, *, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
     devices: int | None, top: int, seconds: float | None, as_json: bool,
 ) -> SearchResult:  # fmt: skip
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    from penstock.plan.explore.branch_and_bound import search
-
     names = None if schedules is None else [name.strip() for name in schedules.split(",") if name.strip()]
     console = Console(stderr=True)
     with Progress(
@@ -264,17 +265,6 @@ def _show(
     batch: int,
     why: bool,
 ) -> None:
-    from penstock.cli.plan_text import (
-        changes_text,
-        headline,
-        memory_table,
-        plans_table,
-        reasons_text,
-        summary,
-    )
-    from penstock.plan.explore.outlook import left_out_text, limits_text
-    from penstock.plan.prediction import Prediction
-
     if isinstance(result, Prediction):
         click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
         click.echo(f"{limits_text(profile, cluster, result, sequence)}\n")
@@ -293,17 +283,6 @@ def _run_lines(
     model: Path, profile: Profile, cluster: Cluster, plan: Prediction, *, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it."""
-    from penstock.cli.plan_files import (
-        data_of_run,
-        differences,
-        model_tables,
-        run_config,
-        run_tables,
-        start_of_run,
-        vocabulary_of,
-        write_signed,
-    )
-
     config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
     write_signed(out, run_config(plan, config))
     notes = [f"note:    {note}" for note in differences(plan.layout)]
@@ -317,8 +296,6 @@ def _code_lines(
     profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
 ) -> list[str]:
     """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
-    from penstock.cli.plan_files import pipeline_code, start_of_script, write_signed
-
     code = pipeline_code(profile, plan, batch)
     if out is not None:
         write_signed(out, code)
@@ -337,8 +314,6 @@ def layout_values_of(
     layout: str | None, fixes: tuple[str, ...], schedules: str | None, *others: float | None
 ) -> dict[str, Any]:
     """Return the values that ``--layout`` or ``--fix`` give to a layout; ``--layout`` allows no options of a search."""
-    from penstock.plan.run_layout import layout_values
-
     if layout is None:
         return layout_values(",".join(fixes))
     if fixes or schedules or any(value is not None for value in others):
@@ -357,9 +332,6 @@ def sizes(
     model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
 ) -> tuple[int, int]:
     """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
-    from penstock.cli.plan_files import model_tables
-    from penstock.profile.model_profile import default_sequence
-
     tables = model_tables(model)
     # The default batch is the least power of two that has 4 samples for each device.
     of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
@@ -371,10 +343,6 @@ def sizes(
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:
     """Return why no run can have a layout's values, with the cluster's dtype; None if one can."""
-    from penstock.cli.plan_files import why_not_trained
-    from penstock.plan.run_layout import Layout
-    from penstock.plan.stage_costs import dtype_of
-
     if values.get("cp", 1) > 1 and values.get("sequence_parallel") and values.get("tp", 1) > 1:
         return "cp beside sequence_parallel is only predicted; plan with sequence_parallel=false to start it"
     return why_not_trained(dtype_of(profile, cluster, Layout(dtype=values.get("dtype"))))

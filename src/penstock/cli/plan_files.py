@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os.path
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tomli_w
+
+from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError
+from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed, signed_kind
+from penstock.plan.cluster import Cluster
+from penstock.plan.prediction import Prediction
+from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import Profile
+from penstock.schedule.text import is_csv
+from penstock.show.figures import require_bokeh
 from penstock.show.units import size_text, time_text
-
-if TYPE_CHECKING:
-    from penstock.plan.cluster import Cluster
-    from penstock.plan.prediction import Prediction
-    from penstock.plan.run_layout import Layout
-    from penstock.profile.model_profile import Profile
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
@@ -27,8 +32,6 @@ _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 
 def require_writable(out: Path | None, page: Path | None, order: Path | None, inputs: list[str]) -> None:
     """Check the paths of the files before a plan is made: only a file that `penstock plan` wrote may be replaced."""
-    from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed_kind
-
     config = signed_kind("penstock plan", HEADER)
     outputs = (
         None if out is None else OutputFile("--out", out, config),
@@ -37,16 +40,11 @@ def require_writable(out: Path | None, page: Path | None, order: Path | None, in
     )
     require_outputs(outputs, [*inputs, *(os.path.join(path, "config.json") for path in inputs)])
     if page is not None:
-        from penstock.show.figures import require_bokeh
-
         require_bokeh()
 
 
 def write_signed(path: Path, text: str) -> None:
     """Write a config or Python with its checksum; raise `ConfigError` if that is not possible."""
-    from penstock.base.atomic import write_text
-    from penstock.base.output_files import signed
-
     try:
         write_text(path, signed(text))
     except OSError as error:
@@ -55,8 +53,6 @@ def write_signed(path: Path, text: str) -> None:
 
 def model_tables(model: Path) -> dict[str, Any]:
     """Return the content of a model's file that was read before: tables of a TOML file, or keys of a config.json."""
-    import tomllib
-
     path = model / "config.json" if model.is_dir() else model
     text = path.read_text()
     tables = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -105,8 +101,6 @@ def run_tables(
 
 def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
     """Return the config of a plan's run as TOML, with comments."""
-    import tomli_w
-
     notes = "".join(f"# {note}\n" for note in differences(plan.layout))
     return f"{header(plan)}{notes}\n{tomli_w.dumps(config)}"
 
@@ -172,8 +166,6 @@ def header(plan: Prediction) -> str:
 
 def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     """Return a script's lines that make the pipeline of a plan, from the names ``model`` and ``loss_fn``."""
-    from penstock.schedule.text import is_csv
-
     layout, costs = plan.layout, plan.costs
     arguments = {
         "microbatches": str(batch // (layout.dp * layout.microbatch)),

@@ -7,21 +7,24 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
 
 from penstock.base.errors import ConfigError
 from penstock.cli.output import table_console
+from penstock.plan.cluster import Cluster
+from penstock.plan.fitting import Residual, recalibrate, residuals
+from penstock.plan.prediction import Prediction, predict
+from penstock.plan.run_layout import Layout
+from penstock.profile.model_profile import Profile
+from penstock.profile.read_shape import NoClosedFormError, read_shape
+from penstock.show.planned import plan
+from penstock.show.run import read_run
 from penstock.show.units import finite, is_measured, time_text
-
-if TYPE_CHECKING:
-    from penstock.plan.cluster import Cluster
-    from penstock.plan.fitting import Residual
-    from penstock.plan.prediction import Prediction
-    from penstock.plan.run_layout import Layout
-    from penstock.profile.model_profile import Profile
-    from penstock.trace.events import Trace
+from penstock.trace.bubbles import makespan
+from penstock.trace.events import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,6 @@ class RunComparison:
         }
 
     def show(self) -> None:
-        from rich.table import Table
-
         click.echo(f"step {self.step} of {self.run}, {self.prediction.layout}\n")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("term", "predicted", "measured", "measured/predicted"):
@@ -74,12 +75,6 @@ class RunComparison:
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
     """Compare the prediction of a run's step with its metrics and its trace of usual length."""
-    from penstock.plan.fitting import recalibrate, residuals
-    from penstock.plan.prediction import predict
-    from penstock.show.planned import plan
-    from penstock.show.run import read_run
-    from penstock.trace.bubbles import makespan
-
     config = config_of(run)
     layout, length, batch = _layout_of(run, config)
     _require_same_model(profile, run, config)
@@ -127,8 +122,6 @@ def config_of(run: Path) -> dict[str, Any]:
 
 def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
     """Return the layout, the tokens of a sample, and the samples of a step of a run, from its config."""
-    from penstock.plan.run_layout import Layout
-
     try:
         schedule, parallel, runtime = config["schedule"], config["parallel"], config.get("runtime", {})
         batch = config["train"]["batch"]
@@ -178,8 +171,6 @@ def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> 
 
 def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
     """Return (name, size of the planned model, size of the run's) for every size that both have."""
-    from penstock.profile.read_shape import NoClosedFormError, read_shape
-
     planned = profile.shape
     try:
         shape = read_shape(path)
@@ -204,8 +195,6 @@ def _sizes(profile: Profile, path: Path) -> list[tuple[str, int, int]]:
 
 def _usual_step(run: Path, traces: Mapping[int, Trace]) -> tuple[int, Trace]:
     """Return the measured step with the median makespan; the first step, which warms up, only if there is no other."""
-    from penstock.trace.bubbles import makespan
-
     measured = [(step, trace) for step, trace in traces.items() if is_measured(trace)]
     if not measured:
         raise ConfigError(f"{run} has no trace of a step that ran")

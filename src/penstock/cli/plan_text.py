@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rich.table import Table
 
 from penstock.cli.output import table_console
+from penstock.plan.cluster import Cluster
+from penstock.plan.explore.outlook import changes, grouped_reasons, limits_text
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.prediction import Prediction
+from penstock.profile.model_profile import Profile
 from penstock.show.units import batch_text, parameters_text, reserve_text, size_text, time_text
-
-if TYPE_CHECKING:
-    from penstock.plan.cluster import Cluster
-    from penstock.plan.explore.search_result import SearchResult
-    from penstock.plan.prediction import Prediction
-    from penstock.profile.model_profile import Profile
 
 # Ranks in the table of memory; of more, the first and the last 8.
 _MAX_ROWS = 16
@@ -23,8 +22,6 @@ _OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "shard", "MFU", "recompute",
 
 def plans_table(result: SearchResult) -> None:
     """Print the best plans, one a row."""
-    from rich.table import Table
-
     columns = _columns(result)
     console = table_console()
     unlimited = console.options.update(width=_WIDEST)
@@ -99,8 +96,6 @@ def _causes(plan: Prediction) -> str:
 
 def memory_table(plan: Prediction) -> None:
     """Print the memory of every rank by part."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     names = [name for name in plan.memory[0].as_dict() if name != "peak_op"]
     shown = [name for name in names if any(rank.as_dict()[name] for rank in plan.memory)]
@@ -118,8 +113,6 @@ def memory_table(plan: Prediction) -> None:
 
 def headline(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> str:
     """Return what to run, how fast it is, and what limits it, as two lines."""
-    from penstock.plan.explore.outlook import limits_text
-
     return (
         f"Use {plan.layout}\n{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
         f"{limits_text(profile, cluster, plan, sequence)}"
@@ -131,8 +124,6 @@ def reasons_text(result: SearchResult, most: int | None = None) -> str:
 
     With `most`, these are so many reasons, and how many more there are.
     """
-    from penstock.plan.explore.outlook import grouped_reasons
-
     every = grouped_reasons(result)
     shown = grouped_reasons(result, most)
     lines = [f"  {chosen:24} {values}: {reason}" for chosen, values, reason in shown]
@@ -143,8 +134,6 @@ def reasons_text(result: SearchResult, most: int | None = None) -> str:
 
 def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:
     """Return how the plan's time and rank among the best change with bandwidth, memory and batch."""
-    from penstock.plan.explore.outlook import changes
-
     lines = []
     for text, best in changes(profile, cluster, result, sequence, batch):
         if best is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ def command(
 
     RUN is the folder of a run. PROMPT is text, or token numbers if the model has neither bytes nor a tokenizer.
     """
-    from dataclasses import replace
-
     from penstock.train.model.sampling import read_config, sample_run
 
     options: dict[str, Any] = {"prompt": prompt, "length": length, "temperature": temperature, "top_k": top_k}

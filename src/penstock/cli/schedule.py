@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
 from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ConfigError, ScheduleError
@@ -21,11 +22,17 @@ from penstock.cli.schedule_arguments import (
     sharding_options,
 )
 from penstock.cli.schedule_search import search_command
-
-if TYPE_CHECKING:
-    from penstock.schedule.families import CatalogueFamily
-    from penstock.schedule.residency import Sharding
-    from penstock.schedule.schedule import Schedule
+from penstock.schedule.check import brief
+from penstock.schedule.check import check as prove
+from penstock.schedule.families import FAMILIES, CatalogueFamily
+from penstock.schedule.memory import Budget, WeightBytes, peak
+from penstock.schedule.residency import Sharding
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import csv_line, write_csv
+from penstock.show.terminal import draw_terminal
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import bubbles
 
 
 @click.group(
@@ -56,10 +63,8 @@ def show(program: bool, sharding: Sharding, **arguments: Any) -> None:
     With --shard, the gathers (UNSHARD) and releases (RESHARD) of weights and the reductions of gradients (REDUCE_GRAD) are
     among them.
     """
-    from penstock.schedule.check import check
-
     schedule = _schedule(**arguments)
-    lowered = check(schedule, sharding=sharding).program if program or sharding.comes_and_goes else None
+    lowered = prove(schedule, sharding=sharding).program if program or sharding.comes_and_goes else None
     if program and lowered is not None:
         for rank in range(schedule.ranks):
             click.echo(f"rank {rank}")
@@ -128,9 +133,6 @@ def check(
     A valid schedule is complete, ordered along its data, free of deadlock even if every send blocks until its receive is
     posted, and within its memory. An invalid one is rejected with the smallest counter-example and exit code 2.
     """
-    from penstock.schedule.check import check as prove
-    from penstock.schedule.memory import Budget, WeightBytes
-
     limit = None if memory_limit is None else stage_bytes("--memory-limit", memory_limit)
     if isinstance(limit, list):
         raise ConfigError(f"--memory-limit must be one number of bytes, got {memory_limit!r}")
@@ -197,12 +199,6 @@ def draw(
 
     Costs are as for `penstock simulate`, which also prints figures.
     """
-    from rich.console import Console
-
-    from penstock.schedule.check import check as prove
-    from penstock.show.terminal import draw_terminal
-    from penstock.simulate.simulator import simulate
-
     figure = figure_of(out, title, width, font)
     require_outputs([figure and figure.output], [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
@@ -226,8 +222,6 @@ def to_csv(out: str | None, **arguments: Any) -> None:
 
     PyTorch's pipelining reads these files, and so does every command that takes a SCHEDULE.
     """
-    from penstock.schedule.text import csv_line, write_csv
-
     if out is not None:
         require_outputs([OutputFile("--out", Path(out), SCHEDULE)], [arguments["schedule"]])
     schedule = _schedule(**arguments)
@@ -251,8 +245,6 @@ def _schedule(
     memory_limit: int | None = None,
 ) -> Schedule:
     """Return the schedule that the argument and options name; a family that adapts to a memory limit gets it."""
-    from penstock.schedule.families import FAMILIES
-
     adapts = schedule in FAMILIES and "memory_limit" in FAMILIES[schedule].options
     adapted = {"memory_limit": memory_limit} if adapts and memory_limit is not None else {}
     return find_schedule(schedule, ranks, microbatches, virtual_stages, adapted | named_values(options))
@@ -281,9 +273,6 @@ def list_command(ranks: int, microbatches: int, virtual_stages: int | None, as_j
     chunks of one microbatch on one stage). Bubbles and peaks are given as formulas and, for these counts, as simulated with
     F = B = W = 1 per rank and microbatch (B is the input gradient) and free communication.
     """
-    from penstock.schedule.check import brief
-    from penstock.schedule.families import FAMILIES
-
     rows = [_row(family, ranks, microbatches, virtual_stages) for family in FAMILIES.values()]
     if as_json:
         counts = {"ranks": ranks, "microbatches": microbatches}
@@ -307,12 +296,6 @@ def _row(
     family: CatalogueFamily, ranks: int, microbatches: int, virtual_stages: int | None
 ) -> dict[str, Any]:
     """Return the entry of a family; counts that it rejects are reported, not raised."""
-    from penstock.schedule.check import check
-    from penstock.schedule.memory import peak
-    from penstock.simulate.costs import Costs
-    from penstock.simulate.simulator import simulate
-    from penstock.trace.bubbles import bubbles
-
     chosen = virtual_stages if family.chooses_virtual_stages else None
     v = family.default_virtual_stages if chosen is None else chosen
     bubble: float | None = None
@@ -322,7 +305,7 @@ def _row(
         schedule = family.build(ranks, microbatches, chosen)
         v = max(len(stages) for stages in schedule.placement.stages_of)
         # A chunk's op is one tick, so that all times are whole.
-        split = bubbles(simulate(check(schedule).program, Costs.of(schedule.placement, v, v, v)))
+        split = bubbles(simulate(prove(schedule).program, Costs.of(schedule.placement, v, v, v)))
         bubble = float((split.makespan - split.busy).max()) / v
         held = peak(schedule).tolist()
     except ScheduleError as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from penstock.base.bounded_io import parse_json
 from penstock.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.schedule.schedule import Schedule
+from penstock.schedule.families import require_family
+from penstock.schedule.notation import require_backward
+from penstock.schedule.residency import Sharding
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import is_csv, read_csv
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -45,8 +47,6 @@ def sharding_options(function: Command) -> Command:
 
     @wraps(function)
     def command(*args: Any, shard: Any, window: int | None, reduce_every: int | None, **named: Any) -> object:
-        from penstock.schedule.residency import Sharding
-
         return function(*args, sharding=Sharding(shard, window, reduce_every), **named)
 
     for decorate in reversed((
@@ -86,10 +86,6 @@ def find_schedule(
 
     A file has one option, ``backward``; see `penstock.schedule.text.read_csv`.
     """
-    from penstock.schedule.families import require_family
-    from penstock.schedule.notation import require_backward
-    from penstock.schedule.text import is_csv, read_csv
-
     if not is_csv(name):
         family = require_family(name)
         p, m = need_counts(name, ranks, microbatches)

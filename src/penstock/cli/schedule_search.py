@@ -8,18 +8,19 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
+from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, parse_bytes, priced, stage_bytes
+from penstock.schedule.families.family import require_size
+from penstock.schedule.families.searched import shaped_placement
+from penstock.schedule.memory import Budget
+from penstock.schedule.text import is_csv, write_csv
+from penstock.simulate.certified_search import CertifiedSchedule, search_schedule
 from penstock.train.signals import of_signal
-
-if TYPE_CHECKING:
-    from penstock.schedule.memory import Budget
-    from penstock.simulate.certified_search import CertifiedSchedule
 
 
 @click.command(
@@ -84,12 +85,6 @@ def search_command(
     lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and
     `Pipeline(schedule=...)`.
     """
-    from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
-    from penstock.schedule.families.family import require_size
-    from penstock.schedule.families.searched import shaped_placement
-    from penstock.schedule.text import is_csv, write_csv
-    from penstock.simulate.certified_search import search_schedule
-
     if math.isnan(seconds):
         raise ConfigError("--seconds must be a number above 0, got nan")
     if out is not None:
@@ -127,8 +122,6 @@ def search_command(
 
 def _budget(memory_limit: str | None, saved: str, waiting: str, stages: int) -> tuple[Budget | None, Budget]:
     """Return the limit, if there is one, and a budget that counts memory with the sizes given."""
-    from penstock.schedule.memory import Budget
-
     sizes = {name: stage_bytes(name, text) for name, text in (("--saved", saved), ("--waiting", waiting))}
     for name, size in sizes.items():
         if isinstance(size, list) and len(size) != stages:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
 from penstock.base.counts import describe_size
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, nearest
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
@@ -21,15 +23,23 @@ from penstock.cli.schedule_arguments import (
     schedule_options,
     sharding_options,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from penstock.schedule.residency import Sharding
-    from penstock.schedule.schedule import Schedule
-    from penstock.show.planned import PlannedStep
-    from penstock.simulate.costs import Costs
-    from penstock.simulate.metrics import Metrics
+from penstock.schedule.check import check
+from penstock.schedule.families import FAMILIES, require_family
+from penstock.schedule.families.searched import shaped_placement
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.residency import Sharding
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import is_csv
+from penstock.show.analysis import StepAnalysis
+from penstock.show.planned import PlannedStep
+from penstock.show.report import write
+from penstock.show.terminal import bubble_table, draw_terminal, plain_table
+from penstock.simulate.costs import Costs
+from penstock.simulate.metrics import Metrics, measure
+from penstock.simulate.reduction import reduce_gradients
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import Bubbles
 
 
 @click.command(
@@ -153,8 +163,6 @@ _BUCKETS = 16
 
 def _exposed(step: PlannedStep, seconds: float) -> dict[str, object]:
     """Return how much of the reduction of gradients is exposed, in one bucket per stage and in many."""
-    from penstock.simulate.reduction import reduce_gradients
-
     program, trace, schedule = step.program, step.trace, step.program.schedule
     each = [seconds * schedule.ranks / schedule.stages] * schedule.stages
     return {
@@ -183,9 +191,6 @@ def _write_page(
     latency: str | None,
     memory_limit: int | None,
 ) -> None:
-    from penstock.show.analysis import StepAnalysis
-    from penstock.show.report import write
-
     limit = {} if memory_limit is None else {"limit": memory_limit}
     steps = [
         StepAnalysis(metrics.schedule, replace(step.trace, info={**step.trace.info, **limit}), step)
@@ -203,10 +208,6 @@ def _write_page(
 
 def _check_options(values: Mapping[str, object], names: list[str]) -> None:
     """Raise ConfigError if none of several schedules takes an option."""
-    from penstock.base.errors import nearest
-    from penstock.schedule.families import require_family
-    from penstock.schedule.text import is_csv
-
     known = sorted({option for name in names if not is_csv(name) for option in require_family(name).options})
     for option in values:
         if option not in known:
@@ -220,9 +221,6 @@ def _fitting(
     name: str, virtual_stages: int | None, values: Mapping[str, object]
 ) -> tuple[int | None, dict[str, object]]:
     """Return those virtual stages and options that one of several schedules takes."""
-    from penstock.schedule.families import require_family
-    from penstock.schedule.text import is_csv
-
     if is_csv(name):
         return None, {}
     family = require_family(name)
@@ -235,10 +233,6 @@ def _schedule(
     values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule; a family that adapts to costs, latency and memory gets the simulation's."""
-    from penstock.schedule.families import FAMILIES
-    from penstock.schedule.families.searched import shaped_placement
-    from penstock.schedule.ops import Kind
-
     adapted: dict[str, object] = {}
     if name in FAMILIES and "costs" in FAMILIES[name].options:
         counts = need_counts(name, ranks, microbatches)
@@ -278,12 +272,6 @@ def _price_shards(
 def _run(
     schedule: Schedule, table: Costs, memory_limit: int | None, sharding: Sharding
 ) -> tuple[Metrics, PlannedStep]:
-    from penstock.schedule.check import check
-    from penstock.schedule.memory import Budget
-    from penstock.show.planned import PlannedStep
-    from penstock.simulate.metrics import measure
-    from penstock.simulate.simulator import simulate
-
     budget = None if memory_limit is None else Budget(memory_limit)
     program = check(schedule, budget=budget, sharding=sharding).program
     trace = simulate(program, table)
@@ -303,11 +291,6 @@ def _of_shards(step: PlannedStep) -> dict[str, Any]:
 
 
 def _show(metrics: Metrics, step: PlannedStep) -> None:
-    from rich.console import Console
-
-    from penstock.show.terminal import bubble_table, draw_terminal
-    from penstock.trace.bubbles import Bubbles
-
     console = Console(highlight=False)
     notes = "".join(f"{note}\n" for note in step.program.schedule.notes)
     click.echo(
@@ -335,10 +318,6 @@ def _show(metrics: Metrics, step: PlannedStep) -> None:
 
 
 def _show_side_by_side(runs: list[Metrics]) -> None:
-    from rich.console import Console
-
-    from penstock.show.terminal import plain_table
-
     bubbles = ("bubble/\nmakespan", "bubble/\nlongest")
     table = plain_table(
         "schedule", "v", "makespan", "longest", "above\nbound", *bubbles, "peak\nchunks", "peak\n1/p",

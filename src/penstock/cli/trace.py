@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, kind_of_start, require_outputs
 from penstock.cli.figure_options import FigureFile, figure_of, figure_options, write_figure
-
-if TYPE_CHECKING:
-    from penstock.show.comparison import RunPair
-    from penstock.show.run import RunView
-
+from penstock.show.comparison import NAMES, RunPair, pair_of, write_comparison
+from penstock.show.run import RunView, read_run, write_report
+from penstock.show.terminal import bubble_table, draw_terminal
+from penstock.show.units import amount, unit_of
+from penstock.simulate.cost_file import write_costs
+from penstock.trace.bubbles import bubble_fraction
 
 WIDE = 108
 _COSTS = kind_of_start("a file of costs", b"medians by stage", b'{\n "F": [', within=1000)
@@ -63,8 +67,6 @@ def command(
     RUN is the folder of a run, or a single trace file (.npz). Files that cannot be read are named on stderr, and the rest is
     shown. Two runs are compared: their configs, the time of a step by cause, and its timeline.
     """
-    from penstock.show.run import read_run
-
     if len(runs) > 2:
         raise click.UsageError(f"give one run, or two to compare, got {len(runs)}")
     figure = figure_of(out, title, width, font)
@@ -97,8 +99,6 @@ def command(
 def _write(
     run: RunView, chosen: int, step: int | None, html: Path | None, figure: FigureFile | None
 ) -> dict[str, str]:
-    from penstock.show.run import write_report
-
     written: dict[str, str] = {}
     if html is not None:
         written["page"] = str(write_report(run, html, step))
@@ -109,8 +109,6 @@ def _write(
 
 
 def _write_costs(run: RunView, number: int, path: Path) -> Path:
-    from penstock.simulate.cost_file import write_costs
-
     step = run.steps[number]
     if step.plan is None:
         raise ConfigError(f"{run.title} has no costs of every stage to write: {step.unplanned}")
@@ -123,8 +121,6 @@ def _write_costs(run: RunView, number: int, path: Path) -> Path:
 
 
 def _figures(run: RunView, number: int) -> dict[str, Any]:
-    from penstock.trace.bubbles import bubble_fraction
-
     step = run.steps[number]
     trace, advice = step.trace, step.advice
     return {
@@ -149,11 +145,6 @@ def _figures(run: RunView, number: int) -> dict[str, Any]:
 
 
 def _show(run: RunView, number: int) -> None:
-    from rich.console import Console
-
-    from penstock.show.terminal import bubble_table, draw_terminal
-    from penstock.show.units import amount, unit_of
-
     console = Console(highlight=False)
     step = run.steps[number]
     trace, unit = step.trace, unit_of([step.trace])
@@ -176,16 +167,12 @@ def _show(run: RunView, number: int) -> None:
 
 def compare_runs(first: RunView, second: RunView, step: int | None, html: Path | None, as_json: bool) -> None:
     """Print a comparison of two runs as text or JSON, and write its page if `html` is given."""
-    from penstock.show.comparison import pair_of
-
     pair = pair_of(first, second, step)
     for run in pair.runs:
         for problem in run.problems:
             click.echo(f"penstock: {problem}", err=True)
     written = {}
     if html is not None:
-        from penstock.show.comparison import write_comparison
-
         written["page"] = str(write_comparison(html, pair))
     if as_json:
         click.echo(json.dumps(pair.as_dict() | {"written": written}))
@@ -196,11 +183,6 @@ def compare_runs(first: RunView, second: RunView, step: int | None, html: Path |
 
 
 def _show_pair(pair: RunPair) -> None:
-    from rich.console import Console
-
-    from penstock.show.comparison import NAMES
-    from penstock.show.terminal import draw_terminal
-
     console = Console(highlight=False)
     for name, title in zip(NAMES, pair.titles, strict=True):
         click.echo(f"{name}  {title}")
@@ -220,12 +202,7 @@ def _show_pair(pair: RunPair) -> None:
         console.print(draw_terminal(step.trace, width))
 
 
-def _table(console: object, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    assert isinstance(console, Console)
+def _table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for n, head in enumerate(heads):
         table.add_column(head, justify="left" if n == 0 else "right", overflow="fold")

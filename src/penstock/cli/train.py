@@ -13,6 +13,8 @@ import click
 from penstock.base.counts import plural
 from penstock.base.garbage import end_loading
 from penstock.cli.output import outlive_readers
+from penstock.runtime.start.launch_environment import find_launch
+from penstock.train.signals import Interrupts
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -116,11 +118,9 @@ def command(
         130  ended at once by a second Ctrl-C (SIGTERM: 143, SIGHUP: 129, SIGUSR1: 138)
     """
     outlive_readers()
-    from penstock.runtime.start.launch_environment import find_launch
     from penstock.train.config.file import load
     from penstock.train.loop import train
     from penstock.train.run_log import reporter
-    from penstock.train.signals import Interrupts
 
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
@@ -181,7 +181,6 @@ def command(
 
 def _print(config: Config) -> None:
     """Print a config as it is resolved for the processes that were started."""
-    from penstock.runtime.start.launch_environment import find_launch
     from penstock.train.config.file import dump
     from penstock.train.config.resolve import resolve
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
+from rich.live import Live
+from rich.table import Table
 
 from penstock.cli.output import table_console
+from penstock.schedule.families import FAMILIES, require_family
+from penstock.schedule.text import is_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from penstock.verify import Difference
 
 TARGETS = "penstock.train.model.verify_target"
@@ -106,8 +109,6 @@ def command(
     --cp, and for schedules with two copies of a stage, sums have another order: allowed is 4 times the difference of plain
     PyTorch from itself in float64. Otherwise nothing is.
     """
-    from penstock.schedule.families import FAMILIES, require_family
-    from penstock.schedule.text import is_csv
     from penstock.verify import verify
 
     names = list(FAMILIES) if "all" in schedules else list(schedules)
@@ -138,9 +139,6 @@ def command(
 
 def _show(rows: Iterator[Difference], ep: int, cp: int, as_json: bool) -> int:
     """Print every row as it comes, and return how many differ by more than is allowed."""
-    from rich.live import Live
-    from rich.table import Table
-
     bad = 0
     if as_json:
         for row in rows:
