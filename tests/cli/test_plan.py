@@ -158,7 +158,7 @@ REFUSED = {
     ),
     "a directory as cluster": (["gpt2", "-c", "gpt2"], "cannot read the cluster 'gpt2'"),
     "a key of the cluster": (["gpt2", "-c", "key.toml"], "no key device.memry (did you mean 'memory'?)"),
-    "a negative rate": (["gpt2", "-c", "negative.toml"], "device.memory must be above 0, got -1"),
+    "a negative rate": (["gpt2", "-c", "negative.toml"], "device.memory must be greater than 0, got -1"),
     "a rate of nothing": (["gpt2", "-c", "small.toml"], "device.matmul.bf16 must be 1e-30 to 1e+30"),
     "batch 0": (["gpt2", "-c", "h100*2", "-b", "0"], "--batch must be 1 to"),
     "a batch that nothing divides": (

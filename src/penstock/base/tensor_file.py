@@ -17,15 +17,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Annotated, Any, Self, TypeGuard
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from penstock.base.atomic import open_synced
 from penstock.base.bounded_io import open_regular, parse_json
 from penstock.base.encoding import sendable
 from penstock.base.errors import ConfigError
+from penstock.base.tables import NotNegative
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,8 +61,8 @@ _MAX_READ = 1 << 30  # bytes; the system reads at most 2^31 - 4096
 class StoredFile:
     """A file of tensors."""
 
-    bytes: int
-    sha256: str  # in hexadecimal digits
+    bytes: NotNegative
+    sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:

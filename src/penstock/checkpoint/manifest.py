@@ -18,22 +18,29 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from penstock.base.bounded_io import parse_json
 from penstock.base.encoding import sendable
 from penstock.base.errors import ConfigError, DataError
+from penstock.base.tables import NotNegative, explain
 from penstock.base.tensor_file import DTYPES, StoredFile
 
 MANIFEST = "manifest.json"
 VERSION = 1
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
-_FILE_NAME = re.compile(r"[a-z]+-\d{5,}-of-\d{5,}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FileName = Annotated[str, Field(pattern=r"\A[a-z]+-\d{5,}-of-\d{5,}\.safetensors\z")]
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"be one of {', '.join(DTYPES)}")
+    return dtype
 
 
 @sendable
@@ -42,8 +49,8 @@ class StoredTensor:
     """A tensor in a file, under the same name there; `shape` is the full tensor's, even if training sharded it."""
 
     file: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[NotNegative, ...]
+    dtype: Annotated[str, AfterValidator(_known)]
 
 
 @sendable
@@ -57,11 +64,11 @@ class Manifest:
         tensors: tensors by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
     """
 
-    step: int
-    seed: int
+    step: NotNegative
+    seed: NotNegative
     layers: tuple[tuple[str, ...], ...]
     layout: dict[str, Any]
-    files: dict[str, StoredFile]
+    files: dict[_FileName, StoredFile]
     tensors: dict[str, StoredTensor]
     values: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +79,9 @@ class Manifest:
     def bytes(self) -> int:
         """Size of all files of tensors, in bytes."""
         return sum(file.bytes for file in self.files.values())
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def digest_of_config(config: dict[str, Any]) -> str:
@@ -103,75 +113,18 @@ def parse(data: bytes, where: object) -> Manifest:
         raise DataError(
             f"{where} has version {table.get('version')!r}; this Penstock reads version {VERSION}"
         )
-    errors = _ErrorAt(where)
-    files = {name: _file(errors, name, entry) for name, entry in errors.take(table, "files", dict).items()}
-    tensors = {
-        name: _tensor(errors, name, entry, files)
-        for name, entry in errors.take(table, "tensors", dict).items()
-    }
-    config = errors.take(table, "config", dict)
-    manifest = Manifest(
-        step=errors.count(table, "step"),
-        seed=errors.count(table, "seed"),
-        layers=_layers(errors, errors.take(table, "layers", list)),
-        layout=errors.take(table, "layout", dict),
-        files=files,
-        tensors=tensors,
-        values=errors.take(table, "values", dict),
-        config=config,
-        config_sha256=errors.take(table, "config_sha256", str),
-        versions=errors.take(table, "versions", dict),
-    )
-    if manifest.config_sha256 != digest_of_config(config):
-        raise errors(f"config_sha256 is {manifest.config_sha256!r}, not the digest of its config")
+    try:
+        manifest = _MANIFEST.validate_python(table)
+    except ValidationError as error:
+        raise DataError(f"{where}: {explain(error)}") from None
+    for name, tensor in manifest.tensors.items():
+        if tensor.file not in manifest.files:
+            raise DataError(f"{where}: tensor {name!r:.200} is in no file of the checkpoint")
+    if manifest.config_sha256 != digest_of_config(manifest.config):
+        raise DataError(
+            f"{where}: config_sha256 is {manifest.config_sha256!r:.80}, not the digest of its config"
+        )
     return manifest
-
-
-class _ErrorAt:
-    """Maker of the errors of one manifest."""
-
-    def __init__(self, where: object) -> None:
-        self.where = where
-
-    def __call__(self, defect: str) -> DataError:
-        return DataError(f"{self.where}: {defect}")
-
-    def take(self, table: dict[str, Any], key: str, kind: type) -> Any:
-        if not isinstance(table.get(key), kind):
-            raise self(f"{key!r} must be a {kind.__name__}, got {table.get(key)!r:.80}")
-        return table[key]
-
-    def count(self, table: dict[str, Any], key: str) -> int:
-        value = table.get(key)
-        if type(value) is not int or value < 0:
-            raise self(f"{key!r} must be a whole number of at least 0, got {value!r:.80}")
-        return value
-
-
-def _file(errors: _ErrorAt, name: str, entry: Any) -> StoredFile:
-    if not _FILE_NAME.fullmatch(name):
-        raise errors(f"{name!r:.80} is not how a file of a checkpoint is called")
-    if not isinstance(entry, dict) or not _SHA256.fullmatch(str(entry.get("sha256"))):
-        raise errors(f"{name} has no SHA-256 digest")
-    return StoredFile(errors.count(entry, "bytes"), entry["sha256"])
-
-
-def _tensor(errors: _ErrorAt, name: str, entry: Any, files: dict[str, StoredFile]) -> StoredTensor:
-    if not isinstance(entry, dict) or entry.get("file") not in list(files):
-        raise errors(f"tensor {name!r:.200} is in no file of the checkpoint")
-    shape = entry.get("shape")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise errors(f"tensor {name!r:.200} has a shape of {shape!r:.80}")
-    if entry.get("dtype") not in list(DTYPES):
-        raise errors(f"tensor {name!r:.200} is of dtype {entry.get('dtype')!r:.80}")
-    return StoredTensor(entry["file"], tuple(shape), entry["dtype"])
-
-
-def _layers(errors: _ErrorAt, stages: list[Any]) -> tuple[tuple[str, ...], ...]:
-    for names in stages:
-        if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
-            raise errors(f"'layers' must be a list of names for every stage, got {names!r:.80}")
-    return tuple(tuple(names) for names in stages)
 
 
 def encode_value(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:

@@ -40,12 +40,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from penstock.base.bounded_io import MEGABYTE, read_bytes
-from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, nearest
-from penstock.profile.closed_form import DTYPE_BYTES
+from penstock.base.tables import Count, Flag, Number, Table, explain
+from penstock.profile.closed_form import Dtype
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
@@ -64,20 +66,31 @@ _MAX_DEVICES = 1_000_000
 _LARGEST = 1e30
 
 
+def _sized(value: float) -> float:
+    if value and not 1 / _LARGEST <= value <= _LARGEST:
+        raise ValueError(f"be {1 / _LARGEST:g} to {_LARGEST:g}")
+    return value
+
+
+Size = Annotated[Number, Field(ge=0), AfterValidator(_sized)]
+Rate = Annotated[Number, Field(gt=0), AfterValidator(_sized)]
+Rates = Annotated[Mapping[Dtype, Rate], Field(min_length=1)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(Table):
     """Achieved rates of one device; see the module's docstring for units."""
 
-    memory: float
-    matmul: Mapping[str, float]
-    memory_bandwidth: float
-    reserve: float | None = None
-    matmul_width: float = 0.0
-    attention: Mapping[str, float] | None = None
-    score_bandwidth: float | None = None
-    launch: float = 0.0
-    optimizer_bandwidth: float | None = None
-    peak: Mapping[str, float] | None = None
+    memory: Rate
+    matmul: Rates
+    memory_bandwidth: Rate
+    reserve: Size | None = None
+    matmul_width: Size = 0.0
+    attention: Rates | None = None
+    score_bandwidth: Rate | None = None
+    launch: Size = 0.0
+    optimizer_bandwidth: Rate | None = None
+    peak: Rates | None = None
 
     @property
     def reserved(self) -> float:
@@ -112,7 +125,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class LinkSpeed:
+class LinkSpeed(Table):
     """A link of one device.
 
     Attributes:
@@ -121,13 +134,13 @@ class LinkSpeed:
         reduce_bandwidth: bytes per second in reductions of gradients; None (default) is `bandwidth`.
     """
 
-    latency: float = 0.0
-    bandwidth: float = math.inf
-    reduce_bandwidth: float | None = None
+    latency: Size = 0.0
+    bandwidth: Rate = math.inf
+    reduce_bandwidth: Rate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Table):
     """Devices on nodes, and the links between them.
 
     Attributes:
@@ -148,18 +161,18 @@ class Cluster:
 
     name: str
     device: Device
-    ranks_per_node: int = 1
-    nodes: int = 1
+    ranks_per_node: Count = 1
+    nodes: Count = 1
     node: LinkSpeed = LinkSpeed()
     network: LinkSpeed = LinkSpeed()
     dtype: str = "bf16"
-    error: float = 0.1
-    reach: Mapping[str, int] | None = None
-    op_overhead: float = 0.0
-    step_overhead: float = 0.0
-    slowdown: float = 1.0
-    overlap: bool = True
-    unfused_dropout: bool = False
+    error: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    reach: Annotated[Mapping[Literal["tp", "sequence"], Count], Field(min_length=1)] | None = None
+    op_overhead: Size = 0.0
+    step_overhead: Size = 0.0
+    slowdown: Rate = 1.0
+    overlap: Flag = True
+    unfused_dropout: Flag = False
 
     @property
     def devices(self) -> int:
@@ -210,6 +223,9 @@ class Cluster:
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that have a value, as in a cluster's file."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+_CLUSTER = TypeAdapter(Cluster)
 
 
 def read_cluster(text: str | Path) -> Cluster:
@@ -268,105 +284,25 @@ def with_memory(cluster: Cluster, memory: float) -> Cluster:
 
 
 def _from_table(table: dict[str, Any], name: str) -> Cluster:
-    _only(table, Cluster, name, "")
-    if not isinstance(table.get("device"), dict):
-        raise ConfigError(f"{name}: the section [device] is missing")
-    given: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{name}: {key}"
-        if key == "device":
-            given[key] = _device(value, name)
-        elif key in ("node", "network"):
-            given[key] = _link(value, where)
-        elif key in ("name", "dtype"):
-            if not isinstance(value, str):
-                raise ConfigError(f"{where} must be text, got {value!r}")
-            given[key] = value
-        elif key in ("overlap", "unfused_dropout"):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{where} must be true or false, got {value!r}")
-            given[key] = value
-        elif key == "reach":
-            given[key] = _reach(value, where)
-        elif key in ("ranks_per_node", "nodes"):
-            require_count(where, value)
-            given[key] = value
-        else:
-            given[key] = _number(value, where, zero=key != "slowdown")
-    if given.get("error", 0) >= 1:
-        raise ConfigError(f"{name}: error must be below 1, got {given['error']}")
-    cluster = Cluster(**{"name": Path(name).stem, **given})
-    if cluster.dtype not in cluster.device.matmul:
+    try:
+        cluster = _CLUSTER.validate_python({"name": Path(name).stem, **table})
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {explain(error, _near)}") from None
+    device = cluster.device
+    if cluster.dtype not in device.matmul:
         raise ConfigError(
-            f"{name}: dtype is {cluster.dtype!r}, but device.matmul has rates for {', '.join(cluster.device.matmul)}"
+            f"{name}: dtype is {cluster.dtype!r}, but device.matmul has rates for {', '.join(device.matmul)}"
         )
-    return cluster
-
-
-def _device(table: dict[str, Any], name: str) -> Device:
-    _only(table, Device, name, "device.")
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{name}: device.{key}"
-        if key in ("matmul", "attention", "peak"):
-            if not isinstance(value, dict) or not value:
-                raise ConfigError(
-                    f"{where} must be a table of FLOP/s by dtype, as in {{bf16 = 2e14}}, got {value!r}"
-                )
-            for dtype in value:
-                if dtype not in DTYPE_BYTES:
-                    raise ConfigError(
-                        f"{where}: no dtype {dtype!r}{nearest(dtype, list(DTYPE_BYTES))}; there are "
-                        f"{', '.join(DTYPE_BYTES)}"
-                    )
-            values[key] = {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in value.items()}
-        else:
-            values[key] = _number(value, where, zero=key in ("launch", "matmul_width", "reserve"))
-    for key in ("memory", "matmul", "memory_bandwidth"):
-        if key not in values:
-            raise ConfigError(f"{name}: device.{key} is missing")
-    device = Device(**values)
     if device.usable <= 0:
         raise ConfigError(
             f"{name}: device.reserve must be below device.memory, {device.memory:g}, got {device.reserved:g}"
         )
-    return device
+    return cluster
 
 
-def _link(table: object, where: str) -> LinkSpeed:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a section with latency and bandwidth, got {table!r}")
-    _only(table, LinkSpeed, where.rpartition(": ")[0], f"{where.rpartition(': ')[2]}.")
-    return LinkSpeed(**{k: _number(v, f"{where}.{k}", zero=k == "latency") for k, v in table.items()})
-
-
-def _reach(table: object, where: str) -> dict[str, int]:
-    if not isinstance(table, dict) or not table or table.keys() - {"tp", "sequence"}:
-        raise ConfigError(
-            f"{where} must be a table with tp or sequence, as in {{tp = 8, sequence = 8192}}, got {table!r}"
-        )
-    for key, value in table.items():
-        require_count(f"{where}.{key}", value)
-    return table
-
-
-def _only(table: Mapping[str, Any], kind: type, name: str, prefix: str) -> None:
+def _near(name: str) -> str:
+    """Return the keys that are meant by an unknown one, and all keys of its section."""
+    section, _, key = name.rpartition(".")
+    kind = {"": Cluster, "device": Device}.get(section, LinkSpeed)
     known = [field.name for field in fields(kind)]
-    for key in table:
-        if key not in known:
-            raise ConfigError(
-                f"{name}: no key {prefix}{key}{nearest(key, known)}; there are {', '.join(known)}"
-            )
-
-
-def _number(value: object, where: str, zero: bool = False) -> float:
-    # Python has larger whole numbers than floats.
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
-    if not whole and not (isinstance(value, float) and math.isfinite(value)):
-        raise ConfigError(f"{where} must be a finite number, got {value!r}")
-    assert isinstance(value, int | float)
-    if value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{where} must be {'at least' if zero else 'above'} 0, got {value}")
-    if value and not 1 / _LARGEST <= value <= _LARGEST:
-        raise ConfigError(f"{where} must be {1 / _LARGEST:g} to {_LARGEST:g}, got {value}")
-    return float(value)
+    return f"{nearest(key, known)}; there are {', '.join(known)}"

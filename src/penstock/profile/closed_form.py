@@ -14,16 +14,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from penstock.base import model_variants
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, nearest
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_shape import ModelShape
 
 AttentionKernel = Literal["fused", "unfused"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
 """Bytes of an activation by the dtype of the matrix products; with fp8, activations stay in 16 bits."""
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"be one of {', '.join(DTYPE_BYTES)}{nearest(dtype, list(DTYPE_BYTES))}")
+    return dtype
+
+
+Dtype = Annotated[str, AfterValidator(_known)]
 
 _SCORE_FORWARD = 13
 _SCORE_BACKWARD = 19

@@ -6,8 +6,13 @@ A cost belongs to one device, one microbatch, and one degree of tensor paralleli
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
+
+from penstock.base.tables import Count, Flag, Number, Table
+
+Amount = Annotated[Number, Field(ge=0)]
 Unit = Literal[
     "matmul",
     "attention",
@@ -39,13 +44,13 @@ class DeviceWork(NamedTuple):
     """
 
     unit: Unit
-    amount: float
-    width: float = 0
-    calls: int = 1
+    amount: Amount
+    width: Amount = 0
+    calls: Count = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCost:
+class LayerCost(Table):
     """Cost of one layer for one microbatch on one device.
 
     Attributes:
@@ -76,14 +81,14 @@ class LayerCost:
     selective: tuple[DeviceWork, ...] = ()
     backward: tuple[DeviceWork, ...] = ()
     again: tuple[DeviceWork, ...] = ()
-    saved_bytes: float = 0
-    selective_bytes: float = 0
-    waiting_bytes: float = 0
-    input_bytes: float = 0
-    output_bytes: float = 0
-    transient_bytes: float = 0
-    parameters: float = 0
-    expert_parameters: float = 0
-    model_flops: float = 0
-    attention_flops: float = 0
-    recomputes: bool = True
+    saved_bytes: Amount = 0
+    selective_bytes: Amount = 0
+    waiting_bytes: Amount = 0
+    input_bytes: Amount = 0
+    output_bytes: Amount = 0
+    transient_bytes: Amount = 0
+    parameters: Amount = 0
+    expert_parameters: Amount = 0
+    model_flops: Amount = 0
+    attention_flops: Amount = 0
+    recomputes: Flag = True

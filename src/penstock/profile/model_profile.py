@@ -7,18 +7,19 @@ device. It is read, written and used without torch.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from penstock.base.atomic import write_text
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError
+from penstock.base.tables import Count, Flag, NotNegative, Table, explain
 from penstock.profile.closed_form import (
-    DTYPE_BYTES,
+    Dtype,
     Workload,
     block_cost,
     embedding_cost,
@@ -26,7 +27,7 @@ from penstock.profile.closed_form import (
     require_divisible,
     require_positions,
 )
-from penstock.profile.layer_cost import DeviceWork, LayerCost, Unit
+from penstock.profile.layer_cost import Amount, LayerCost
 from penstock.profile.model_shape import ModelShape
 from penstock.profile.read_shape import read_shape
 
@@ -40,14 +41,14 @@ _WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "agai
 
 
 @dataclass(frozen=True)
-class ProfiledLayer:
+class ProfiledLayer(Table):
     """Costs of one kind of layer at several sizes of a microbatch.
 
     Attributes:
         points: (samples of a microbatch, cost) pairs, by growing microbatch.
     """
 
-    points: tuple[tuple[int, LayerCost], ...]
+    points: tuple[tuple[Count, LayerCost], ...]
 
     def at(self, microbatch: int) -> LayerCost:
         """Return the cost at a microbatch, on the line through the two nearest points."""
@@ -83,7 +84,7 @@ class LayerTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeCosts:
+class RuntimeCosts(Table):
     """Seconds that the runtime adds to ops, and how much ops slow each other down, as fitted to steps of pipelines.
 
     Attributes:
@@ -95,20 +96,20 @@ class RuntimeCosts:
             other rank, where a is its share and b the share of the other rank's op.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-    prepare: float = 0.0
-    segment: float = 0.0
-    beside_forward: float = 0.0
-    beside_backward: float = 0.0
-    beside_input_grad: float = 0.0
-    beside_weight_grad: float = 0.0
+    forward: Amount = 0.0
+    backward: Amount = 0.0
+    input_grad: Amount = 0.0
+    weight_grad: Amount = 0.0
+    prepare: Amount = 0.0
+    segment: Amount = 0.0
+    beside_forward: Amount = 0.0
+    beside_backward: Amount = 0.0
+    beside_input_grad: Amount = 0.0
+    beside_weight_grad: Amount = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Table):
     """Costs of a model's layers.
 
     Attributes:
@@ -131,16 +132,16 @@ class Profile:
     name: str
     source: Source = "sizes"
     shape: ModelShape | None = None
-    sequence: int | None = None
-    dtype: str = "fp32"
+    sequence: Count | None = None
+    dtype: Dtype = "fp32"
     kinds: tuple[ProfiledLayer, ...] = ()
-    layers: tuple[tuple[str, Role, int], ...] = ()
-    tied: int = 0
+    layers: tuple[tuple[str, Role, NotNegative], ...] = ()
+    tied: NotNegative = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
-    op_overhead: float = 0.0
-    step_overhead: float = 0.0
-    spread: float = 0.0
-    autocast: bool = False
+    op_overhead: Amount = 0.0
+    step_overhead: Amount = 0.0
+    spread: Amount = 0.0
+    autocast: Flag = False
     runtime: RuntimeCosts | None = None
 
     @property
@@ -211,6 +212,9 @@ class Profile:
         write_text(Path(path), json.dumps(self.as_dict(), indent=1, default=_plain) + "\n")
 
 
+_PROFILE = TypeAdapter(Profile)
+
+
 def default_sequence(profile: Profile) -> int:
     """Return the tokens of a sample where nothing says otherwise.
 
@@ -263,72 +267,32 @@ def read_profile(path: str | Path) -> Profile:
             f"{path} is not a profile of format {FORMAT}; make one with penstock.profile_layers"
         )
     try:
-        return _profile_of(table)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{path} is not a valid profile: {error}; make it again") from error
-
-
-def _profile_of(table: dict[str, Any]) -> Profile:
-    shape = table.pop("shape")
-    kinds = tuple(
-        ProfiledLayer(tuple((size, _cost_of(cost)) for size, cost in kind["points"]))
-        for kind in table.pop("kinds")
-    )
-    layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
-    runtime = table.pop("runtime")
-    profile = Profile(
-        shape=None if shape is None else ModelShape(**shape),
-        kinds=kinds,
-        layers=layers,
-        runtime=None if runtime is None else RuntimeCosts(**runtime),
-        **table,
-    )
-    for name, value in (runtime or {}).items():
-        _require_number(f"runtime.{name}", value)
-    for key in ("op_overhead", "step_overhead", "spread"):
-        _require_number(key, getattr(profile, key))
-    _require("source", profile.source in get_args(Source), profile.source)
-    _require("dtype", profile.dtype in DTYPE_BYTES, profile.dtype)
-    _require("sequence", profile.sequence is None or is_count(profile.sequence), profile.sequence)
-    _require("tied", is_count(profile.tied + 1), profile.tied)
-    _require("name", isinstance(profile.name, str), profile.name)
-    _require("machine", isinstance(profile.machine, Mapping), profile.machine)
-    _require("autocast", isinstance(profile.autocast, bool), profile.autocast)
-    _require("shape", (profile.shape is not None) == (profile.source == "sizes"), shape)
-    for _, role, kind in layers:
-        _require("role", role in get_args(Role), role)
-        _require("kind", is_count(kind + 1) and kind < len(kinds), kind)
-    _require("layers", profile.shape is not None or profile.blocks > 0, layers)
-    for points in (kind.points for kind in kinds):
-        sizes = [size for size, _ in points]
-        growing = all(map(is_count, sizes)) and sizes == sorted(set(sizes))
-        _require("microbatches", bool(sizes) and growing, sizes)
-        works = {tuple(len(getattr(cost, name)) for name in _WORKS) for _, cost in points}
-        _require("operations", len(works) == 1, works)
+        if table.get("shape") is not None:
+            table["shape"] = ModelShape(**table["shape"])
+        profile = _PROFILE.validate_python(table)
+        _require_sound(profile)
+    except (TypeError, ValueError) as error:
+        reason = explain(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"{path} is not a valid profile: {reason}; make it again") from error
     return profile
 
 
-def _cost_of(table: dict[str, Any]) -> LayerCost:
-    cost = LayerCost(**{**table, **{name: tuple(DeviceWork(*w) for w in table[name]) for name in _WORKS}})
-    for work in (work for name in _WORKS for work in getattr(cost, name)):
-        _require("unit", work.unit in get_args(Unit), work.unit)
-        _require_number("amount", work.amount)
-        _require_number("width", work.width)
-        _require("calls", is_count(work.calls), work.calls)
-    for key in (f.name for f in fields(LayerCost) if f.name not in (*_WORKS, "recomputes")):
-        _require_number(key, getattr(cost, key))
-    _require("recomputes", isinstance(cost.recomputes, bool), cost.recomputes)
-    return cost
+def _require_sound(profile: Profile) -> None:
+    """Raise `ValueError` if values of a profile contradict each other."""
+    _require("shape", (profile.shape is not None) == (profile.source == "sizes"), profile.shape)
+    _require("layers", profile.shape is not None or profile.blocks > 0, profile.layers)
+    for *_, kind in profile.layers:
+        _require("kind", kind < len(profile.kinds), kind)
+    for points in (kind.points for kind in profile.kinds):
+        sizes = [size for size, _ in points]
+        _require("microbatches", bool(sizes) and sizes == sorted(set(sizes)), sizes)
+        works = {tuple(len(getattr(cost, name)) for name in _WORKS) for _, cost in points}
+        _require("operations", len(works) == 1, works)
 
 
 def _require(key: str, sound: bool, value: object) -> None:
     if not sound:
         raise ValueError(f"{key} is {value!r}")
-
-
-def _require_number(key: str, value: object) -> None:
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-    _require(key, sound, value)
 
 
 def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:

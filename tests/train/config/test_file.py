@@ -53,7 +53,7 @@ def test_an_override_goes_through_the_checks():
         (b"steps = = 3", "c.toml is not a TOML file"),
         (b"\xff\xfe\x00", "c.toml is not a TOML file"),
         (b"[train]\nsteps = " + b"9" * 5000, "c.toml is not a TOML file"),
-        (b"train = 3", "train must be a dictionary"),
+        (b"train = 3", "train must be a table"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes | None, said: str):

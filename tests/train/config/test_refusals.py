@@ -15,7 +15,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr": 0.1}, "no key lr (did you mean optim.lr?)"),
     ({"nothing_like_it": 3}, "no key nothing_like_it; `penstock config` prints"),
     ({"model.widht": 3}, "no key model.widht (did you mean model.width?)"),
-    ({"model": 3}, "model must be a dictionary or an instance of ModelConfig, got 3"),
+    ({"model": 3}, "model must be a table, got 3"),
     ({"model.width": "128"}, "model.width must be a valid integer, got '128'"),
     ({"model.width": 1.5}, "model.width must be a valid integer"),
     ({"train.steps": True}, "train.steps must be a valid integer, got True"),
@@ -109,7 +109,7 @@ OF_SGD: list[tuple[Any, str]] = [
     ({"momentum": -1.0}, "SGD refuses its arguments: Invalid momentum value: -1.0"),
     ({"momentum": "a"}, "optim.arguments.momentum must be a number, got 'a'"),
     ({"dampening": True}, "optim.arguments.dampening must be a number, got True"),
-    (3, "optim.arguments must be a valid dictionary, got 3"),
+    (3, "optim.arguments must be a table, got 3"),
 ]
 REFUSED += [({"optim.name": "SGD", "optim.arguments": given}, said) for given, said in OF_SGD]
 

@@ -6,13 +6,13 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.base.errors import ConfigError, ScheduleError
+from penstock.base.tables import Table, explain
 from penstock.schedule.residency import Sharding
-from penstock.train.config.fields import Table
 from penstock.train.config.optimizers import optim_defaults, require_optimizer
 from penstock.train.config.sections import (
     DataConfig,
@@ -24,9 +24,6 @@ from penstock.train.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,8 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     try:
         config = _CONFIG.validate_python(tables)
     except ValidationError as error:
-        raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
+        # Behind the key there may be a kind of a union, and a place in a list.
+        raise ConfigError(explain(error, _no_key, depth=2)) from None
     _check_model(tables.get("model", {}))
     config = dataclasses.replace(
         config,
@@ -98,18 +96,8 @@ def _schedule_defaults(config: Config, given: set[str]) -> ScheduleConfig:
     return dataclasses.replace(schedule, microbatches=allowed[-1])
 
 
-def _explain(error: ErrorDetails) -> str:
-    """Turn one of pydantic's errors into a line."""
-    # Behind the key there may be a kind of a union, and a place in a list.
-    name = ".".join(map(str, error["loc"][:2]))
-    if error["type"] == "unexpected_keyword_argument":
-        return f"no key {name}{nearest_key(name)}; `penstock config` prints the keys of every section"
-    allowed = error["msg"].partition(" should ")[2] or error["msg"].removeprefix("Value error, ")
-    try:
-        value = repr(error["input"])
-    except ValueError:
-        value = "a number of too many digits"
-    return f"{name} must {allowed}, got {value:.200}"
+def _no_key(name: str) -> str:
+    return f"{nearest_key(name)}; `penstock config` prints the keys of every section"
 
 
 def nearest_key(name: str) -> str:

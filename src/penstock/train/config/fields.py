@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from penstock.base.tables import Count, Number
 from penstock.parallel.mesh import AXES
 from penstock.runtime.health.hang import YEAR
 
@@ -14,12 +15,6 @@ LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "mat
 """Services that metrics can be sent to, each with the packages it needs."""
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _NAME_BYTES = 255  # most file systems allow no longer name
-
-
-class Table:
-    """Base of a config section: unknown keys are refused."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 def names_in(text: str) -> list[str]:
@@ -58,18 +53,14 @@ def _check_name(text: str) -> str:
     return text
 
 
-# Strict: without it pydantic would take "128" for 128 and 1 for true.
-Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 NotNegative = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Threads = Annotated[int, Field(strict=True, ge=0, le=1024)]
-_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Positive = Annotated[_Number, Field(gt=0)]
-NotNegativeNumber = Annotated[_Number, Field(ge=0, lt=2**31)]
-Seconds = Annotated[_Number, Field(gt=0, le=YEAR)]
-Fraction = Annotated[_Number, Field(gt=0, lt=1)]
-Share = Annotated[_Number, Field(ge=0, le=1)]
-Momentum = Annotated[_Number, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Field(strict=True)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegativeNumber = Annotated[Number, Field(ge=0, lt=2**31)]
+Seconds = Annotated[Number, Field(gt=0, le=YEAR)]
+Fraction = Annotated[Number, Field(gt=0, lt=1)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Momentum = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(strict=True, pattern=r"\A[^\x00]*\z")]
 Given = Annotated[Text, Field(min_length=1)]
 FolderName = Annotated[Text, AfterValidator(_check_name)]

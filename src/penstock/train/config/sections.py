@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.base.tables import Count, Flag, Table
 from penstock.parallel.replicas.layout import BUCKET_BYTES
 from penstock.train.config.fields import (
     AxisOrder,
@@ -12,9 +13,7 @@ from penstock.train.config.fields import (
     CallbackNames,
     Changed,
     Compile,
-    Count,
     DataFormat,
-    Flag,
     FolderName,
     Fraction,
     LoggerNames,
@@ -33,7 +32,6 @@ from penstock.train.config.fields import (
     Sharded,
     Share,
     Split,
-    Table,
     Text,
     Threads,
 )
