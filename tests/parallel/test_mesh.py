@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.mesh import AXES, MeshShape, make_mesh, require_fit
+from penstock.parallel.mesh import AXIS_NAMES, MeshShape, make_mesh, require_fit
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
 
@@ -24,11 +24,13 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
 
 
 # the axes in their order, the other way round, and mixed
-@pytest.mark.parametrize("order", [AXES, AXES[::-1], (AXES[2], AXES[0], AXES[3], AXES[1])])
+@pytest.mark.parametrize(
+    "order", [AXIS_NAMES, AXIS_NAMES[::-1], (AXIS_NAMES[2], AXIS_NAMES[0], AXIS_NAMES[3], AXIS_NAMES[1])]
+)
 def test_rank_and_coordinates_are_inverses_in_any_order(order):
     shape = MeshShape(2, 3, 4, order, cp=2)
     for rank in range(48):
-        place = {axis: shape.coordinate(rank, axis) for axis in AXES}
+        place = {axis: shape.coordinate(rank, axis) for axis in AXIS_NAMES}
         assert shape.rank(**place) == rank
         assert shape.line(rank, order[-1]) == list(
             range(rank - place[order[-1]], rank - place[order[-1]] + shape.size(order[-1]))
@@ -81,7 +83,7 @@ def sums_over_axes(rank: int, order: tuple[str, ...]) -> None:
 
 
 def test_groups_hold_the_ranks_of_their_line(processes: LocalProcesses):
-    run_cases(processes, 4, sums_over_axes, [(AXES,), (("tp", "dp", "pp"),)])
+    run_cases(processes, 4, sums_over_axes, [(AXIS_NAMES,), (("tp", "dp", "pp"),)])
 
 
 def too_few(rank: int) -> None:

@@ -1,6 +1,9 @@
 """An axis of the mesh beside the pipeline's: what its processes divide, and how layers, steps and losses follow.
 
-A new axis is a folder of `penstock.parallel` with an `Axis`, and a line in `penstock.parallel.axes`.
+A new axis is a folder of `penstock.parallel` with an `Axis`, its class in `penstock.parallel.axes.AXES`, and its size in
+`MeshShape`: with `_DIVIDES_SAMPLES` if its processes have the same parameters and a part of each sample; in `mesh.SHARED` if
+they share the parameters of a stage; or, as the size of expert parallelism, one that divides the ranks of a stage once more.
+What the planner, the configs of ``penstock train`` and the trainer of Hugging Face know of an axis stands in their files.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class MeshShape:
     pp: int = 1
     dp: int = 1
     tp: int = 1
-    order: tuple[str, ...] = field(default_factory=lambda: AXES)
+    order: tuple[str, ...] = field(default_factory=lambda: AXIS_NAMES)
     ep: int = 1
     cp: int = field(default=1, metadata=_DIVIDES_SAMPLES)
 
@@ -50,16 +50,16 @@ class MeshShape:
             if axis not in self.order and outer in self.order:
                 after = self.order.index(outer) + 1
                 object.__setattr__(self, "order", (*self.order[:after], axis, *self.order[after:]))
-        for axis in (*AXES, "ep"):
+        for axis in (*AXIS_NAMES, "ep"):
             size = getattr(self, axis)
             if not is_count(size):
                 raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
-        if sorted(self.order) != sorted(AXES):
+        if sorted(self.order) != sorted(AXIS_NAMES):
             raise ConfigError(
                 f"the order of the mesh must name {_NAMES} once each, outermost first, got {self.order!r}"
             )
         if (ranks := self.ranks // self.pp) % self.ep:
-            product = " x ".join(axis for axis in AXES if axis in self.axes and axis != "pp")
+            product = " x ".join(axis for axis in AXIS_NAMES if axis in self.axes and axis != "pp")
             raise ConfigError(
                 f"ep {self.ep} does not divide {product} = {ranks}, the ranks of a stage, over which experts are divided; "
                 f"take a divisor of {ranks}"
@@ -96,8 +96,10 @@ class MeshShape:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
-        if axis not in AXES:
-            raise ConfigError(f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are {_NAMES}")
+        if axis not in AXIS_NAMES:
+            raise ConfigError(
+                f"there is no axis {axis!r}{nearest(axis, list(AXIS_NAMES))}; the axes are {_NAMES}"
+            )
         size: int = getattr(self, axis)
         return size
 
@@ -126,7 +128,7 @@ class MeshShape:
 
     def line(self, rank: int, axis: str) -> list[int]:
         """Return the ranks that differ from `rank` only on an axis, itself included, in their order on it."""
-        coordinates = {a: self.coordinate(rank, a) for a in AXES}
+        coordinates = {a: self.coordinate(rank, a) for a in AXIS_NAMES}
         return [self.rank(**{**coordinates, axis: n}) for n in range(self.size(axis))]
 
     def replica_ranks(self, rank: int) -> list[int]:
@@ -163,10 +165,10 @@ REPLICATED = ("dp", *(f.name for f in fields(MeshShape) if f.metadata == _DIVIDE
 SHARED = ("tp",)
 """Axes along which ranks share the parameters of a stage of one replica."""
 
-AXES: tuple[str, ...] = ("pp", *REPLICATED, *SHARED)
+AXIS_NAMES: tuple[str, ...] = ("pp", *REPLICATED, *SHARED)
 """Axes in their default order, outermost first: ranks of tp communicate the most and should be neighbours."""
 
-_NAMES = f"{', '.join(AXES[:-1])} and {AXES[-1]}"
+_NAMES = f"{', '.join(AXIS_NAMES[:-1])} and {AXIS_NAMES[-1]}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of all dimensions."""
-        return [self.group(axis) for axis in AXES if axis in (self.device_mesh.mesh_dim_names or ())]
+        return [self.group(axis) for axis in AXIS_NAMES if axis in (self.device_mesh.mesh_dim_names or ())]
 
     def line(self, rank: int, axis: str) -> list[int]:
         """Return the processes that differ from a rank of the mesh only on an axis, as ranks in ``torch.distributed``."""
@@ -221,7 +223,7 @@ def make_mesh(
     dp: int = 1,
     tp: int = 1,
     *,
-    order: Sequence[str] = AXES,
+    order: Sequence[str] = AXIS_NAMES,
     device: str = "cpu",
     **others: int,
 ) -> Mesh:
@@ -313,7 +315,7 @@ def axes_of(mesh: DeviceMesh) -> Mesh:
             f"this process is not in the mesh, which has the ranks {_listed(ranks)}; build the pipeline in those only"
         )
     sizes: dict[str, Any] = dict(zip(names, mesh.mesh.shape, strict=True))
-    order = (*(axis for axis in AXES if axis not in sizes), *names)
+    order = (*(axis for axis in AXIS_NAMES if axis not in sizes), *names)
     shape = MeshShape(**sizes, order=order)
     for axis, dimension in zip(names, range(len(names)), strict=True):
         if (mesh.mesh.diff(dim=dimension) <= 0).any():
@@ -332,7 +334,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
             f"the dimensions of the mesh ({size}) must have names of {_NAMES}; write init_device_mesh(..., "
             "mesh_dim_names=('pp', 'dp'))"
         )
-    if strange := [name for name in names if name not in AXES]:
+    if strange := [name for name in names if name not in AXIS_NAMES]:
         meant = {
             name: next((a for a, others in _OTHER_NAMES.items() if name in others), None) for name in strange
         }

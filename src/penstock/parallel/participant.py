@@ -152,7 +152,10 @@ class Participant:
         return backward
 
     def reduce(self, stage: int) -> None:
-        """Start to reduce a stage's gradients; a stage may have several such moments in a step."""
+        """Start to reduce the gradients of a stage whose weights come and go; it may have several such moments in a step.
+
+        Buckets do not wait for it: the hook of a bucket's last gradient starts its reduction.
+        """
 
     def complete(self, stage: int) -> None:
         """Take note that this rank's gradients of a stage are complete."""

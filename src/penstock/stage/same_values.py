@@ -1,4 +1,4 @@
-"""Whether two tensors have the same values."""
+"""Comparison of the values of two tensors."""
 
 from __future__ import annotations
 

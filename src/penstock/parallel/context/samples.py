@@ -1,4 +1,7 @@
-"""Layers that have a part of each sample's tokens (context parallelism), and the check that they may be divided."""
+"""Layers that have a part of each sample's tokens (context parallelism), and the check that they may be divided.
+
+`penstock.parallel.context.tokens` cuts the tokens.
+"""
 
 from __future__ import annotations
 

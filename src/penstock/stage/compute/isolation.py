@@ -1,4 +1,4 @@
-"""Whether a stage trains its own parameters alone and leaves shared buffers as they are."""
+"""Checks that a stage trains its own parameters alone and leaves shared buffers as they are."""
 
 from __future__ import annotations
 

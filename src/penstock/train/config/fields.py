@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.base.tables import Count, Number
-from penstock.parallel.mesh import AXES
+from penstock.parallel.mesh import AXIS_NAMES
 from penstock.runtime.health.hang import YEAR
 
 LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
@@ -40,7 +40,7 @@ def _check_callbacks(text: str) -> str:
 
 
 def _check_order(text: str) -> str:
-    if sorted({*axes_of(text), "cp"}) != sorted({*AXES}) or len(axes_of(text)) > len({*axes_of(text)}):
+    if sorted({*axes_of(text), "cp"}) != sorted({*AXIS_NAMES}) or len(axes_of(text)) > len({*axes_of(text)}):
         raise ValueError("be pp, dp and tp once each, and cp or not, with commas between, outermost first")
     return text
 
