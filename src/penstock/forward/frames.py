@@ -18,9 +18,9 @@ from penstock.forward.torch_forwards import encoder_forward
 from penstock.stage.layers import has_forward_hooks
 
 OWN_HEAD = (
-    "for a head of your own, such as a critic's or a reward's, take AutoModelForTokenClassification (a value of each token) "
-    "or AutoModelForSequenceClassification (of each row) with num_labels=1 or more, put your module into its `score` or "
-    "`classifier` if it is more than a linear layer, and give that model to the Pipeline with your loss_fn"
+    "for a head of your own, such as a critic's, take AutoModelForTokenClassification (a value of each token) or "
+    "AutoModelForSequenceClassification (of each row), put your module into its `score` or `classifier`, and give that "
+    "model to the Pipeline with your loss_fn, as docs/fine_tuning.md shows"
 )
 _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 

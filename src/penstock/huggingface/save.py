@@ -111,10 +111,9 @@ def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, An
     if problems:
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ConfigError(
-            f"these weights are not those of the {config.get('model_type')} model the config describes, so transformers "
-            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MAX_LISTED])}{more}. Save "
-            "adapters with penstock.save_adapters and merge them with peft (merge_and_unload), or keep all weights with "
-            "penstock.Checkpoints"
+            f"these weights are not those of the {config.get('model_type')} model that the config describes: "
+            f"{'; '.join(problems[:_MAX_LISTED])}{more}. Save adapters with penstock.save_adapters, or merge them "
+            "with peft (merge_and_unload), see docs/fine_tuning.md; or keep all weights with penstock.Checkpoints"
         )
 
 

@@ -1,4 +1,4 @@
-"""Refusals of what a Trainer cannot do with a pipeline, each with what to do instead."""
+"""Refusals of what a Trainer cannot do with a pipeline, with what to do instead."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def follow_hooks(
     if any(uses[edge] > 1 for edge in hooked_edges):
         raise PenstockError(
             "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use "
-            "that tensor, too (in an auxiliary loss, or as a second output): the hook would be called with a part of its "
-            "gradient. Set the hook in the layer that makes the tensor, or keep both layers on one stage (split=...)"
+            "that tensor, too (in an auxiliary loss, say): the hook would get a part of its gradient. Set the hook in the "
+            "layer that makes the tensor, or keep both layers on one stage (split=...)"
         )
     nodes = input_grads.nodes or (None,) * len(input_grads.leaves)
     passed_on = [

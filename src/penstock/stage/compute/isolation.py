@@ -1,4 +1,4 @@
-"""Checks that a stage trains its own parameters alone and leaves shared buffers as they are."""
+"""Check that a stage trains its own parameters alone and leaves shared buffers as they are."""
 
 from __future__ import annotations
 
@@ -79,6 +79,5 @@ class Isolation:
                 raise PenstockError(
                     f"a layer uses the parameter {known[2]} of another stage without owning it; register it in the layer, "
                     "too (self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
-                    "(split=...). For a penalty on weights, use the optimizer's weight_decay, or call penstock.add_loss in "
-                    "the layer"
+                    "(split=...); for a penalty on weights, see docs/troubleshooting.md"
                 )
