@@ -188,7 +188,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, bases):
         ):
             penstock.save_adapters(pipe, folder, model)
     with hf_models.pipeline(model, 2) as pipe:
-        with pytest.raises(ConfigError, match=r"these weights are not those of the llama model"):
+        with pytest.raises(ConfigError, match=r"these weights do not fit the llama model"):
             penstock.save_transformers(pipe, folder, bases("llama"))
         dict(pipe.named_parameters())["model.norm.weight"].requires_grad_(True)
         with pytest.raises(ConfigError, match=r"would lose them: model.norm.weight; freeze them"):

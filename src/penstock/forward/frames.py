@@ -92,7 +92,7 @@ def method_frame(
 def method_called(frame: Frame, call: ast.Call) -> tuple[FunctionType, nn.Module, str] | None:
     """Return the method of the model, or of a module within it, that a call runs: function, module, and the module's name.
 
-    ``super().method`` is that of the next class which has one. None for any other call.
+    ``super().method`` is the method of the next class which has one. None for any other call.
     """
     match call.func:
         case ast.Attribute(ast.Call(ast.Name("super"), [], []), name) if frame.is_builtin("super"):

@@ -180,7 +180,7 @@ def _require_unset(model: nn.Module, reference: nn.Module, names: Collection[str
             ):
                 raise SplitError(
                     f"the loss function reads {name!r}, which the forward of {path or type(model).__name__} sets: in a "
-                    "pipeline it would be that of another microbatch, or be on another rank. Return it from the model's "
+                    "pipeline it would be another microbatch's, or be on another rank. Return it from the model's "
                     "forward, or call penstock.add_loss(name, value) there for a term of the loss"
                 )
 

@@ -14,7 +14,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.layers import whole_name
 
-_PREFIX = "base_model.model."  # of the names in a PeftModel, before those of the base model
+_PREFIX = "base_model.model."  # of the names in a PeftModel, before the base model's names
 _MAX_LISTED = 12  # problems in an error message
 
 _CONFIGS = ("arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config")

@@ -1,4 +1,4 @@
-"""Conversion of stored tensors to those of the model, as transformers converts them when it loads a folder.
+"""Conversion of stored tensors to the model's, as transformers converts them when it loads a folder.
 
 Older files store each expert of a mixture by itself, or have other names. Which names and which operations is transformers'
 own table. So each process still reads only the tensors of its own layers.
@@ -98,7 +98,7 @@ def _convert(
     Args:
         first: name of the first tensor that is made.
         members: names of the stored tensors, and the converter's pattern of each.
-        dtype: that of the model, in which the tensors are put together.
+        dtype: the model's, in which the tensors are put together.
     """
     own = copy.deepcopy(converter)
     for (name, pattern), tensor in zip(members, tensors, strict=True):

@@ -17,7 +17,7 @@ from penstock.stage.named import give
 
 
 class _OwnLayer(Live, nn.Module):
-    """Modules around the blocks, under their paths in the model; the mode is that of the module with the blocks."""
+    """Modules around the blocks, under their paths in the model; the mode follows the module with the blocks."""
 
     own: OwnForward
 

@@ -104,7 +104,7 @@ class Absent(nn.Module):
         super().__init__()
         self.__dict__.update(module=module, path=path, run=run)
         dtype = next(module.parameters()).dtype
-        # A model finds its dtype and device by its parameters, and those of other stages may be on the meta device.
+        # A model finds its dtype and device by its parameters, and other stages' may be on the meta device.
         self._parameters["_"] = nn.Parameter(nan((), dtype, run.device), requires_grad=False)
 
     def __getattr__(self, name: str) -> Any:

@@ -128,7 +128,7 @@ def from_transformers(model: object, *, seed: int = 0, check: bool = True) -> li
 
 
 def layers_on_meta(config: Any, dtype: torch.dtype) -> list[Layer]:
-    """Return the layers of a config's model, without weights, for a trace; errors are those of `from_transformers`."""
+    """Return the layers of a config's model, without weights, for a trace; raises as `from_transformers` does."""
     pattern = on_meta(config, dtype)
     _prove(pattern, CAUSAL, True)
     return _layers(pattern, CAUSAL, pattern.get_submodule)
@@ -153,7 +153,7 @@ def read_config(path: Path, heads: Collection[str] = (CAUSAL,)) -> Any:
     """Read a ``config.json`` as the library's config.
 
     Args:
-        heads: heads that its architectures may have (default that of causal language models).
+        heads: heads that its architectures may have (default: the head of causal language models).
 
     Raises:
         DataError: if it cannot be read, or the library refuses it.
@@ -447,7 +447,7 @@ def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
 
 
 def _tied_within(pattern: Any, name: str) -> dict[str, str]:
-    """Return the parameters of a module that are those of others: name within it → name in the model."""
+    """Return the parameters of a module that others have, too: name within it → name in the model."""
     tied = {one: other for one, other in tied_names(pattern).items() if begins_in(one, [name])}
     return {one[len(name) + 1 :]: other for one, other in tied.items() if not begins_in(other, [name])}
 

@@ -30,7 +30,7 @@ def classes_of(config: Any, head: str) -> tuple[type, ...]:
 
 
 def head_in(config: Any) -> str:
-    """Return the head that a config asks for by its ``architectures``; that of a causal language model if it does not."""
+    """Return the head that a config asks for by its ``architectures``; a causal language model's if it does not."""
     heads = [str(name).partition("For")[2] for name in getattr(config, "architectures", None) or ()]
     return next((head for head in heads if head in HEADS), CAUSAL)
 
@@ -47,7 +47,7 @@ def head_of(model: Any) -> str:
             continue
         if all(type(model).forward is not kind.forward for kind in classes):
             raise SplitError(
-                f"{type(model).__name__} has a forward of its own, and only that of {classes[0].__name__} is proved, with "
+                f"{type(model).__name__} has a forward of its own, and only {classes[0].__name__}'s is proved, with "
                 "its loss; use that class and give the Pipeline what yours does as loss_fn, or register yours with a config "
                 f"of its own (AutoModelFor{head}.register)"
             )

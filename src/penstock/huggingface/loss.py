@@ -44,7 +44,7 @@ class ModelLoss:
         head: its head, one of `HEADS`.
 
     Attributes:
-        shifts: whether a causal model's labels are those of the tokens themselves, which it shifts (default True).
+        shifts: whether a causal model's labels are the tokens' own, which it shifts (default True).
     """
 
     ignore_index = IGNORED
@@ -94,7 +94,7 @@ class StepLoss:
 
     Args:
         smoother: Trainer's label smoother, whose loss takes the place of the model's; None for none.
-        shifts: whether a causal model's labels are those of the tokens themselves, which the loss shifts.
+        shifts: whether a causal model's labels are the tokens' own, which the loss shifts.
 
     Attributes:
         divisor: number of targets of the whole step.

@@ -1,7 +1,7 @@
 """One process as Trainer and Accelerate see a run in several: it takes the rows of all replicas.
 
 Every process of a run takes the same batch, and the pipeline keeps the part of its own replica. So nothing is left for
-Trainer to divide, gather or wrap, and its arithmetic is that of one process with a batch for all replicas. The state of the
+Trainer to divide, gather or wrap, and it computes as one process with a batch for all replicas. The state of the
 optimizer, whose parameters are on several processes, is saved and loaded as the whole model's.
 """
 
@@ -124,7 +124,7 @@ class FilledSampler:
 
 
 class WholeOptimizer:
-    """Places of one process's parameters among those of all; every process of the run makes one.
+    """Places of one process's parameters among all processes'; every process of the run makes one.
 
     Loading a state of the whole model into the optimizer takes this process's part of it.
 

@@ -60,7 +60,7 @@ class OwnForward:
         images: names of `IMAGE_INPUTS` that the forward takes; none if it takes no images.
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
-        trains: whether the layers are those of a run, where what fails is the batch, and not of a proof (default False).
+        trains: whether the layers are for a run, where what fails is the batch, and not for a proof (default False).
         router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
             beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
 

@@ -31,7 +31,7 @@ def with_own_optimizers(
     """Return an optimizer that leaves the parameters of the groups to optimizers of their own.
 
     Args:
-        optimizer: optimizer of all parameters of this process; those of the groups are taken out of it.
+        optimizer: optimizer of all parameters of this process; the groups' parameters are taken out of it.
         model: the whole model; parameters of other processes are on the meta device.
     """
     left = {name: p for name, p in model.named_parameters() if p.requires_grad}

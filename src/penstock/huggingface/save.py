@@ -60,7 +60,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
 
     Raises:
         ConfigError: on every process, before anything is written: if `like` is none of these, the folder cannot be
-            created, or the weights are not those of the architecture (for example with adapters of your own), so that the
+            created, or the weights do not fit the architecture (for example with adapters of your own), so that the
             folder would load with new weights.
     """
     require_library()
@@ -111,7 +111,7 @@ def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, An
     if problems:
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ConfigError(
-            f"these weights are not those of the {config.get('model_type')} model that the config describes: "
+            f"these weights do not fit the {config.get('model_type')} model that the config describes: "
             f"{'; '.join(problems[:_MAX_LISTED])}{more}. Save adapters with penstock.save_adapters, or merge them "
             "with peft (merge_and_unload), see docs/fine_tuning.md; or keep all weights with penstock.Checkpoints"
         )

@@ -1,4 +1,4 @@
-"""Small configs: those of another config's kind of model, with few and narrow layers."""
+"""Small configs: the same kind of model as another config's, with few and narrow layers."""
 
 from __future__ import annotations
 

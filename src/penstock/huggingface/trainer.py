@@ -338,7 +338,7 @@ class PipelineTrainerMixin:
         return result.loss, CausalLMOutput(loss=result.loss, logits=logits)
 
     def _joined(self, result: StepResult) -> Tensor:
-        """Return the logits of an evaluation's batch, with those of all replicas; every process calls it."""
+        """Return the logits of an evaluation's batch over all replicas; every process calls it."""
         pipe = self.pipe
         if not self._in_processes:
             return torch.cat(result.outputs)
@@ -430,7 +430,7 @@ def _generate(model: Any, generate: Callable[..., Any], *args: Any, **kwargs: An
     """Generate, unless this process has only the weights of its own stages."""
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(
-            "model.generate needs all weights, and while it trains in processes each has those of its own stages alone: "
+            "model.generate needs all weights, and while it trains in processes each has its own stages' weights alone: "
             "train in one process, with ranks as threads, or generate from a saved model in another script"
         )
     return generate(*args, **kwargs)

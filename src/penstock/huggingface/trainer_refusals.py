@@ -18,8 +18,8 @@ _OURS = {
     "reduction": "losses are weighted by num_items_in_batch, as Trainer does",
     "seed": "set it in the training arguments",
     "autocast": "set bf16=True in the training arguments",
-    "device": "it is that of the training arguments",
-    "mesh": "give ranks, those of one pipeline; processes beyond them are replicas of it",
+    "device": "it is the training arguments' device",
+    "mesh": "give ranks, the size of one pipeline; processes beyond them are replicas of it",
     "parallel": "the trainer sets it",
 }
 """Options of `Pipeline` that the trainer sets, and what to do instead of giving them."""
@@ -34,7 +34,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in allowed:
             raise ConfigError(
-                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes those of Pipeline, report, "
+                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, report, "
                 "trace_every, optimizer, ep and cp"
             )
     if "microbatches" not in options:
@@ -51,8 +51,8 @@ def require_same_loss(trainer: Any, model: Any, loss: StepLoss) -> None:
         )
     if not has_library_loss(model):
         raise ConfigError(
-            f"the loss_function of the {type(model).__name__} is {model.loss_function!r}, and only those of "
-            "transformers are known to be sums that microbatches can divide; delete model._loss_function, or "
+            f"the loss_function of the {type(model).__name__} is {model.loss_function!r}, and only "
+            "losses of transformers are known to be sums that microbatches can divide; delete model._loss_function, or "
             "use penstock.Pipeline with yours as loss_fn and a loop of your own"
         )
     if trainer.label_smoother is not loss.smoother:
@@ -63,7 +63,7 @@ def require_same_loss(trainer: Any, model: Any, loss: StepLoss) -> None:
 
 
 def require_plain_gradients(model: Any) -> None:
-    """Raise ConfigError if a parameter's gradient has hooks: they would see that of each microbatch."""
+    """Raise ConfigError if a parameter's gradient has hooks: they would see each microbatch's gradient."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
@@ -102,7 +102,7 @@ def require_supported_arguments(args: Any, in_processes: bool, ep: int) -> None:
     if optimizer == "adafactor" and ep > 1:
         raise ConfigError(
             f"optim='adafactor' cannot be used with ep = {ep}: transformers' own computes with whole matrices, and ep "
-            "divides those of experts; take adamw_torch, or leave ep at 1"
+            "divides the experts'; take adamw_torch, or leave ep at 1"
         )
     refused = {
         "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
@@ -182,7 +182,7 @@ def require_supported_trainer(trainer: Any, in_processes: bool) -> None:
         raise ConfigError(
             "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
             "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
-            "in SFTConfig), or use penstock.Pipeline, which adds that of each microbatch"
+            "in SFTConfig), or use penstock.Pipeline, which adds each microbatch's loss"
         )
     if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
         raise ConfigError(

@@ -184,7 +184,7 @@ def _fit(cells: Sequence[_Cell], beside: bool) -> Table:
         return np.concatenate([predicted / seconds - 1.0, prior])
 
     free = np.flatnonzero(used)
-    # With little damping a step is that of Gauss and Newton, with much a short one along the gradient: a step that helps
+    # With little damping it is a step of Gauss and Newton, with much a short one along the gradient: a step that helps
     # lowers it, and one that does not is tried again with more.
     parameters, found, damping = start, errors(start), 1e-2
     for _ in range(200):

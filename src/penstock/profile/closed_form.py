@@ -197,8 +197,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     inputs_divided = inner * tokens * e / t
     kept_divided = inputs_divided
     if load.cp > 1:
-        # Attention keeps keys and values of whole samples in place of those of its own tokens, and its outputs for the two
-        # chunks, which are then copied into the input of the last matrix.
+        # Attention keeps keys and values of whole samples in place of its own tokens', and its outputs for the two chunks,
+        # which are then copied into the input of the last matrix.
         kept_divided += gathered * (1 - 1 / load.cp) + attended * tokens * e / t
     # Fused attention keeps the logarithm of each row's sum, in 32 bits.
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0

@@ -144,7 +144,7 @@ class OpCounter(TorchDispatchMode):
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a product of groups; torch 2.13 computes those of fp32 matrices, and gives shapes of 16-bit ones alone."""
+    """Call a product of groups; torch 2.13 computes it for fp32 matrices, and for 16-bit ones gives the shape alone."""
     wide = args[0].dtype
     if wide != torch.float32:
         return func(*args, **kwargs)

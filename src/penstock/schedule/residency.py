@@ -197,7 +197,7 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     """Return the operations that a choice of `Sharding` adds to a valid schedule.
 
     Raises:
-        ScheduleError: if stages have copies on several ranks, whose gradients are joined before those of replicas, or if
+        ScheduleError: if stages have copies on several ranks, whose gradients are joined before replicas' are, or if
             the window is too small for a fused pair of two stages.
     """
     if schedule.placement.has_copies:

@@ -84,7 +84,7 @@ class RunPair:
         largest = max(self.parts, key=lambda part: part.difference if longer else -part.difference)
         word, amount_of = "more" if longer else "less", self.unit.text(abs(largest.difference))
         return (
-            f"The step of B takes {abs(share):.1%} {word} time than that of A: {self.unit.text(second)} instead of "
+            f"The step of B takes {abs(share):.1%} {word} time than A's: {self.unit.text(second)} instead of "
             f"{self.unit.text(first)}. The largest part of the difference is {amount_of} {word} "
             f"{largest.name}, on average over the ranks."
         )

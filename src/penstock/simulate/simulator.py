@@ -311,7 +311,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times, shards: _
                     gap = consumer - position[receiver]
                     if gap == 0 or gap == 1:
                         todo.append(receiver)
-            # Wait for the reductions of the op before, and begin those of this one; at the end, wait for all.
+            # Wait for the reductions of the op before, and begin this one's; at the end, wait for all.
             if shards is not None:
                 ends = row + width == offsets[r + 1]
                 if not ends and due[r] > now:

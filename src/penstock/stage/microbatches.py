@@ -181,7 +181,7 @@ def _require_divisible(leaf: object, name: str) -> None:
 
 
 def _held(value: object, depth: int = 2) -> Iterator[object]:
-    """Yield what an object holds in its attributes, and in those of objects there."""
+    """Yield what an object holds in its attributes, and in the attributes of objects there."""
     if isinstance(value, type):
         return
     for inner in _pytree.tree_leaves(list(getattr(value, "__dict__", {}).values())):

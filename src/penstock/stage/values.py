@@ -177,11 +177,11 @@ def _watched(leaves: Sequence[Any], shared: Shared, message: int) -> list[Watche
 def _name(shared: Shared, index: int) -> str:
     """Return the place of a message's leaf in the value, as Python writes it."""
     if shared.structure is None:
-        return "what it was given"
+        return "its input"
     places, _ = _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(shared.order), shared.structure))
     path = next(path for path, leaf in places if leaf == index)
     text = _pytree.keystr(path).removeprefix(".value")
-    return f"value{text}" if text else "what it was given"
+    return f"value{text}" if text else "its input"
 
 
 def flatten(value: object) -> tuple[tuple[Any, ...], Any]:

@@ -36,7 +36,7 @@ def test_the_differences_of_causes_add_up_to_that_of_the_steps_and_json_can_repr
 
 def test_the_sentence_names_the_largest_part(tmp_path: Path):
     assert pair(tmp_path).sentence == (
-        "The step of B takes 16.7% less time than that of A: 100 ms instead of 120 ms. The largest part of the difference "
+        "The step of B takes 16.7% less time than A's: 100 ms instead of 120 ms. The largest part of the difference "
         "is 15 ms less cool-down, on average over the ranks."
     )
     run = read_run(kept_run(tmp_path, "again"))

@@ -130,7 +130,7 @@ def _run(
     limit: float | None,
     progress: Callable[[int, int, Prediction | None], None] | None,
 ) -> tuple[_Search, bool]:
-    """Search a space until its end or that of the time; return whether it is complete."""
+    """Search a space until nothing is left or the time is over; return whether it is complete."""
     run = _Search(space, top)
     try:
         for _ in run.steps():

@@ -20,7 +20,7 @@ def grouped_reasons(result: SearchResult, most: int | None = None) -> list[tuple
     """Return (chosen value, other values, reason) rows; values of a dimension with the same reason share a row.
 
     The chosen value is empty in all but the first row of a dimension. With `most`, these are at most so many rows, of
-    different dimensions: those of the quickest layouts, simulated ones first.
+    different dimensions: the quickest layouts' rows, simulated ones first.
     """
     chosen = result.best.layout.as_dict()
     rows, nearest = [], []

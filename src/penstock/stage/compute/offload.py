@@ -14,7 +14,7 @@ class offloaded(saved_tensors_hooks):  # noqa: N801 - used as a context manager,
 
     As ``torch.autograd.graph.save_on_cpu``, but weights stay where they are, since nothing would be gained by copies of
     them, and a tensor comes back with the strides it had: a product of transposed tensors may have other bits. Sparse
-    tensors and those of subclasses stay, too.
+    tensors and tensors of subclasses stay, too.
 
     Args:
         kept: tensors that stay on the GPU, with all their views; on the CPU, or of subclasses, they are left alone anyway.

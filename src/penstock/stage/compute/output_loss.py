@@ -1,4 +1,4 @@
-"""Loss functions of the output alone, such as those of autoencoders and of models whose forward returns the loss."""
+"""Loss functions of the output alone, as of autoencoders and of models whose forward returns the loss."""
 
 from __future__ import annotations
 

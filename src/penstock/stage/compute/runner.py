@@ -46,7 +46,7 @@ class Settings:
 
     Attributes:
         every_backward: whether a microbatch that does not count has a backward all the same, since layers of other replicas
-            wait for those of this one.
+            wait for this one's.
     """
 
     recompute: Policy = "none"

@@ -52,7 +52,7 @@ def digest_seed(data: bytes) -> int:
 
 
 KeyOf = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
-"""Returns the key of what is drawn, from that of the context, (seed, step, microbatch, layer), and a shape."""
+"""Returns the key of what is drawn, from the context's key, (seed, step, microbatch, layer), and a shape."""
 _thread = threading.local()
 
 

@@ -145,7 +145,7 @@ class WeightGradQueue:
 def _sum_dtypes(sums: _SumsByDtype) -> Sums:
     """Return the parameters and their gradients; `sums` is emptied, so that ``.grad`` can take them without a copy.
 
-    The order of casts and additions is that of the autograd engine. Where a function ran in the weight's own dtype, each
+    Casts and additions are in the autograd engine's order. Where a function ran in the weight's own dtype, each
     use's gradient is cast to the parameter's ``grad_dtype`` before it is added. Where autocast ran it in another dtype, all
     uses share one cast weight: their gradients are added in that dtype, and the sum is cast.
     """

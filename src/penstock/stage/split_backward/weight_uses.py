@@ -1,6 +1,6 @@
 """Functions that own weights, and the formulas of their weights' gradients.
 
-The formulas are those of PyTorch's own backward (derivatives.yaml and FunctionsManual.cpp: mm, addmm, bmm, _grouped_mm,
+The formulas are from PyTorch's own backward (derivatives.yaml and FunctionsManual.cpp: mm, addmm, bmm, _grouped_mm,
 convolution, embedding), so the gradients are bit-identical. A weight may be gone when they run, if it is sharded over
 replicas: they read its shape only, and what they need of its layout is noted at the use.
 """

@@ -63,8 +63,8 @@ def batch_of(rows: Sequence[Row], vocabulary: int, *, target_is_input: bool) -> 
     """Return the batch of some rows.
 
     Args:
-        target_is_input: whether the loss shifts its target, so that it is the labels of the tokens themselves; else it is
-            those of the tokens that follow.
+        target_is_input: whether the loss shifts its target, so that it is the tokens' own labels; else it is the next
+            tokens' labels.
     """
     tokens, labels = np.stack([row.tokens for row in rows]), np.stack([row.labels for row in rows])
     smallest, largest = int(tokens.min()), max(int(tokens.max()), int(labels.max()))

@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts, whose matrices lie in two stacks.
 
-    The number of experts is that of the stack, so both stacks may be replaced by parts of them, with indices into the parts.
+    The stack's length is the number of experts, so both stacks may be replaced by parts, with indices into the parts.
 
     Attributes:
         num_experts: number of experts.
