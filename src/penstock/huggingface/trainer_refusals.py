@@ -96,6 +96,31 @@ _OF_EACH_PARAMETER = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "a
 """Optimizers that update each parameter by itself, and so on the rank that has it."""
 
 
+_REFUSED = {
+    "fsdp": "the pipeline divides the model; take fsdp out",
+    "deepspeed": "the pipeline divides the model; take deepspeed out",
+    "parallelism_config": "the pipeline divides the model; give ranks in pipeline={...}",
+    "torch_compile": 'compile stages with pipeline={"execution": penstock.ExecutionOptions(compile=...)}',
+    "fp16": "take bf16=True, which needs no loss scale",
+    "neftune_noise_alpha": "its noise would depend on the microbatches; unset it",
+    "predict_with_generate": "a pipeline evaluates losses and logits; generate with the saved model",
+    "loss_type": "the loss is the model's own, loss_type='nll'",
+    "auto_find_batch_size": "a pipeline is built for its microbatches; choose per_device_train_batch_size",
+    "use_liger_kernel": "its kernels replace modules that the stages have; apply them to the model before",
+    "optim": "it updates weights within the backward of each batch; take another one, such as adamw_torch",
+}
+"""Training arguments that a pipeline cannot have, and what to do instead."""
+_REFUSED_IN_PROCESSES = {
+    "split_batches": "every process takes the batch of all replicas; set it to False in accelerator_config",
+    "dispatch_batches": "every process reads the rows itself; leave it out of accelerator_config",
+    "save_on_each_node": "the first process writes for all; set it to False",
+    "eval_use_gather_object": "set it to False",
+    "fp16_full_eval": "the weights that train would be converted; set it to False",
+    "bf16_full_eval": "the weights that train would be converted; set it to False",
+}
+"""The same for ranks that are processes."""
+
+
 def require_supported_arguments(args: Any, in_processes: bool, ep: int) -> None:
     """Raise ConfigError if a training argument cannot work with a pipeline."""
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -104,72 +129,22 @@ def require_supported_arguments(args: Any, in_processes: bool, ep: int) -> None:
             f"optim='adafactor' cannot be used with ep = {ep}: transformers' own computes with whole matrices, and ep "
             "divides the experts'; take adamw_torch, or leave ep at 1"
         )
-    refused = {
-        "fsdp": (args.fsdp, "the pipeline divides the model; take fsdp out"),
-        "deepspeed": (args.deepspeed, "the pipeline divides the model; take deepspeed out"),
-        "parallelism_config": (
-            getattr(args, "parallelism_config", None),
-            "the pipeline divides the model; give ranks in pipeline={...}",
-        ),
-        "torch_compile": (
-            args.torch_compile,
-            'compile the stages with pipeline={"execution": penstock.ExecutionOptions(compile=...)}',
-        ),
-        "fp16": (args.fp16, "take bf16=True, which needs no loss scale"),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha,
-            "its noise would depend on the microbatches; unset it",
-        ),
-        "predict_with_generate": (
-            getattr(args, "predict_with_generate", False),
-            "a pipeline evaluates losses and logits; generate with the saved model",
-        ),
-        "loss_type": (
-            getattr(args, "loss_type", "nll") != "nll" and args.loss_type,
-            "the loss is the model's own, loss_type='nll'",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "a pipeline is built for its microbatches; choose per_device_train_batch_size",
-        ),
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "its kernels take the place of modules that the stages already have; apply them to the model before",
-        ),
-        "optim": (
-            optimizer in _UPDATES_IN_BACKWARD and optimizer,
-            "it updates weights within the backward of each batch; take another one, such as adamw_torch",
-        ),
-    }
+    values = {name: getattr(args, name, None) for name in _REFUSED}
+    values["loss_type"] = None if values["loss_type"] == "nll" else values["loss_type"]
+    values["optim"] = optimizer if optimizer in _UPDATES_IN_BACKWARD else None
+    instead = dict(_REFUSED)
     if in_processes:
-        refused |= {
-            "split_batches": (
-                args.accelerator_config.split_batches,
-                "every process takes the batch of all replicas; set it to False in accelerator_config",
-            ),
-            "dispatch_batches": (
-                args.accelerator_config.dispatch_batches,
-                "every process reads the rows itself; leave it out of accelerator_config",
-            ),
-            "save_on_each_node": (
-                args.save_on_each_node,
-                "the first process writes for all; set it to False",
-            ),
-            "eval_use_gather_object": (args.eval_use_gather_object, "set it to False"),
-            "fp16_full_eval": (
-                args.fp16_full_eval,
-                "the weights that train would be converted; set it to False",
-            ),
-            "bf16_full_eval": (
-                args.bf16_full_eval,
-                "the weights that train would be converted; set it to False",
-            ),
+        instead |= _REFUSED_IN_PROCESSES
+        of_accelerator = vars(args.accelerator_config)
+        values |= {
+            name: of_accelerator.get(name, getattr(args, name, None)) for name in _REFUSED_IN_PROCESSES
         }
         if optimizer not in _OF_EACH_PARAMETER:
-            refused["optim"] = optimizer, f"in processes, take one of {', '.join(_OF_EACH_PARAMETER)}"
-    for name, (value, instead) in refused.items():
+            values["optim"] = optimizer
+            instead["optim"] = f"in processes, take one of {', '.join(_OF_EACH_PARAMETER)}"
+    for name, value in values.items():
         if value:
-            raise ConfigError(f"{name}={value!r} cannot be used with a pipeline: {instead}")
+            raise ConfigError(f"{name}={value!r} cannot be used with a pipeline: {instead[name]}")
 
 
 def require_supported_trainer(trainer: Any, in_processes: bool) -> None:
