@@ -129,13 +129,8 @@ class OwnForward:
         given = {name: value for name, value in named.items() if value is not None}
         owner = next(iter(given.values()), None)
         division = current_division()
-        key = (
-            hidden.shape,
-            hidden.dtype,
-            hidden.device,
-            division and division.part,
-            *((name, Same(value)) for name, value in given.items()),
-        )
+        described = (hidden.shape, hidden.dtype, hidden.device, division and division.part)
+        key = (*described, *((name, Same(value)) for name, value in given.items()))
         with self._lock, torch.inference_mode(False), torch.no_grad():
             calls: list[Call] = self._cache.get(owner, key, lambda: self._calls(hidden, given, division))
         return calls[number]

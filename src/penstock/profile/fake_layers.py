@@ -154,14 +154,8 @@ def _run_layer(
     counted |= saved.keys()
     counted |= {storage_key(x) for x in leaves}
     kept, handed = sum(saved.values()), 0 if loss is not None else _bytes(output)
-    key = (
-        _description(module),
-        _shapes(module),
-        _signature(inputs),
-        _signature(named),
-        loss is None,
-        (forward.flops, kept, handed),
-    )
+    described = (_description(module), _shapes(module), _signature(inputs), _signature(named))
+    key = (*described, loss is None, (forward.flops, kept, handed))
     # Equal operations leave equal graphs, so only the first of these layers runs its backward.
     same = (key, tuple(forward.operations))
     if same not in known:

@@ -145,16 +145,9 @@ def _from_toml(text: str, path: Path) -> ModelShape:
             return read_shape(_hugging_face(model[key], key, path))
     # Defaults of `penstock train`, in `train.config.sections.model_section`.
     defaults = {"vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352}
-    of_experts = (
-        "experts",
-        "experts_per_token",
-        "expert_hidden",
-        "shared_hidden",
-        "router",
-        "auxiliary_loss",
-        "bias_update_rate",
-    )
-    allowed = [*defaults, *of_experts, "rotary_base", "norm_epsilon", "path", "config"]
+    of_experts = ("experts", "experts_per_token", "expert_hidden", "shared_hidden")
+    of_router = ("router", "auxiliary_loss", "bias_update_rate")
+    allowed = [*defaults, *of_experts, *of_router, "rotary_base", "norm_epsilon", "path", "config"]
     for key in model:
         if key not in allowed:
             raise ConfigError(

@@ -109,16 +109,8 @@ class LinearCrossEntropy:
         if output.computed is not None:
             return self._from_logits(output.computed.flatten(0, -2), target, counts)
         output.require_unwritten()
-        work = Work(
-            target,
-            counts,
-            output.maps,
-            torch.is_grad_enabled(),
-            Shard.of(output.weight),
-            self.chunks,
-            self.label_smoothing,
-            self.z_loss,
-        )
+        shard, options = Shard.of(output.weight), (self.chunks, self.label_smoothing, self.z_loss)
+        work = Work(target, counts, output.maps, torch.is_grad_enabled(), shard, *options)
         hidden = local(output.hidden, partial_grad=True).flatten(0, -2)
         weight = local(output.weight)
         bias = None if output.bias is None else local(output.bias)

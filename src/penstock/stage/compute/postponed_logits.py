@@ -144,12 +144,8 @@ class PostponedLogits(Tensor):
         if mapped is one:  # a cast to the same dtype returns the tensor itself
             return self
         made = self._make(self.shape, mapped.dtype, self.device, self._trains)
-        made.hidden, made.weight, made.bias, made.autocast = (
-            self.hidden,
-            self.weight,
-            self.bias,
-            self.autocast,
-        )
+        made.hidden, made.weight, made.bias = self.hidden, self.weight, self.bias
+        made.autocast = self.autocast
         made._version_of_hidden = self._version_of_hidden
         made.maps = (*self.maps, function)
         return made
