@@ -157,7 +157,8 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     if not of_loss and _only_returns(pieces):
         del pieces[-1]
     assign_owners(model, pieces)
-    ends = [_carried(pieces, n, inputs) for n in range(1, len(pieces))]
+    cuts = range(1, len(pieces))
+    ends = [carried(pieces[n].flows[0], changed_before(pieces, n), inputs.named) for n in cuts]
     ends.append(_last(frame, every, pieces, of_loss, inputs))
     takes = [(inputs.first,), *ends[:-1]]
     layers = [as_layer(model, pieces, n, inputs.named, takes[n], ends[n]) for n in range(len(pieces))]
@@ -257,10 +258,6 @@ def _is_return_of(of_piece: list[Flow]) -> bool:
             case _:
                 return False
     return len(of_piece[0].live) == 1
-
-
-def _carried(pieces: list[Piece], number: int, inputs: _Inputs) -> tuple[str, ...]:
-    return carried(pieces[number].flows[0], changed_before(pieces, number), inputs.named)
 
 
 def _last(

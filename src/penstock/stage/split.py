@@ -38,7 +38,7 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
     if isinstance(split, str):
         if split != "even":
             raise SplitError(f"no split {split!r}{nearest(split, ['even'])}; {_ALLOWED}")
-        return _split_blocks(layers, stages, lambda blocks: _counts(even(blocks, stages)))
+        return _split_blocks(layers, stages, lambda blocks: [b - a for a, b in even(blocks, stages)])
     if isinstance(split, Mapping):
         keys = list(split)
         if len(keys) != 1 or (key := keys[0]) not in _KEYS:
@@ -132,10 +132,6 @@ def _pairs(value: object) -> list[tuple[int, int]]:
     ):
         raise SplitError(f"cannot read the split {value!r}; {_ALLOWED}")
     return [(p[0], p[1]) for p in pairs]
-
-
-def _counts(ranges: Ranges) -> list[int]:
-    return [stop - start for start, stop in ranges]
 
 
 def _fixed(blocks: int, stages: int, each: int) -> list[int]:

@@ -316,8 +316,5 @@ def _words(shown: str) -> str:
 def _shown(config: dict[str, Any], section: str, key: str) -> str:
     """Return a value of a checkpoint's config; its default, if the key is newer than the checkpoint."""
     table = config.get(section)
-    return repr(table.get(key, _default(section, key))) if isinstance(table, dict) else "not known"
-
-
-def _default(section: str, key: str) -> Any:
-    return getattr(getattr(Config(), section), key)
+    default = getattr(getattr(Config(), section), key)
+    return repr(table.get(key, default)) if isinstance(table, dict) else "not known"
