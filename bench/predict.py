@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from bench.calibration import calibrate
 from bench.compare import Figures, main
 from bench.memory import watch
 from bench.predict_cases import ROWS, Case, alone, asleep, batch_of, cases, loss_of, model_of
 from penstock.measure.busy_ranks import measure_cluster
-from penstock.measure.calibration import calibrate
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction, predict

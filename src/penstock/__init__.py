@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.huggingface.save import save_transformers as save_transformers
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
     from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
-    from penstock.measure.calibration import profile_layers as profile_layers
+    from penstock.measure.profile_layers import profile_layers as profile_layers
     from penstock.parallel.context.attention import sequence_positions as sequence_positions
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
@@ -143,7 +143,7 @@ _HOME = {
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
-    "profile_layers": "penstock.measure.calibration",
+    "profile_layers": "penstock.measure.profile_layers",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp",
     "register_family": "penstock.schedule.families",

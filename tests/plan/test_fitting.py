@@ -1,4 +1,4 @@
-"""Profiles and clusters fitted to measured steps predict others, and those steps themselves."""
+"""Costs of the runtime in predictions, and clusters that are corrected by a run, which predict that run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster, Device, LinkSpeed
-from penstock.plan.fitting import MeasuredLayout, fit_profile, recalibrate, residuals
+from penstock.plan.fitting import recalibrate, residuals
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
@@ -22,15 +22,6 @@ CLUSTER = Cluster(
     name="here", ranks_per_node=4, dtype="fp32",
     device=Device(memory=1e12, matmul={"fp32": 1e12}, memory_bandwidth=1e10),
 )  # fmt: skip
-LAYOUTS = [
-    Layout(pp=2, v=1, schedule="1f1b"),
-    Layout(pp=2, v=2, schedule="interleaved-1f1b"),
-    Layout(pp=2, v=1, schedule="zb-h1"),
-    Layout(pp=2, v=1, schedule="1f1b", recompute="full"),
-    Layout(pp=2, v=1, schedule="gpipe"),
-    Layout(pp=2, v=2, schedule="zb-v"),
-    Layout(pp=2, v=3, schedule="interleaved-1f1b"),
-]
 
 
 def profile(factors: dict[str, float], overhead: float) -> Profile:
@@ -41,50 +32,8 @@ def profile(factors: dict[str, float], overhead: float) -> Profile:
     return Profile(name="m", source="measured", kinds=(kind,), layers=entries, op_overhead=overhead)
 
 
-def runs(truth: Profile) -> list[MeasuredLayout]:
-    found = []
-    for layout in LAYOUTS:
-        prediction = predict(truth, CLUSTER, layout, sequence=1, batch=8)
-        seconds = prediction.step_seconds - prediction.parts["optimizer"]
-        found.append(MeasuredLayout(layout, 1, [seconds], [prediction.trace]))
-    return found
-
-
 def seconds(model: Profile, layout: Layout, batch: int = 16) -> float:
     return predict(model, CLUSTER, layout, sequence=1, batch=batch).step_seconds
-
-
-OTHERS = [
-    Layout(pp=2, v=1, schedule="zb-h2"),
-    Layout(pp=2, v=4, schedule="interleaved-1f1b"),
-    Layout(pp=2, v=2, schedule="breadth-first"),
-    Layout(pp=2, v=1, schedule="1f1b", recompute=2),
-]
-
-
-@pytest.mark.parametrize(
-    "runtime",
-    [
-        None,
-        RuntimeCosts(
-            forward=0.002, backward=0.003, input_grad=0.001, weight_grad=0.002, prepare=0.0015, segment=0.001
-        ),
-        RuntimeCosts(
-            forward=0.001, backward=0.001, input_grad=0.001, weight_grad=0.001,
-            beside_forward=0.9, beside_backward=0.2, beside_input_grad=0.3,
-        ),
-    ],
-    ids=["factors", "the runtime's seconds", "side by side"],
-)  # fmt: skip
-def test_layouts_that_did_not_run_are_predicted_from_those_that_did(runtime: RuntimeCosts | None):
-    factors = {"forward": 1.3, "backward": 1.2, "input_grad": 1.25, "weight_grad": 0.9, "again": 1.1}
-    truth = replace(profile(factors, 0.002), runtime=runtime, step_overhead=0.004)
-    before = profile({}, 0.0)
-    fitted = fit_profile(before, CLUSTER, runs(truth))
-    for layout in OTHERS:
-        expected = seconds(truth, layout)
-        assert seconds(fitted, layout) == pytest.approx(expected, rel=0.03), layout
-        assert abs(seconds(before, layout) / expected - 1) > 0.06, layout
 
 
 def test_an_op_beside_another_takes_as_long_as_the_two_compete():
@@ -93,14 +42,6 @@ def test_an_op_beside_another_takes_as_long_as_the_two_compete():
     forward = 64 * 4 * 0.010
     # The forwards of the two ranks overlap, but for one at each end; backwards do not compete.
     assert seconds(alone, gpipe, 64) - seconds(plain, gpipe, 64) == pytest.approx(forward, rel=0.03)
-
-
-def test_kinds_of_op_that_never_ran_keep_their_costs():
-    truth = profile({"forward": 1.3}, 0.0)
-    fitted = fit_profile(profile({}, 0.0), replace(CLUSTER, op_overhead=0.0), runs(truth)[:2])
-    cost = fitted.kinds[0].points[0][1]
-    assert cost.weight_grad[0].amount == 0.008
-    assert cost.forward[0].amount == pytest.approx(0.013, rel=0.02)
 
 
 def test_halves_of_the_first_stage_that_follow_each_other_take_a_whole_backward():
