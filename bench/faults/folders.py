@@ -135,8 +135,7 @@ def prepare_trace(folder: Path) -> Read:
     )
     (folder / "run").mkdir()
     save_step(folder / "run", 1, trace)
-    for rank in range(2):
-        save_step(folder / "run", 2, trace.select(trace.rank == rank), rank)
+    save_step(folder / "run", 2, trace.select(trace.rank == 1))
     (folder / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
     (folder / "run" / "config.toml").write_text("[train]\nsteps = 2\n")
     _make_bomb(folder.with_name(BOMB))

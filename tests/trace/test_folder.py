@@ -14,8 +14,8 @@ from tests.support.traces import trace_of
 LINES = ["0F0@0.0-1.0 0B0@4.0-6.0", "1F0@1.0-2.0 1B0@2.0-4.0"]
 
 
-def part(rank: int, **info: object):
-    return trace_of(*(line if r == rank else "" for r, line in enumerate(LINES)), info=info)
+def part(rank: int):
+    return trace_of(*(line if r == rank else "" for r, line in enumerate(LINES)))
 
 
 def test_steps_are_read_in_their_order(tmp_path: Path):
@@ -29,24 +29,11 @@ def test_steps_are_read_in_their_order(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_parts_of_processes_are_joined_by_their_clocks(tmp_path: Path):
-    save_step(tmp_path, 1, part(0, origin=5.0, clock_offset=0.0, clock_error=0.0), 0)
-    save_step(tmp_path, 1, part(1, origin=2.0, clock_offset=3.0, clock_error=0.5), 1)
-    found = read_folder(tmp_path)
-    assert found.problems == ()
-    assert found.steps[1].start.tolist() == [0.0, 4.0, 1.0, 2.0]
-    assert found.steps[1].info["clock_error"] == 0.5
-
-
 def test_a_missing_rank_is_named_and_the_rest_is_shown(tmp_path: Path):
-    save_step(tmp_path, 4, part(1), 1)
-    save_step(tmp_path, 5, part(0))
+    path = save_step(tmp_path, 5, part(0))
     found = read_folder(tmp_path)
-    assert [present(trace) for trace in found.steps.values()] == [[1], [0]]
-    assert "step 4 is shown without rank 0 (of 2)" in found.problems[0]
-    assert "step-000004.rank-*.npz have nothing of it" in found.problems[0]
-    assert "step 5 is shown without rank 1 (of 2)" in found.problems[1]
-    assert "step-000005.npz has nothing of it" in found.problems[1]
+    assert present(found.steps[5]) == [0]
+    assert found.problems == (f"{path}: nothing of rank 1 (of 2)",)
 
 
 def test_a_broken_file_is_named_and_the_rest_is_shown(tmp_path: Path):
@@ -63,15 +50,6 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(tmp_path: Path):
     assert list(found.steps) == [1]
     assert [str(path) in problem for path, problem in zip((cut, other, text), found.problems, strict=True)]
     assert "format 7; this version reads format 1" in found.problems[1]
-
-
-def test_parts_that_do_not_belong_together_are_no_step(tmp_path: Path):
-    save_step(tmp_path, 1, trace_of(*LINES))
-    save_step(tmp_path, 2, part(0, schedule="1f1b"), 0)
-    save_step(tmp_path, 2, part(1, schedule="gpipe"), 1)
-    found = read_folder(tmp_path)
-    assert list(found.steps) == [1]
-    assert "step 2: these traces are not of one run" in found.problems[0]
 
 
 def test_a_folder_without_traces_says_what_there_should_be(tmp_path: Path):

@@ -39,7 +39,6 @@ _IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG"}
 _STORED = {b"PK\x03\x04": "zip", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"%PDF": "PDF"}
 _MAGIC = _PACKING | _STORED | _IMAGES
 _SNIFFED = 1 << 16
-_SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval"}
 
 
 @dataclass(frozen=True)
