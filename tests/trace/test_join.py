@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import re
-
 import numpy as np
-import pytest
 
-from penstock.base.errors import DataError
 from penstock.trace.events import Trace
 from penstock.trace.join import Alignment, join, present
 from tests.support.traces import trace_of
@@ -45,18 +41,3 @@ def test_what_is_held_stays_with_its_event():
     parts = [Trace(**{**vars(part(r, 0.0)), "held": np.array([8 + r, r], np.int64)}) for r in (1, 0)]
     assert join(parts).held.tolist() == [8, 0, 9, 1]
     assert join([parts[0], part(0, 0.0)]).held is None
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([], "no rank left a trace"),
-        ([part(0, 0.0), part(0, 1.0)], "two of these traces have events of rank 0"),
-        ([part(0, 0.0), trace_of("", "", "2F0@0-1")], "one has ranks 2, another 3"),
-        ([part(0, 0.0), part(1, 0.0, schedule="gpipe")], "one has schedule '1f1b', another 'gpipe'"),
-        ([part(0, 0.0), part(1, "noon")], "counts its times from 'noon'"),
-    ],
-)
-def test_what_does_not_belong_together_is_refused(parts, message):
-    with pytest.raises(DataError, match=re.escape(message)):
-        join(parts)

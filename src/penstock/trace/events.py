@@ -76,7 +76,7 @@ class Trace:
     end: npt.NDArray[Any]
     paired: npt.NDArray[np.bool_]
     held: npt.NDArray[np.int64] | None = None
-    info: Mapping[str, object] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, name)) for name in COLUMNS}
