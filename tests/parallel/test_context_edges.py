@@ -17,7 +17,7 @@ from penstock.base.errors import PenstockError
 from penstock.parallel.context.attention import Division, SequencePart
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.test_context import CLASSES, ROWS, TOKENS, WIDTH, Attention, Positions, batch
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
 
 PAD = 0
 
@@ -224,6 +224,128 @@ def test_what_a_loss_counts_unseen_is_found_in_the_first_step(processes: LocalPr
     """Also with a head of zeros, whose tokens all have the same loss."""
     for ranks in run_cases(processes, 2, unseen, [(name, zero) for name in UNSEEN for zero in (False, True)]):
         assert all("the loss function gives another value" in told for told in ranks), ranks
+
+
+def mean_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over samples of the mean over their tokens that count."""
+    each = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    counts = labels != -100
+    return ((each * counts).sum(1) / counts.sum(1)).mean()
+
+
+def worst_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").mean(1).max()
+
+
+MIXED: list[Callable[..., Tensor]] = [mean_of_samples, worst_sample]
+
+
+def mixed(rank: int, number: int) -> str:
+    x, y = batch()
+    y[1::2, 12:] = -100  # the first sample counts whole
+    with Pipeline(model(), MIXED[number], microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe:
+        return outcome(pipe.step, x, y)
+
+
+@pytest.mark.slow
+def test_losses_that_weigh_samples_by_themselves_are_refused(processes: LocalProcesses):
+    for ranks in run_cases(processes, 2, mixed, [(n,) for n in range(len(MIXED))]):
+        assert all("the loss function gives another value" in told for told in ranks), ranks
+
+
+class ByLength(nn.Module):
+    """Divides by the share of a sample's tokens that a mask keeps."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x / keep.to(x.dtype).mean(1)[:, None, None]
+
+
+class Starts(nn.Module):
+    """Changes tokens at which another document starts than that of the token before."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x + F.pad(keep[:, 1:] != keep[:, :-1], (1, 0)).to(x.dtype)[..., None]
+
+
+class Alike(nn.Module):
+    """Leaves out samples of which a mask keeps a part."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x * (keep == keep[:, :1]).all(1).to(x.dtype)[:, None, None]
+
+
+class Gated(nn.Module):
+    """Changes tokens by their own value alone."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x * keep.to(x.dtype)[..., None]
+
+
+class ByMask(nn.Module):
+    """Attends by a mask that it is given."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        y = x[:, None]
+        mask = keep if keep.dim() > 3 else keep[:, None]
+        return x + F.scaled_dot_product_attention(y, y, y, attn_mask=mask)[:, 0]
+
+
+def kept(sequence: int = TOKENS) -> Tensor:
+    """A mask of padding, which the first samples of microbatches have none of."""
+    lengths = torch.tensor([sequence, 20, 3, 8] * 2)
+    return torch.arange(sequence) < lengths[:, None]
+
+
+def near(sequence: int) -> Tensor:
+    """A mask for attention to near tokens, with whole samples' queries and keys."""
+    place = torch.arange(sequence)
+    return ((place[:, None] - place).abs() < 9).expand(ROWS, -1, -1)
+
+
+OTHERS, APART = r"\) gives other values", r"\) in training lets tokens change each other"
+NAMED: dict[str, tuple[type[nn.Module], Tensor, str]] = {
+    "a mask": (ByLength, kept(), OTHERS),
+    "numbers": (ByLength, kept().float(), OTHERS),
+    "documents": (Starts, kept().long(), OTHERS),
+    "no padding": (Alike, torch.ones(ROWS, TOKENS, dtype=torch.bool), APART),
+    "no padding, by numbers": (Alike, torch.ones(ROWS, TOKENS), APART),
+    "no padding, by 0": (Alike, torch.zeros(ROWS, TOKENS), APART),
+    "one document": (Alike, torch.ones(ROWS, TOKENS, dtype=torch.int64), APART),
+    "whole queries": (ByMask, near(TOKENS)[:, None], "give it the 16 queries of this process and the 32 keys"),
+    "more whole queries": (ByMask, near(128)[:, None], r"\(ByMask\) fails with RuntimeError"),
+    "by token": (Gated, kept(), ""),
+    "own queries": (ByMask, near(TOKENS), ""),
+    "more own queries": (ByMask, near(128), ""),
+}  # fmt: skip
+
+
+def by_name(name: str, **options: object) -> tuple[str, float]:
+    kind, keep, _ = NAMED[name]
+    sequence = keep.shape[-1]
+    net = model(kind())
+    net[1].table = nn.Embedding(sequence, WIDTH)
+    x, y = batch(sequence=sequence)
+    with Pipeline(net, flat, microbatches=2, timeout=60, **options) as pipe:
+        try:
+            return "", float(pipe.step(x, y, keep=keep).loss)
+        except PenstockError as error:
+            return str(error), 0.0
+
+
+def divided_by_name(rank: int, name: str) -> tuple[str, float]:
+    return by_name(name, mesh=MeshShape(cp=2))
+
+
+@pytest.mark.slow
+def test_layers_may_use_named_values_of_their_own_tokens_alone(processes: LocalProcesses):
+    """Also where the first sample's are plain, or those of all samples in the first step."""
+    results = run_cases(processes, 2, divided_by_name, [(name,) for name in NAMED])
+    for (name, (_, _, message)), ranks in zip(NAMED.items(), results, strict=True):
+        for told, loss in ranks:
+            assert re.search(message, told), (name, told)
+            if not message:
+                assert told == "", name
+                assert loss == pytest.approx(by_name(name, ranks=1)[1], rel=1e-6), name
 
 
 class DropPath(nn.Module):

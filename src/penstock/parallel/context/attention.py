@@ -310,10 +310,14 @@ def _attention(  # noqa: PLR0917 (after the first one, the arguments of torch's 
     """Return the attention of this part's queries to all keys; shapes as ``scaled_dot_product_attention`` takes them."""
     part = division.part
     length = part.whole_length(query.shape[-2])
-    if attn_mask is not None and attn_mask.shape[-1] != length:
+    queries = query.shape[-2]
+    if attn_mask is not None and (
+        attn_mask.shape[-1] != length or not {*attn_mask.shape[-2:-1]} <= {1, queries}
+    ):
         raise PenstockError(
             f"attention with a mask of shape {tuple(attn_mask.shape)} is not divided over the tokens of a sample; give it "
-            f"the {length} keys of the whole sample in its last dimension, use is_causal=True, or leave cp at 1"
+            f"the {queries} queries of this process and the {length} keys of the whole sample in its last dimensions, use "
+            "is_causal=True, or leave cp at 1"
         )
     options["dropout_p"] = dropout_p
     masked = attn_mask is not None or not is_causal

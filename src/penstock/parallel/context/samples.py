@@ -71,7 +71,8 @@ class DividedLayer:
     The first call also computes a few tokens of the batch twice, in float32: whole on each process, and divided. A layer
     that gives other values then does something along the sequence that is not divided, such as positions that it counts
     itself, a convolution, or a state. The first call in each mode, such as training, also runs the layer with other first
-    and last tokens, and the same keys and random numbers: values of the tokens between them may not change.
+    and last tokens, also of named values, and the same keys and random numbers: values of the tokens between them may not
+    change.
 
     Attributes:
         asked: whether a call has asked for positions.
@@ -119,19 +120,32 @@ class DividedLayer:
                 modes = [(module, module.training) for module in self._layer.modules()]
                 self._layer.eval()
                 try:
-                    self._compare_few(leaves, dims, structure, 2 * _probed(main.shape[1]))
+                    self._compare_few(leaves, dims, structure, main.shape[1])
                 finally:
                     for module, training in modes:
                         module.training = training
-            # Named values stay, as masks say which tokens count.
             given = len(_pytree.tree_leaves(args))
-            ends = [_other_ends(x) if dim == 1 else x for x, dim in zip(leaves[:given], dims, strict=False)]
-            self._require_apart((leaves, ends + leaves[given:]), structure, main.shape[1])
+            others = [_other_ends] * given + [_other_named_ends] * (len(leaves) - given)
+            ends = [other(x) if dim == 1 else x for other, x, dim in zip(others, leaves, dims, strict=True)]
+            self._require_apart((leaves, ends), structure, main.shape[1])
 
-    def _compare_few(self, leaves: list[Any], dims: list[int | None], structure: Any, size: int) -> None:
+    def _compare_few(self, leaves: list[Any], dims: list[int | None], structure: Any, length: int) -> None:
+        size = 2 * _probed(length)
         few = [_few(x, dim) for x, dim in zip(leaves, dims, strict=True)]
-        whole = [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
-        expected = self._leaves_of(whole, structure, None)
+        try:
+            expected = self._leaves_of(self._joined(few, dims), structure, None)
+        except PenstockError:
+            raise
+        except Exception as error:
+            # Few tokens do not have all keys of a mask, of which the layer may also take those of its few.
+            shorter = [_few_keys(x, length * self._part.parts, 2 * self._part.parts) for x in few]
+            if all(x is y for x, y in zip(few, shorter, strict=True)):
+                raise
+            few = shorter
+            try:
+                expected = self._leaves_of(self._joined(few, dims), structure, None)
+            except Exception:
+                raise self._refusal(f"fails with {describe_error(error)}") from error
         divided = self._leaves_of(few, structure, self._exchange)
         for one, other in zip(expected, divided, strict=True):
             for dim in _dims(other):
@@ -141,13 +155,18 @@ class DividedLayer:
                         raise self._refusal("gives other values")
                     break
 
+    def _joined(self, few: list[Any], dims: list[int | None]) -> list[Any]:
+        return [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
+
     def _require_apart(self, inputs: tuple[list[Any], list[Any]], structure: Any, length: int) -> None:
         """Require the same values for inputs with other ends, whose tokens are not near those that are compared."""
         kept = KeptExchange(self._exchange)
         # Bits may also differ by rounding, of experts that get other numbers of tokens.
         for widens in (False, True):
             outputs = []
-            for leaves in inputs:
+            for given in inputs:
+                # New tensors each time, of which no layer keeps what another run has made of them.
+                leaves = [x.detach() if isinstance(x, Tensor) else x for x in given]
                 outputs.append(self._leaves_of(leaves, structure, kept, widens))
                 kept.given = Counter()
             both = [(a, b) for a, b in zip(*outputs, strict=True) if a.dim() > 1 and a.shape[1] == length]
@@ -203,8 +222,9 @@ class DividedLoss:
     """A loss function of a part of each sample's tokens; called as the function itself.
 
     The first call whose few tokens have a loss also computes it for all processes' tokens together. A function that gives
-    another value then uses other tokens, as one that shifts its targets does, or counts others than are known. So that it
-    counts some of one part alone, values that the targets have are also put in the place of others.
+    another value then uses other tokens, as one that shifts its targets does, counts others than are known, or weighs
+    samples alike whose tokens do not count equally often. So that it counts some of one part of some samples alone, values
+    that the targets have are also put in the place of others.
 
     Args:
         weight: function from a target to its weight; None for a sum.
@@ -219,36 +239,38 @@ class DividedLoss:
     ) -> None:
         self._function, self._part, self._exchange = function, part, exchange
         self._weight = weight
-        self._checked = False
+        self._checked: set[bool] = set()  # whether samples were several: one is not weighed against others
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return the loss of this process's tokens."""
-        if not self._checked:
+        shapes = [
+            x.shape for x in _pytree.tree_leaves((output, target)) if isinstance(x, Tensor) and x.dim() > 1
+        ]
+        several = bool(shapes) and shapes[0][0] > 1
+        if several not in self._checked:
             with torch.no_grad(), torch.random.fork_rng([]):
-                self._check(output, target)
+                if not shapes or self._check(output, target, shapes[0][1]):
+                    self._checked |= {several, False}
         return self._function(output, target)
 
-    def _check(self, output: Any, target: Any) -> None:
+    def _check(self, output: Any, target: Any, length: int) -> bool:
+        """Compare losses; return whether there was one, which there is not without a target that counts."""
         leaves, structure = _pytree.tree_flatten((output, target))
-        lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
-        if not lengths:
-            self._checked = True
-            return
-        dims = [1 if 1 in _dims(x) and x.shape[1] == lengths[0] else None for x in leaves]
+        dims = [1 if 1 in _dims(x) and x.shape[1] == length else None for x in leaves]
         few = [_few(x, dim) for x, dim in zip(leaves, dims, strict=True)]
         targets = len(leaves) - len(_pytree.tree_leaves(target))
         few[:targets] = [_unequal(x) for x in few[:targets]]
         whole = [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
-        # Without a target that counts there is no loss to compare.
-        self._checked = self._compare(few, whole, structure)
+        found = self._compare(few, whole, structure)
         for n in range(targets, len(leaves)):
             for value in self._values_in(leaves[n]) if dims[n] else ():
                 filled = few[n].clone()
                 if self._part.index == 0:
-                    filled[:, 1:] = value
+                    filled[::2, 1:] = value
                 others = [*few[:n], filled, *few[n + 1 :]]
                 joined = _whole(filled, 1, self._part, self._exchange)
                 self._compare(others, [*whole[:n], joined, *whole[n + 1 :]], structure)
+        return found
 
     def _values_in(self, target: Tensor) -> list[float]:
         """Return values that are likely not to count: 0, and the least, the most frequent and the last of each part."""
@@ -269,10 +291,10 @@ class DividedLoss:
         if bool((total - expected[0]).abs() > 1e-4 * expected[0].abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
-                "targets, or use other tokens, and what it counts must be known: the ignore_index and class weights that it "
-                "has as a module or a partial, or the reduction (reduction='valid' counts all that are not ignored, "
-                "penstock.valid_tokens those of a loss that shifts, and a function returns the weight of a target). Give "
-                "shifted targets, or such a function; or leave cp at 1"
+                "targets, use other tokens, or take a mean of each sample before that of all; and what it counts must be "
+                "known: the ignore_index and class weights that it has as a module or a partial, or the reduction "
+                "(reduction='valid' counts all that are not ignored, penstock.valid_tokens those of a loss that shifts, and "
+                "a function returns the weight of a target). Give shifted targets, or such a function; or leave cp at 1"
             )
         return True
 
@@ -326,14 +348,28 @@ def _python_draws() -> tuple[object, ...]:
 
 
 def _other_ends(leaf: Tensor) -> Tensor:
-    """Return a tensor of shape (rows, tokens, ...) with another first and last token; bools as they are."""
+    """Return a tensor of shape (rows, tokens, ...) with another first and last token."""
     own = local(leaf.detach())
+    if not own.is_floating_point() and not own.is_complex():
+        return _other_named_ends(leaf)
+    changed = own.clone()
+    changed[:, [0, -1]] = own[:, [0, -1]].flip(-1) + 1
+    return _like(leaf, changed)
+
+
+def _other_named_ends(leaf: Tensor) -> Tensor:
+    """Return a tensor of shape (rows, tokens, ...) with a first and last token of other values that a mask may have."""
+    own = local(leaf.detach())
+    if own.is_complex():
+        return leaf
     changed, ends = own.clone(), own[:, [0, -1]]
-    if own.is_floating_point() or own.is_complex():
-        changed[:, [0, -1]] = ends.flip(-1) + 1
-    elif own.dtype != torch.bool:  # numbers that are there are allowed
-        most = own.amax(1, keepdim=True)
-        changed[:, [0, -1]] = torch.where(ends == most, own.amin(1, keepdim=True), most)
+    if own.dtype == torch.bool:
+        changed[:, [0, -1]] = ~ends
+    else:  # numbers that are there are allowed; of a mask that is the same everywhere, 0 is
+        least, most = own.min(), own.max()
+        other = most == 0 if own.is_floating_point() else torch.zeros_like(most)
+        least = torch.where(least == most, other.to(own.dtype), least)
+        changed[:, [0, -1]] = torch.where(ends == most, least, most)
     return _like(leaf, changed)
 
 
@@ -437,12 +473,22 @@ def _like(model: Tensor, values: Tensor) -> Tensor:
 
 
 def _few(leaf: Any, dim: int | None) -> Any:
-    """Return the first tokens of each chunk of a tensor in float32, and its first row; other values as they are."""
+    """Return the first tokens of each chunk of a tensor in float32; other values as they are.
+
+    All rows have them, as a mask may leave some of them as they are.
+    """
     if dim is None:
         return leaf
-    own = local(leaf.detach())[:1] if dim == 1 else local(leaf.detach())
+    own = local(leaf.detach())
     chunks = [chunk.narrow(dim, 0, _probed(own.shape[dim])) for chunk in own.chunk(2, dim)]
     return _widened(_like(leaf, torch.cat(chunks, dim).contiguous()))
+
+
+def _few_keys(leaf: Any, keys: int, chunks: int) -> Any:
+    """Return a mask of so many keys with those of the first tokens of each chunk; other values as they are."""
+    if not isinstance(leaf, Tensor) or is_dtensor(leaf) or leaf.dim() < 2 or leaf.shape[-1] != keys:
+        return leaf
+    return torch.cat([chunk[..., :_PROBED] for chunk in leaf.chunk(chunks, -1)], -1)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
