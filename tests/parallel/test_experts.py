@@ -145,6 +145,16 @@ class Limited(LoopedExperts):
         return super().forward(hidden_states, top_k_index, top_k_weights * (place <= most))
 
 
+class Training(Limited):
+    """Drops tokens in training alone, before dropout."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self.training:
+            return LoopedExperts.forward(self, hidden_states, top_k_index, top_k_weights)
+        out = super().forward(hidden_states, top_k_index, top_k_weights)
+        return nn.functional.dropout(out, 0.1, self.training)
+
+
 class Closed(Limited):
     """Experts that return 0 until they have trained."""
 
@@ -173,6 +183,7 @@ OWN: dict[str, Callable[[], LoopedExperts]] = {
     "a capacity": Limited,
     "a capacity of 20 tokens": partial(Limited, 20),
     "a capacity behind zeros": Closed,
+    "a capacity in training": Training,
     "a pair": Paired,
     "a temperature": Tempered,
 }
@@ -181,6 +192,7 @@ WRONG = {
     "a capacity": "1.experts gives other values if its experts are divided",
     "a capacity of 20 tokens": "1.experts gives other values if its experts are divided",
     "a capacity behind zeros": "1.experts gives other values if its experts are divided",
+    "a capacity in training": "1.experts gives other values in training if its experts are divided",
     "a pair": "1.experts returns a tuple",
     "a temperature": "1.experts has num_experts, but other parameters or another forward",
     "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",

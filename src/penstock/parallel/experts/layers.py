@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.dtensor import is_dtensor
@@ -165,58 +167,80 @@ def _require_divisible(name: str, module: nn.Module, size: int) -> None:
 def _require_separable(name: str, module: nn.Module, parts: int) -> None:
     """Require that a forward is the sum of its experts' outputs, by calling it whole and part by part on random rows.
 
-    A module that cannot be called in this way, such as one on the meta device, is not checked.
+    It is called as in evaluation and as in training. A module that cannot be called in this way, such as one on the meta
+    device, is not checked.
     """
-    number: Any = module.num_experts
     stacks = {n: opened(n, p).detach() for n, p in module.named_parameters(recurse=False)}
     stack = next(p for p in stacks.values() if p.dim() == _STACK)
-    devices = [stack.device] if stack.is_cuda else []
-    generator = torch.Generator("cpu").manual_seed(0)
     # Matrices lie as (out, in), or transposed.
     for width in (stack.shape[2], stack.shape[1]) if not stack.is_meta else ():
-        chosen = min(2, number)
+        generator = torch.Generator("cpu").manual_seed(0)
         rows = torch.randn(_PROBED, width, generator=generator, device="cpu").to(stack)
-        drawn = torch.rand(_PROBED, number, generator=generator, device="cpu")
-        drawn[:, 0] += 1  # all rows come to one expert, more than a capacity lets it take
-        index = drawn.topk(chosen).indices.to(stack.device)
-        weights = torch.rand(_PROBED, chosen, generator=generator, device="cpu").to(stack)
-        every = rows, index, weights
-        # Those of two replicas, which come to an expert together.
-        halves = zip(*(x.chunk(2) for x in every), strict=True)
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            try:
-                expected, again, *apart = (
-                    _with_stacks(module, stacks, number, probes=True)(*given)
-                    for given in (every, every, *halves)
-                )
-            except Exception:  # other rows than these are expected
+        called = [_compare_parts(name, module, stacks, rows, parts, training) for training in (False, True)]
+        if any(called):
+            return
+
+
+def _compare_parts(
+    name: str, module: nn.Module, stacks: dict[str, Tensor], rows: Tensor, parts: int, training: bool
+) -> bool:
+    """Compare outputs in one mode, without dropout; return whether the module can be called with such rows."""
+    number: Any = module.num_experts
+    devices = [rows.device] if rows.is_cuda else []
+    generator = torch.Generator("cpu").manual_seed(0)
+    chosen = min(2, number)
+    drawn = torch.rand(_PROBED, number, generator=generator, device="cpu")
+    drawn[:, 0] += 1  # all rows come to one expert, more than a capacity lets it take
+    index = drawn.topk(chosen).indices.to(rows.device)
+    weights = torch.rand(_PROBED, chosen, generator=generator, device="cpu").to(rows)
+    every = rows, index, weights
+    # Those of two replicas, which come to an expert together.
+    halves = zip(*(x.chunk(2) for x in every), strict=True)
+    with torch.no_grad(), torch.random.fork_rng(devices), _WithoutDropout():
+        try:
+            expected, again, *apart = (
+                _with_stacks(module, stacks, number, training=training)(*given)
+                for given in (every, every, *halves)
+            )
+        except Exception:  # other rows than these are expected
+            return False
+        if not isinstance(expected, Tensor):
+            raise ConfigError(
+                f"{name} returns a {type(expected).__name__}, and divided experts must return a tensor (tokens, width)"
+            )
+        if not torch.equal(expected, again) or not expected.isfinite().all():
+            return True
+        expected = torch.cat(apart)
+        total, each = torch.zeros_like(expected), number // parts
+        for part in range(parts):
+            token, place = torch.where(index // each == part)
+            if not len(token):  # which a module never sees in a step
                 continue
-            if not isinstance(expected, Tensor):
+            own = {n: p.narrow(0, part * each, each) for n, p in stacks.items()}
+            call = _with_stacks(module, own, each, training=training)
+            local = index[token, place, None] % each
+            try:
+                total.index_add_(0, token, call(rows[token], local, weights[token, place, None]))
+            except Exception as error:
                 raise ConfigError(
-                    f"{name} returns a {type(expected).__name__}, and divided experts must return a tensor (tokens, width)"
-                )
-            if not torch.equal(expected, again) or not expected.isfinite().all():
-                return
-            expected = torch.cat(apart)
-            total, each = torch.zeros_like(expected), number // parts
-            for part in range(parts):
-                token, place = torch.where(index // each == part)
-                if not len(token):  # which a module never sees in a step
-                    continue
-                own = {n: p.narrow(0, part * each, each) for n, p in stacks.items()}
-                call = _with_stacks(module, own, each, probes=True)
-                local = index[token, place, None] % each
-                try:
-                    total.index_add_(0, token, call(rows[token], local, weights[token, place, None]))
-                except Exception as error:
-                    raise ConfigError(
-                        f"{name} cannot be called with a part of its experts: {error}. {_SUM}"
-                    ) from error
-        if (total - expected).abs().max() > _NEAR[stack.dtype.itemsize] * expected.abs().max():
-            raise ConfigError(f"{name} gives other values if its experts are divided. {_SUM}")
-        return
+                    f"{name} cannot be called with a part of its experts: {error}. {_SUM}"
+                ) from error
+    if (total - expected).abs().max() > _NEAR[rows.dtype.itemsize] * expected.abs().max():
+        mode = " in training" if training else ""
+        raise ConfigError(f"{name} gives other values{mode} if its experts are divided. {_SUM}")
+    return True
 
 
+class _WithoutDropout(TorchFunctionMode):
+    """Mode in which dropout keeps all, since other draws would hide what else a forward does in training."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"training": False} if func in _DROPOUT else {})})
+
+
+_DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _PROBED = 32
 """Rows of the comparison."""
 _NEAR = {8: 1e-3, 4: 1e-3, 2: 5e-2, 1: 1.0}
@@ -229,23 +253,23 @@ _SUM = (
 
 
 def _with_stacks(
-    module: nn.Module, stacks: dict[str, Tensor], number: int, probes: bool = False
+    module: nn.Module, stacks: dict[str, Tensor], number: int, training: bool | None = None
 ) -> Callable[..., Any]:
     """Return a module's own forward with other stacks, of so many experts.
 
     Args:
-        probes: whether to leave its buffers as they are, and be in eval mode (default False).
+        training: mode of a call that leaves buffers as they are; None for the module's own call.
     """
     own = copy.copy(module)
     own.__dict__["_parameters"] = {n: stacks.get(n) for n in module._parameters}
     own.__dict__.pop("forward", None)
     own.__dict__["num_experts"] = number
-    if probes:
+    if training is not None:
         own.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
         own.__dict__["_modules"] = {
             n: None if m is None else copy.deepcopy(m) for n, m in module._modules.items()
         }
-        own.eval()
+        own.train(training)
     return own.forward
 
 
