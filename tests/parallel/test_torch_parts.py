@@ -17,7 +17,7 @@ from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
 
 M, STEPS, CLIP = 4, 3, 0.2  # two of the three steps clip
 
@@ -221,6 +221,22 @@ def refused_unreached(rank: int) -> str:
     return str(error.value)
 
 
+def clipped_by_torch(rank: int, own_clip: bool) -> str:
+    """What a training says that clips by the norm of all gradients, or by that of one stage."""
+    mesh = mesh_of("fsdp")
+    with Pipeline(
+        placed("fsdp", mesh), nn.functional.mse_loss, microbatches=2, mesh=mesh["pp"], timeout=60
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+        for step in range(3):
+            if (told := outcome(pipe.step, *plain.batch(step, M))) != "ok":
+                return told
+            pipe.clip_grad_norm_(0.01) if own_clip else nn.utils.clip_grad_norm_(pipe.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return "ok"
+
+
 @pytest.mark.slow
 def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
     """In processes of its own, as torch's cache of operations on DTensors outlives a mesh's groups."""
@@ -248,11 +264,14 @@ def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
         ddp, sharded, split = run_cases(own, 4, refused, cases_refused)
         in_a_step = own.run(4, refused_in_a_step)
         unreached = own.run(4, refused_unreached)
+        clipped, by_stage = run_cases(own, 4, clipped_by_torch, [(True,), (False,)])
     assert all("has a DistributedDataParallel, which expects one backward for each" in text for text in ddp)
     assert all("the schedule zb-h1 splits backwards; take one without W ops" in text for text in split)
     assert all("splits backwards; take one without W ops" in text for text in in_a_step)
     assert all("is a DTensor already, but the mesh (tp 1 x pp 2 x dp 2" in text for text in sharded)
     assert all("in the step did not reach" in text for text in unreached)
+    assert clipped == 4 * ["ok"]
+    assert all("step 2: since the last step, the gradients were scaled by another" in t for t in by_stage)
 
 
 @pytest.mark.slow

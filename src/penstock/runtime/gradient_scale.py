@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.dtensor import local
+from penstock.parallel.dtensor import is_dtensor, local
 from penstock.parallel.participant import Outcome, Participant, Step
 from penstock.runtime.consensus import marks_of
 
@@ -39,9 +39,11 @@ class GradientScale(Participant):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         real = (p for p in parameters if p.is_floating_point())
-        unique = {id(p): p for p in real if _DISTINCT <= p.numel() <= _LARGEST}
-        self._parameters = sorted(unique.values(), key=lambda p: p.numel())
-        self._seen: list[tuple[Tensor, int, list[float]]] = []
+        sizes = {p: local(p).numel() for p in real}
+        self._parameters = sorted(
+            (p for p, n in sizes.items() if _DISTINCT <= n <= _LARGEST), key=sizes.__getitem__
+        )
+        self._seen: list[tuple[Tensor, int | None, list[float]]] = []
 
     def begin(self, step: Step) -> None:
         """Mark the factor since the last step, before anything adds to the gradients, which would look like a change."""
@@ -61,16 +63,21 @@ class GradientScale(Participant):
         waits = any(grad.device.type != "cpu" for grad in grads)
         if waits and number >= _FIRST and number % _EVERY:
             grads = []
-        self._seen = [(grad, grad._version, _numbers(grad)) for grad in grads]
+        self._seen = [(grad, _version(grad), _numbers(grad)) for grad in grads]
 
     def factor(self) -> float | None:
         """Return the factor, 1.0 if nothing was scaled; None if it cannot be told. Gradients are let go."""
         seen, self._seen = self._seen, []
-        if all(grad._version == version for grad, version, _ in seen):
+        if all(version is not None and _version(grad) == version for grad, version, _ in seen):
             return 1.0 if seen else None
         return _common_factor(
             [pair for grad, _, before in seen for pair in zip(before, _numbers(grad), strict=False)]
         )
+
+
+def _version(grad: Tensor) -> int | None:
+    """Return the count of a gradient's writes; None for a DTensor, which does not count those into its shard."""
+    return None if is_dtensor(grad) else grad._version
 
 
 def _numbers(grad: Tensor) -> list[float]:
