@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.parallel.replicas.shard_slice import NOT_ELEMENTWISE
+from penstock.runtime.optim.elementwise import MakeOptimizer, is_class
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
 
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -37,7 +37,7 @@ def build(
         numbers = [n for n, other in enumerate(kinds) if other is kind]
         chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
         params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
-        hint = _BY_CLASS if _divides(pipe) and not isinstance(_without_partial(kind), type) else ""
+        hint = _BY_CLASS if _divides(pipe) and not is_class(kind) else ""
         made = build_one(kind, params, chosen, defaults if kind is make else {}, hint)
         _require_whole(pipe, kind, made)
         parts.append((numbers, made))
@@ -153,19 +153,10 @@ def _divides(pipe: Pipeline) -> bool:
     return pipe.shards is not None or (pipe.world is not None and pipe.world.shards_matrices)
 
 
-def _without_partial(make: MakeOptimizer) -> MakeOptimizer:
-    return getattr(make, "func", make)
-
-
-def needs_whole(make: MakeOptimizer) -> bool:
-    """Return whether a class, or a partial of it, is known to need whole matrices."""
-    return getattr(_without_partial(make), "__name__", "") in NOT_ELEMENTWISE
-
-
 def _require_whole(pipe: Pipeline, make: MakeOptimizer, made: torch.optim.Optimizer) -> None:
     """Raise if an optimizer needs whole matrices but gets shards of them."""
     kind = type(made).__name__
-    if kind in NOT_ELEMENTWISE and _divides(pipe) and not needs_whole(make):
+    if kind in NOT_ELEMENTWISE and _divides(pipe) and not is_class(make):
         cause = "tensor parallelism" if pipe.tensor_ranks > 1 else "the division of experts"
         cause = "ZeRO" if pipe.shards is not None else cause
         raise ConfigError(

@@ -7,7 +7,7 @@ largest rank. Ranks exchange only the norm of the gradients and whether there is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,16 +18,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
-from penstock.parallel.dtensor import local
+from penstock.parallel.dtensor import is_sharded, local
 from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.optim import state as optimizer_state
+from penstock.runtime.optim.elementwise import MakeOptimizer, needs_whole
 from penstock.runtime.optim.expert_balance import ExpertBalance
 from penstock.runtime.optim.factory import (
-    MakeOptimizer,
     MakeScheduler,
     build,
     build_scheduler,
-    needs_whole,
     require_no_fp16,
     require_zero,
 )
@@ -139,9 +138,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
             keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
             require_no_fp16(pipe)
-        kinds = [chosen.get("optimizer", optimizer) for chosen in options]
         zero = zero or pipe.parallel.shard != "none"
-        whole = _whole_matrices(kinds, self._groups.values(), bool(zero))
+        gather = None if pipe.world is None else pipe.world.gather
+        whole: dict[str, nn.Parameter] = {}
+
+        def find_whole() -> None:
+            whole.update(_whole_matrices(optimizer, options, defaults, self._groups.values(), bool(zero)))
+
+        run_each(find_whole, gather)
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
         if main_weights or zero or pipe.shards is not None:
             pipe.make_buckets(bool(zero), whole.values())
@@ -167,7 +171,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     pipe, optimizer, self.main_weights[rank], of_rank, options, defaults
                 )
 
-        run_each(build_all, None if pipe.world is None else pipe.world.gather)
+        run_each(build_all, gather)
         order = {p: place for place, p in enumerate(pipe.parameters())}
         members = [{p for of in self._groups.values() for _, p in of[n]} for n in range(len(options))]
         super().__init__([{"params": sorted(group, key=order.__getitem__)} for group in members], {})
@@ -354,20 +358,34 @@ def _compare(pipe: Pipeline, given: dict[str, Any], groups: object) -> None:
 
 
 def _whole_matrices(
-    kinds: Sequence[MakeOptimizer], groups: Iterable[Sequence[Named]], zero: bool
+    make: MakeOptimizer,
+    options: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    groups: Collection[Sequence[Named]],
+    zero: bool,
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters by name whose optimizers need whole matrices.
+    """Return the parameters by name whose optimizers need whole matrices, if processes have parts of any.
 
     Args:
-        kinds: the optimizers of the groups.
+        options: of each group.
         groups: of each rank.
     """
+    parameters = [p for of_rank in groups for group in of_rank for _, p in group]
+    if not zero and not any(map(is_sharded, parameters)):
+        return {}
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    needing = []
+    for chosen in options:
+        kind = chosen.get("optimizer", make)
+        given = {**(defaults if kind is make else {}), **chosen}
+        given.pop("optimizer", None)
+        needing.append(needs_whole(kind, given, device))
     whole = {
         name: p
         for of_rank in groups
-        for kind, group in zip(kinds, of_rank, strict=True)
+        for needs, group in zip(needing, of_rank, strict=True)
         for name, p in group
-        if needs_whole(kind)
+        if needs
     }
     if zero and (stacks := [name for name, p in whole.items() if has_local_uses(p)]):
         raise ConfigError(
