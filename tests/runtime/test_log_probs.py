@@ -114,6 +114,21 @@ def test_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
         assert max(largest) == 8 * TOKENS // chunks * CLASSES
 
 
+def time_first(rank: int) -> Tensor:
+    x, y = (value.T.contiguous() for value in batch())
+    with Pipeline(model(), ppo_loss, ranks=2, microbatches=3, dims={"x": 1, "y": 1}) as pipe:
+        return pipe.log_probs(x, y)
+
+
+def test_time_that_comes_first_has_the_shape_of_y():
+    assert close(time_first(0), plain(model(), *batch()).T)
+
+
+@pytest.mark.slow
+def test_every_process_has_it_where_time_comes_first(processes: LocalProcesses):
+    assert all(close(found, plain(model(), *batch()).T) for found in processes.run(2, time_first))
+
+
 def test_it_follows_the_weights_between_steps():
     net = model()
     x, y = batch(8)

@@ -237,7 +237,7 @@ def _pack(losses: Losses, refusal: Refusal | None, flags: int) -> Message:
         torch.tensor((flags, *(refusal or ())), dtype=torch.int64),
         torch.tensor(losses.rows_in, dtype=torch.int64),
         torch.tensor(losses.rows_out, dtype=torch.int64),
-        torch.tensor([len(losses.total[n]) for n in ids if losses.total[n].dim()], dtype=torch.int64),
+        torch.tensor([losses.total[n].shape for n in ids if losses.total[n].dim()], dtype=torch.int64),
         *(_column([losses.parts[n].get(name, _ABSENT) for n in ids]) for name in names),
         *names,
     )
@@ -248,17 +248,21 @@ _ABSENT = torch.tensor(0.0)
 
 
 def _column(losses: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.atleast_1d(loss.cpu()) for loss in losses]) if losses else torch.empty(0)
+    return torch.cat([loss.cpu().flatten() for loss in losses]) if losses else torch.empty(0)
 
 
 def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
-    ids, total, weights, verdict, rows_in, rows_out, lengths, *rest = message.leaves
+    ids, total, weights, verdict, rows_in, rows_out, shapes, *rest = message.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
     # A column for each name, then the names.
     names = rest[len(rest) // 2 :]
     numbers = ids.tolist()
-    losses.total.update(zip(numbers, total.split(lengths.tolist()) if len(lengths) else total, strict=True))
+    if len(shapes):  # of values of each position
+        parts = zip(total.split(shapes.prod(1).tolist()), shapes.tolist(), strict=True)
+        losses.total.update(zip(numbers, (part.view(shape) for part, shape in parts), strict=True))
+    else:
+        losses.total.update(zip(numbers, total, strict=True))
     losses.weights.update(zip(numbers, weights.tolist(), strict=True))
     for index, n in enumerate(numbers):
         losses.parts[n] = {name: column[index] for name, column in zip(names, rest, strict=False)}

@@ -439,7 +439,7 @@ class Pipeline(PipelineModel):
         """
         works = self._run(Call.LOG_PROBS, x, y, named, microbatches)
         found = {n: rows for work in works for n, rows in work.losses.total.items()}
-        return torch.cat([found[n] for n in sorted(found)]).to(self.device)
+        return self._splitter.joined([found[n] for n in sorted(found)]).to(self.device)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""

@@ -46,14 +46,14 @@ def split_batch(
         value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
         cuts: number of microbatches; where it does not divide the batch, the first ones are larger by one row; or
             the rows of each.
-        dims: the dimension that is split (default 0).
+        dims: the dimension that is split, and along which rows of `Microbatches` are counted (default 0).
 
     Returns:
         The microbatches, and the rows (the size of that dimension) of each; None for one of `Microbatches` whose tensors
         have no common number of rows.
     """
     if isinstance(value, Microbatches):
-        return _given_parts(value, cuts, what, device)
+        return _given_parts(value, cuts, what, device, dims)
     leaves, structure = _pytree.tree_flatten(value)
     require_divisible(value, what)
     of_leaves = _dims_of(dims, structure, what)
@@ -99,7 +99,7 @@ def _cut(tensor: Tensor, cuts: Sequence[range], dim: int | None) -> Sequence[Ten
 
 
 def _given_parts(
-    value: Microbatches, cuts: int | Sequence[range], what: str, device: torch.device | None
+    value: Microbatches, cuts: int | Sequence[range], what: str, device: torch.device | None, dims: Dims
 ) -> tuple[list[object], list[int | None]]:
     count = cuts if isinstance(cuts, int) else len(cuts)
     if len(value.parts) != count:
@@ -110,8 +110,8 @@ def _given_parts(
     parts: list[object] = []
     rows: list[int | None] = []
     for part in value.parts:
-        leaves = _pytree.tree_leaves(part)
-        sizes = _sizes(leaves, [0] * len(leaves))
+        leaves, structure = _pytree.tree_flatten(part)
+        sizes = _sizes(leaves, _dims_of(dims, structure, what))
         rows.append(sizes.pop() if len(sizes) == 1 else None)
         parts.append(on_device(part, device))
     return parts, rows

@@ -157,6 +157,30 @@ def test_a_keyword_input_has_a_part_for_each_microbatch():
         pipe.step(x, x, positions=positions)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_of_given_parts_are_counted_along_the_given_dimensions(reduction: str):
+    net = made(nn.Linear, nn.Linear)
+    x, y = (rows(TIME, ROWS, WIDTH) + n for n in range(2))
+    sizes = [1, 3, 2]
+    losses = [F.mse_loss(net(a), b) for a, b in zip(x.split(sizes, 1), y.split(sizes, 1), strict=True)]
+    expected = F.mse_loss(net(x), y) if reduction == "mean" else sum(losses)
+    x, y = (Microbatches(value.split(sizes, 1)) for value in (x, y))
+    with Pipeline(net, F.mse_loss, microbatches=3, dims={"x": 1, "y": -2}, reduction=reduction) as pipe:
+        torch.testing.assert_close(pipe.step(x, y).loss, expected.detach())
+
+
+def test_a_keyword_input_that_is_given_whole_may_be_given_for_each_microbatch():
+    net = made(Rotates, Rotates)
+    x, positions = rows(ROWS, TIME, WIDTH), [rows(3, 1, TIME) + n for n in range(3)]
+    expected = sum(
+        F.mse_loss(net[1](net[0](part, each), each), part) / 3
+        for part, each in zip(x.chunk(3), positions, strict=True)
+    )
+    with Pipeline(net, F.mse_loss, microbatches=3, dims={"positions": None}) as pipe:
+        found = pipe.step(x, x, positions=Microbatches(positions)).loss
+    torch.testing.assert_close(found, expected.detach())
+
+
 def test_a_scalar_target_has_no_rows():
     net = made(nn.Linear, nn.Linear)
     x, y = rows(3, WIDTH), rows(3)

@@ -114,7 +114,7 @@ def known_rows(rows: Sequence[int | None]) -> list[int]:
     """Return the rows of microbatches, which must be known, as where losses are weighed by them."""
     if None in rows:
         raise BatchError(
-            f"the microbatches have {list(rows)} rows (None where their tensors have no common dimension 0), by which "
+            f"the microbatches have {list(rows)} rows (None where their tensors have no common number), by which "
             "reduction='mean' weighs their losses; give the Pipeline reduction='sum', or a function that returns the weight "
             "of a microbatch's target"
         )

@@ -160,6 +160,11 @@ class BatchSplitter:
             )
         ]
 
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Return values of each position of the whole target, which is one tensor, from those of its microbatches."""
+        assert isinstance(self._dims.y, int), "the target was split along it"
+        return torch.cat([*values], self._dims.y)
+
     def _inputs(
         self, x: object, named: Mapping[str, object], cuts: int | Sequence[range]
     ) -> tuple[list[object], list[int | None]]:
@@ -276,7 +281,7 @@ class BatchSplitter:
         by_name: dict[str, Sequence[object]] = {}
         for name, value in named.items():
             dims = self._dims.of(name)
-            if not has_tensor(value) or dims is None:
+            if not has_tensor(value) or (dims is None and not isinstance(value, Microbatches)):
                 if type(value).__name__ == "BlockMask":
                     raise BatchError(
                         f"the keyword input {name} is a BlockMask of FlexAttention, which holds a function and cannot go to "
@@ -304,7 +309,7 @@ def _unequal(what: str, rows: Sequence[int | None], rows_in: Sequence[int | None
     if None in rows or None in rows_in:
         return (
             f"the {what} has {list(rows)} rows by microbatch, and the input x has {list(rows_in)} (None where its tensors "
-            "have no common dimension 0), by which reduction='mean' weighs their losses; give the Pipeline "
+            "have no common number of rows), by which reduction='mean' weighs their losses; give the Pipeline "
             "reduction='sum', or a function that returns the weight of a microbatch's target"
         )
     return (
