@@ -351,7 +351,11 @@ class Engine:
         if self._world is not None and self._world.mesh is not None:
             # Their compiled ops refer to the reduction that is replaced.
             self._drop_executors()
-            self.local_stages.make_buckets(self._world, zero, whole)
+            # Replicas compare their models, which the other ranks of each pipeline do not see.
+            run_each(
+                partial(self.local_stages.make_buckets, self._world, zero, whole),
+                partial(self._world.gather, over="run", action="make buckets"),
+            )
 
     @property
     def shards(self) -> Shards | None:

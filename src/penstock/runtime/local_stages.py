@@ -110,7 +110,7 @@ class LocalStages:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
             require_own_axes(modules, world, self.schedule)
 
-        run_each(build, world.gather if world is not None else None)
+        run_each(build, partial(world.gather, over="run") if world is not None else None)
         # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
         self.separate = SeparateModules(modules)

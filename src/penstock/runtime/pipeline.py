@@ -241,7 +241,7 @@ class Pipeline(PipelineModel):
         world = self.world
         run_each(
             lambda: require_values((x.name, x.module) for x in self.layers if x.module is not None),
-            None if world is None else world.gather,
+            None if world is None else partial(world.gather, over="run"),
         )
         split = resolve_split(
             split, self.layers, loss_fn, self.schedule, world=world, seed=self.seed, autocast=autocast

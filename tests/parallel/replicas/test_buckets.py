@@ -540,8 +540,8 @@ def test_a_gradient_of_another_kind_than_laid_out_is_an_error_that_names_paramet
 DIFFERENT = {
     "count": (lambda: model(layers=3), ["number of parameters", "replica 0 has 16, replica 1 has 12"]),
     "values": (lambda: model(seed=1), ["initial values", "replica 1 from replica 0", "'0.0.weight'"]),
-    "names": (lambda: nn.ModuleDict({"x": model()}), ["name, shape or dtype", "parameter 0"]),
-    "dtypes": (lambda: model().double(), ["name, shape or dtype", "'0.0.weight'"]),
+    "names": (lambda: nn.ModuleDict({"x": model()}), ["name, shape, dtype", "parameter 0"]),
+    "dtypes": (lambda: model().double(), ["name, shape, dtype", "'0.0.weight'"]),
 }
 
 

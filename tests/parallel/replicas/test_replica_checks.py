@@ -54,18 +54,25 @@ ONE = [("a", torch.zeros(2, 3)), ("b", torch.ones(4))]
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (ONE[:1], "their number of parameters: replica 0 has 2, replica 1 has 1; build the same model"),
+        (
+            ONE[:1],
+            "the number of parameters that require a gradient: replica 0 has 2, replica 1 has 1; build the same",
+        ),
         (
             [ONE[0], ("c", ONE[1][1])],
-            "name, shape or dtype: replica 1 from replica 0 first at parameter 1, here ",
+            "name, shape, dtype or requires_grad: replica 1 from replica 0 first at parameter 1, here ",
         ),
         (
             [("a", torch.zeros(3, 2)), ONE[1]],
-            "name, shape or dtype: replica 1 from replica 0 first at parameter 0",
+            "name, shape, dtype or requires_grad: replica 1 from replica 0 first at parameter 0",
         ),
         (
             [ONE[0], ("b", torch.ones(4).half())],
-            "name, shape or dtype: replica 1 from replica 0 first at parameter 1",
+            "name, shape, dtype or requires_grad: replica 1 from replica 0 first at parameter 1",
+        ),
+        (
+            [ONE[0], ("b", ONE[1][1].clone().requires_grad_())],
+            "name, shape, dtype or requires_grad: replica 1 from replica 0 first at parameter 1",
         ),
         (
             [ONE[0], ("b", 2 * ONE[1][1])],

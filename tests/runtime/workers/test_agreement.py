@@ -52,6 +52,27 @@ def case(rank: int, number: int) -> str:
     return refused(rank, dict(DIFFERENT[number][1 + rank]))
 
 
+def frozen_on_one(rank: int) -> str:
+    net = model()
+    net[0].requires_grad_(rank > 0)
+    with pytest.raises(ConfigError) as told:
+        Pipeline(
+            net,
+            nn.functional.mse_loss,
+            microbatches=2,
+            mesh=MeshShape(pp=2, dp=2),
+            execution=ExecutionOptions(first_timeout=60),
+        )
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_what_the_replicas_of_one_stage_differ_in_is_told_to_all_stages(processes: LocalProcesses):
+    told = processes.run(4, frozen_on_one)
+    assert "require a gradient: replica 0 has 2, replica 1 has 4" in told[0]
+    assert len(set(told)) == 1
+
+
 def test_pipelines_that_differ_are_refused_by_name(processes: LocalProcesses):
     told = run_cases(processes, 2, case, [(number,) for number in range(len(DIFFERENT))])
     for (name, _, _, shown), (first, second) in zip(DIFFERENT, told, strict=True):

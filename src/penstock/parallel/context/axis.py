@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.base.errors import ConfigError
@@ -53,7 +54,7 @@ class Context(Axis):
         return [self._exchange]
 
     def prepare(self, layers: Layers, options: AxisOptions) -> None:
-        run_each(lambda: self._divide(layers, options), self.processes.gather)
+        run_each(lambda: self._divide(layers, options), partial(self.processes.gather, over="run"))
 
     def _divide(self, layers: Layers, options: AxisOptions) -> None:
         parts = self._part.parts

@@ -55,7 +55,7 @@ class Experts(Axis):
         require_same_stacks(layers, processes)
         found = run_each(
             lambda: divide_experts(layers, self._device_mesh(), exchange, same_tokens, local_weight),
-            processes.gather,
+            partial(processes.gather, over="run"),
         )
         if any(found):
             return

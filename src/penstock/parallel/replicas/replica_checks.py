@@ -38,18 +38,25 @@ def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], 
 
 
 def require_equal_models(reducer: GroupReducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it."""
-    kinds = [digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
+    """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it.
+
+    Args:
+        parameters: those that require a gradient, or all.
+    """
+    kinds = [
+        digest(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}".encode()) for name, p in parameters
+    ]
     values = [digest(bytes_of(local(p.detach()))) for _, p in parameters]
     rows = reducer.exchange([len(parameters), digest(repr(kinds).encode()), digest(repr(values).encode())])()
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         each = ", ".join(f"replica {r} has {count}" for r, count in enumerate(counts))
         raise ConfigError(
-            f"the replicas' models differ in their number of parameters: {each}; build the same model on all of them"
+            f"the replicas' models differ in the number of parameters that require a gradient: {each}; build the same model "
+            "on all of them, with the same requires_grad"
         )
     for column, digests, aspect, advice in (
-        (1, kinds, "name, shape or dtype", "build the same model on all of them"),
+        (1, kinds, "name, shape, dtype or requires_grad", "build the same model on all of them"),
         (2, values, "initial values", "use the same seed or checkpoint on all of them"),
     ):
         if any(row[column] != rows[0][column] for row in rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ class Tensor(Axis):
         # All stages at once: a weight that is tied between two of them stays one parameter.
         run_each(
             lambda: tensor_parallel(layers, mesh, options.family, options.sequence_parallel),
-            self.processes.gather,
+            partial(self.processes.gather, over="run"),
         )
 
     def sum_norms(

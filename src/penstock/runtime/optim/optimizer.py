@@ -139,7 +139,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         elif self.scaler is not None:
             require_no_fp16(pipe)
         zero = zero or pipe.parallel.shard != "none"
-        gather = None if pipe.world is None else pipe.world.gather
+        gather = None if pipe.world is None else partial(pipe.world.gather, over="run")
         whole: dict[str, nn.Parameter] = {}
 
         def find_whole() -> None:
