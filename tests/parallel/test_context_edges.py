@@ -237,7 +237,14 @@ def worst_sample(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").mean(1).max()
 
 
-MIXED: list[Callable[..., Tensor]] = [mean_of_samples, worst_sample]
+def ratio_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a policy in its first step: its value is the same whatever the logits are."""
+    each = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    counts = labels != -100
+    return (((each - each.detach()).exp() * counts).sum(1) / counts.sum(1)).mean()
+
+
+MIXED: list[Callable[..., Tensor]] = [mean_of_samples, ratio_of_samples, worst_sample]
 
 
 def mixed(rank: int, number: int) -> str:

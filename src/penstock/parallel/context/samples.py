@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from penstock.base.errors import ConfigError, PenstockError, describe_error
@@ -221,10 +222,10 @@ class DividedLayer:
 class DividedLoss:
     """A loss function of a part of each sample's tokens; called as the function itself.
 
-    The first call whose few tokens have a loss also computes it for all processes' tokens together. A function that gives
-    another value then uses other tokens, as one that shifts its targets does, counts others than are known, or weighs
-    samples alike whose tokens do not count equally often. So that it counts some of one part of some samples alone, values
-    that the targets have are also put in the place of others.
+    The first call whose few tokens have a loss also computes it and its gradient for all processes' tokens together. A
+    function that gives other values then uses other tokens, as one that shifts its targets does, counts others than are
+    known, or weighs samples alike whose tokens do not count equally often. So that it counts some of one part of some
+    samples alone, values that the targets have are also put in the place of others.
 
     Args:
         weight: function from a target to its weight; None for a sum.
@@ -261,7 +262,7 @@ class DividedLoss:
         targets = len(leaves) - len(_pytree.tree_leaves(target))
         few[:targets] = [_unequal(x) for x in few[:targets]]
         whole = [_whole(x, dim, self._part, self._exchange) for x, dim in zip(few, dims, strict=True)]
-        found = self._compare(few, whole, structure)
+        found = self._compare(few, whole, structure, targets)
         for n in range(targets, len(leaves)):
             for value in self._values_in(leaves[n]) if dims[n] else ():
                 filled = few[n].clone()
@@ -269,7 +270,7 @@ class DividedLoss:
                     filled[::2, 1:] = value
                 others = [*few[:n], filled, *few[n + 1 :]]
                 joined = _whole(filled, 1, self._part, self._exchange)
-                self._compare(others, [*whole[:n], joined, *whole[n + 1 :]], structure)
+                self._compare(others, [*whole[:n], joined, *whole[n + 1 :]], structure, targets)
         return found
 
     def _values_in(self, target: Tensor) -> list[float]:
@@ -281,14 +282,21 @@ class DividedLoss:
         every = self._exchange.start_gather(picks)()
         return sorted({0, *every.flatten().tolist()})
 
-    def _compare(self, few: list[Any], whole: list[Any], structure: Any) -> bool:
+    def _compare(self, few: list[Any], whole: list[Any], structure: Any, outputs: int) -> bool:
         """Compare the loss of whole samples with that of parts; return whether there is one."""
-        expected, own = (self._value(_pytree.tree_unflatten(x, structure)) for x in (whole, few))
-        every = self._exchange.start_gather(torch.stack(own)[None])()[:, 0]
-        total = (every[:, 0] * every[:, 1]).nansum() / (1.0 if self._weight is None else every[:, 1].sum())
-        if not bool(expected[0].isfinite()) or not bool(expected[1]):
+        (expected, counted, grads), (loss, weight, parts) = (
+            self._value(x, structure, outputs) for x in (whole, few)
+        )
+        every = self._exchange.start_gather(torch.stack([loss, weight])[None])()[:, 0]
+        divisor = 1.0 if self._weight is None else every[:, 1].sum()
+        total = (every[:, 0] * every[:, 1]).nansum() / divisor
+        if not bool(expected.isfinite()) or not bool(counted):
             return False
-        if bool((total - expected[0]).abs() > 1e-4 * expected[0].abs().clamp(min=1e-3)):
+        # Of a policy's loss in its first step, which is the same whatever its outputs are, only the gradient tells.
+        differ = [
+            self._differs(one, other, weight / divisor) for one, other in zip(grads, parts, strict=True)
+        ]
+        if any(differ) or bool((total - expected).abs() > 1e-4 * expected.abs().clamp(min=1e-3)):
             raise ConfigError(
                 "the loss function gives another value if the tokens of a sample are divided (cp): it may not shift its "
                 "targets, use other tokens, or take a mean of each sample before that of all; and what it counts must be "
@@ -298,12 +306,30 @@ class DividedLoss:
             )
         return True
 
-    def _value(self, values: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-        """Return the loss of some tokens, and its weight, as float64."""
-        returned = self._function(*values)
-        loss = sum(returned.values()) if isinstance(returned, Mapping) else returned
+    def _differs(self, whole: Tensor, own: Tensor, share: Tensor) -> bool:
+        """Compare a gradient of whole samples with that of this part, which has a share of the loss."""
+        if whole.shape == own.shape:  # an output without tokens, whose gradients the parts add up
+            return False
+        one = self._part.cut(whole)
+        other = own * share.to(own) if bool(share) else torch.zeros_like(own)
+        return bool(((one - other).abs() > 0.01 * one.abs().max()).any())
+
+    def _value(self, leaves: list[Any], structure: Any, outputs: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the loss of some tokens and its weight, as float64, and its gradients by the outputs."""
+        trained = [x.detach().requires_grad_() for x in leaves[:outputs] if _trains(x)]
+        # Hooks of a stage that recomputes its layers save nothing for a backward.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            copies = iter(trained)
+            given = [next(copies).clone() if _trains(x) else x for x in leaves[:outputs]]
+            values = _pytree.tree_unflatten([*given, *leaves[outputs:]], structure)
+            returned = self._function(*values)
+            loss = torch.as_tensor(sum(returned.values()) if isinstance(returned, Mapping) else returned)
+        grads = [torch.zeros_like(x) for x in trained]
+        if trained and loss.requires_grad:
+            grads = [*torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)]
         weight: Any = 1.0 if self._weight is None else self._weight(values[1])
-        return torch.as_tensor(loss).double().cpu(), torch.as_tensor(weight).double().cpu()
+        loss = loss.detach().double().cpu()
+        return loss, torch.as_tensor(weight).double().cpu(), [local(x) for x in grads]
 
 
 class KeptExchange:
@@ -378,6 +404,14 @@ def _unequal(output: Any) -> Any:
     varies = 1 not in _dims(output) or not output.is_floating_point() or bool((output != output[:, :1]).any())
     generator = torch.Generator().manual_seed(0)
     return output if varies else output + 0.05 * torch.rand(output.shape, generator=generator).to(output)
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _trains(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.is_floating_point()
 
 
 @contextmanager
