@@ -141,7 +141,7 @@ def test_a_tied_weight_stays_one(processes: LocalProcesses):
 
 
 class Poisoned(nn.Module):
-    """A layer whose weight gets NaN for a gradient when the input has a mark; its output is sound."""
+    """A layer whose weight gets NaN for a gradient when the input has a mark, its output is sound; another is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +149,8 @@ class Poisoned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.inner.weight
+        if (x == 8.0).any():
+            raise ValueError("it has to fail")
         if (x == 9.0).any():
             weight = weight + (weight * 0).square().sqrt()  # 0, with a slope of 0 times infinity
         return nn.functional.linear(x, weight, self.inner.bias)
@@ -242,6 +244,86 @@ def test_changing_gradients_that_are_divided_is_refused_and_does_not_pass_in_sil
                     assert "pipe.clip_grad_norm_" in told
                 assert shown.startswith("DividedGradient(")
                 assert empty
+
+
+def drop_named(pipe: Pipeline) -> None:
+    for name, p in pipe.named_parameters():
+        if name.endswith("weight"):
+            p.grad = None
+
+
+def replace_one(pipe: Pipeline) -> None:
+    for name, p in pipe.named_parameters():
+        if name == "1.weight":
+            p.grad = torch.ones_like(p)
+
+
+DROPS: dict[str, Callable[[nn.Module, Pipeline], object]] = {
+    "one layer": lambda net, pipe: net[1].zero_grad(),
+    "clipped": lambda net, pipe: net[1].zero_grad(),
+    "by name": lambda net, pipe: drop_named(pipe),
+    "on one replica": lambda net, pipe: pipe.replica or drop_named(pipe),
+    "replaced": lambda net, pipe: replace_one(pipe),
+}
+
+
+def dropped(rank: int, shard: str, zero: Any, ways: list[str]) -> dict[str, Any]:
+    """Weights after gradients were dropped through the model, with a batch that is skipped; or what is said against it."""
+    done: dict[str, Any] = {}
+    bad = {1: 9.0, 3: 8.0}  # marks by step
+    for way in ways:
+        torch.manual_seed(0)
+        linear = [nn.Linear(plain.WIDTH, plain.WIDTH) for _ in range(3)]
+        net = nn.Sequential(Poisoned(), *linear)
+        with Pipeline(
+            net, mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=60, parallel=ParallelOptions(shard=shard),
+            schedule="interleaved-1f1b", virtual_stages=2,
+        ) as pipe:  # fmt: skip
+            clip = 0.1 if way == "clipped" else None
+            optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, zero=zero, clip=clip)
+            for n in range(5):
+                x, y = plain.batch(n, 8)
+                x[5, 0] = bad.get(n, x[5, 0])  # in the second replica
+                assert (outcome(pipe.step, x, y) == "ok") == (n not in bad)
+                if n in (1, 2, 3):
+                    net.zero_grad()
+                    continue
+                DROPS[way](net, pipe)
+                pipe.evaluate(x, y)
+                done[way] = outcome(optimizer.step)
+                if done[way] != "ok":
+                    done[way, "next"] = outcome(pipe.step, x, y)
+                    break
+            else:
+                done[way] = pipe.full_state_dict()
+    return done
+
+
+@pytest.mark.slow
+def test_gradients_that_a_program_drops_are_dropped_and_those_it_replaces_are_refused(
+    processes: LocalProcesses,
+):
+    right = ["one layer", "clipped", "by name"]
+    sharded = [("none", True), ("none", "overlap"), ("gradients", False), ("weights", False)]
+    whole, *cases = run_cases(
+        processes, 4, dropped, [("none", False, right), *((*each, [*DROPS]) for each in sharded)]
+    )
+    for (shard, _), ranks in zip(sharded, cases, strict=True):
+        for done in ranks:
+            for way in right:
+                assert_equal(done[way], whole[0][way])
+            assert "was set to None on some of the processes that divide its update" in done["on one replica"]
+            assert "the gradient of 1.weight was replaced" in done["replaced"]
+            after = {way: done[way, "next"] for way in ("on one replica", "replaced")}
+            if shard == "none":
+                assert all(
+                    "wait for the optimizer's step() or zero_grad()" in text for text in after.values()
+                )
+            else:
+                assert (
+                    "the gradients of earlier steps were dropped on some replicas" in after["on one replica"]
+                )
+                assert "the gradient of 1.weight was replaced" in after["replaced"]
 
 
 def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:

@@ -446,6 +446,7 @@ class Pipeline(PipelineModel):
         shards, own = self.shards, [p for _, p in self.rank_parameters(rank)]
         if shards is None:
             return own
+        shards.changes()
         return [*shards.owned(), *(p for p in own if shards.find(p) is None)]
 
     @property
@@ -479,6 +480,8 @@ class Pipeline(PipelineModel):
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
         with self.calling("pipe.clip_grad_norm_()"):
+            if self.shards is not None:
+                self.shards.changes()
             return self.global_norm.clip_(max_norm, self.shards)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
@@ -622,6 +625,8 @@ class Pipeline(PipelineModel):
                 target = classes_of(inputs, y, target, self._loss_fn, own_loss)
             if options.trains:
                 self._parameters.require_same()
+                if self.shards is not None:
+                    self.shards.require_kept()
                 without_grads = [] if options.input_grads else [("x", inputs)]
                 require_no_graph([*without_grads, ("y", target), *others.items()])
             return self._splitter.split(inputs, target, others, options)

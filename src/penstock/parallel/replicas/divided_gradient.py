@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 
 from penstock.base.errors import PenstockError
 from penstock.parallel.dtensor import gradient_dtype
+
+Change = Literal["dropped", "replaced"]
+"""What a program did to ``.grad``: it is None, or another gradient, where a mark was."""
 
 
 class DividedGradient(Tensor):
@@ -47,3 +51,26 @@ class DividedGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch gives it contents
         return f"DividedGradient({self.of}, shape={tuple(self.shape)})"
+
+
+def require_not_replaced(changes: Mapping[str, Change]) -> None:
+    """Raise if a program has put another gradient in place of a mark, since the shards do not take it."""
+    if name := next((name for name, change in changes.items() if change == "replaced"), None):
+        raise PenstockError(
+            f"the gradient of {name} was replaced, and is divided among the replicas (zero or shard), so the update would "
+            "not use the new one. Change p.grad of pipe.updated(rank), which are this process's parts. No weight was "
+            "changed; pipe.zero_grad() drops all gradients"
+        )
+
+
+def require_same_changes(rows: Iterable[tuple[int, Mapping[str, Change]]]) -> None:
+    """Raise unless all processes of one rank have changed the same; a row is of one process: its rank, changes by name."""
+    of_rank: dict[int, Mapping[str, Change]] = {}
+    for rank, changes in rows:
+        require_not_replaced(changes)
+        others = of_rank.setdefault(rank, changes)
+        if odd := sorted(set(changes) ^ set(others)):
+            raise PenstockError(
+                f"the gradient of {odd[0]} was set to None on some of the processes that divide its update, and not on all; "
+                "drop it on all or on none. No weight was changed; pipe.zero_grad() drops all gradients"
+            )

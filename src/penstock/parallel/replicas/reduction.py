@@ -121,6 +121,14 @@ class ReplicaReduction(Participant):
         for parameter in self._dtensors:
             redistribute_grad(parameter)
 
+    def sharded_grads(self, stage: int) -> list[Tensor]:
+        """Return the gradients of a stage's parameters that this replica updates, if replicas divide the update."""
+        if self.shards is None:
+            return []
+        sharded = [self.shards.find(p) for p in self._modules[stage].parameters()]
+        shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
+        return [local(shard.grad) for shard in shards if shard.grad is not None]
+
     def agree(self, outcome: Outcome) -> None:
         """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
         assert self._step is not None, "begun"
@@ -147,7 +155,7 @@ class ReplicaReduction(Participant):
         outcome.refusal = min(refusals, default=None)
 
     def end(self, step: Step, outcome: Outcome) -> None:
-        if step.trains and step.reduces and outcome.refusal is None and self.shards is not None:
+        if step.trains and step.reduces and self.shards is not None:
             self.shards.mark()
 
     def abandon(self, failure: StepFailure) -> None:
@@ -289,14 +297,6 @@ class BucketReduction(ReplicaReduction):
         self._reductions += 1
         if self._reductions == 2 and self.buckets.entries and self.shards is None:  # shards keep their places
             self.buckets.rebuild()
-
-    def sharded_grads(self, stage: int) -> list[Tensor]:
-        """Return the gradients of a stage's parameters that this replica updates with `zero`."""
-        if self.shards is None:
-            return []
-        sharded = [self.shards.find(p) for p in self._modules[stage].parameters()]
-        shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
-        return [local(shard.grad) for shard in shards if shard.grad is not None]
 
     def abandon(self, failure: StepFailure) -> None:
         self._accumulating.close()

@@ -22,6 +22,7 @@ class StepReport(NamedTuple):
 
     Attributes:
         frozen: digest of the changed ``requires_grad``; 0 if there is no change.
+        carried: digest of the parameters with sums of earlier steps, to which this one's are added; 0 if there are none.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepReport(NamedTuple):
     absent: int = 0
     late: int = 0
     frozen: int = 0
+    carried: int = 0
 
 
 def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], list[StepReport]]:
@@ -77,6 +79,15 @@ def require_same_step(reducer: GroupReducer, reports: Sequence[StepReport]) -> N
     if any(report.step != reports[0].step for report in reports):
         steps = ", ".join(f"replica {r} is at step {report.step}" for r, report in enumerate(reports))
         raise PenstockError(f"the replicas do not take the same steps: {steps}; one of them left out a step")
+
+
+def require_same_sums(reports: Sequence[StepReport]) -> None:
+    """Check that all replicas have added the step's sums to those of the same parameters."""
+    if any(report.carried != reports[0].carried for report in reports):
+        raise PenstockError(
+            "the gradients of earlier steps were dropped on some replicas and not on all, or not of the same parameters; "
+            "drop them on all or on none. No weight was changed; call pipe.zero_grad() on all before the next step"
+        )
 
 
 def first_replicas(reducer: GroupReducer, numbers: list[int]) -> list[int]:

@@ -121,6 +121,9 @@ class ResidentReduction(ReplicaReduction):
     def abandon(self, failure: StepFailure) -> None:
         super().abandon(failure)
         self.resident.stop_clock()
+        if self._step is not None and self._step.trains:
+            # What some stages have summed is in no ``.grad``, where a program could see it and drop it.
+            (self.resident.drop if failure.ran else self.resident.mark)()
 
     def _abandon(self, error: Exception) -> None:
         assert self._step is not None, "begun"

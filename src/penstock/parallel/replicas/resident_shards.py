@@ -224,6 +224,16 @@ class StageBucket:
             entry.parameter.grad = None
             entry.seen = 0
 
+    def drop_piece(self, elements: ShardSlice, start: int) -> None:
+        """Drop a shard's elements of the sums."""
+        if self._sums is not None:
+            self.piece(elements, start, self._sums).zero_()
+
+    @property
+    def has_sums(self) -> bool:
+        """True if there are sums, to which those of the next reduction are added."""
+        return self._sums is not None
+
     def abandon(self) -> None:
         """Forget a reduction under way."""
         if self._reducing is not None:
@@ -289,6 +299,8 @@ class ResidentShards(Shards):
         self.sharded_weights = weights
         self._memories = {bucket.memory for bucket in self.buckets if bucket.comes_and_goes}
         self._left: deque[Collective] = deque()
+        self._dropped: set[int] = set()
+        self._carried = 0
         self._step = 0
         self._active = False
 
@@ -299,6 +311,9 @@ class ResidentShards(Shards):
             bucket.now = now
             for spans in bucket.spans.values():
                 spans.clear()
+        kept = [b.has_sums and e.index not in self._dropped for b in self.buckets for e in b.entries]
+        self._carried = replica_checks.digest(bytes(kept)) if any(kept) else 0
+        self._dropped.clear()
         # The same on every replica, whatever was read since the last step.
         for bucket in self.buckets:
             bucket.reshard()
@@ -371,13 +386,14 @@ class ResidentShards(Shards):
             self.reset()
 
     def _give(self, absent: list[int]) -> None:
-        report = StepReport(self._step, 0, len(absent), 0, self._frozen.change())
+        report = StepReport(self._step, 0, len(absent), 0, self._frozen.change(), self._carried)
         reports = replica_checks.exchange_reports(self._reducer, report)
         for bucket in self.buckets:
             if bucket.trains:
                 bucket.finish()
         told = reports()
         replica_checks.require_same_step(self._reducer, told)
+        replica_checks.require_same_sums(told)
         if any(report.frozen for report in told):
             self._frozen.require_same(self._reducer, [report.frozen for report in told], True)
         nowhere: set[int] = set()
@@ -430,13 +446,22 @@ class ResidentShards(Shards):
             bucket.abandon()
 
     def require_used(self) -> None:
-        pass  # sums that were not used are added up with the next ones, as PyTorch adds gradients
+        self.changes()  # the sums that are left are added up with the next ones, as PyTorch adds gradients
 
     def drop(self) -> None:
         for bucket in self.buckets:
             bucket.drop()
         for shard in self.owned():
             shard.grad = None
+        self._marks.clear()
+
+    def _drop_one(self, each: ShardedParameter) -> None:
+        super()._drop_one(each)
+        bucket, start = self._place[each.entry.index]
+        if each.shard is not None:
+            bucket.drop_piece(each.slice, start)
+        each.entry.seen = 0
+        self._dropped.add(each.entry.index)
 
     def collect(self) -> None:
         for bucket in self.buckets:

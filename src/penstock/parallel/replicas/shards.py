@@ -24,7 +24,11 @@ from penstock.base.errors import PenstockError
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, set_local
 from penstock.parallel.replicas.bucket import Bucket, BucketEntry, ReductionStream
 from penstock.parallel.replicas.buckets import GradientBuckets
-from penstock.parallel.replicas.divided_gradient import DividedGradient
+from penstock.parallel.replicas.divided_gradient import (
+    Change,
+    DividedGradient,
+    require_not_replaced,
+)
 from penstock.parallel.replicas.layout import BucketPlan
 from penstock.parallel.replicas.reducer import GroupReducer, Handle
 from penstock.parallel.replicas.shard_slice import ShardSlice, join_shards
@@ -98,6 +102,7 @@ class Shards(ABC):
         self.sharded = sharded
         self._shared_buckets = buckets
         self._by_id = {id(each.entry.parameter): each for each in sharded}
+        self._marks: dict[int, DividedGradient] = {}  # by parameter; empty while a step runs
 
     def find(self, parameter: Tensor) -> ShardedParameter | None:
         """Return a parameter's entry in `sharded`; None if it has none."""
@@ -111,13 +116,41 @@ class Shards(ABC):
         for entry, _, shard in self.sharded:
             parameter, absent = entry.parameter, shard is not None and shard.grad is None
             if parameter.requires_grad and parameter.grad is None and not absent:
-                parameter.grad = DividedGradient(parameter, entry.name)
+                parameter.grad = self._marks[entry.index] = DividedGradient(parameter, entry.name)
 
     def unmark(self) -> None:
         """Take the marks away, as a step needs ``.grad``."""
         for entry, *_ in self.sharded:
             if isinstance(entry.parameter.grad, DividedGradient):
                 entry.parameter.grad = None
+        self._marks.clear()
+
+    def changes(self) -> dict[str, Change]:
+        """Return by name which gradients the program has changed since the last step; drop those that it has dropped."""
+        changes: dict[str, Change] = {}
+        for each in self.sharded:
+            grad, mark = each.entry.parameter.grad, self._marks.get(each.entry.index)
+            if grad is None and mark is not None:
+                self._drop_one(each)
+                changes[each.entry.name] = "dropped"
+            elif grad is not mark and each.entry.parameter.requires_grad:
+                changes[each.entry.name] = "replaced"
+        return changes
+
+    def _drop_one(self, each: ShardedParameter) -> None:
+        """Drop the gradient of one parameter."""
+        if each.shard is not None:
+            each.shard.grad = None
+
+    def require_kept(self) -> None:
+        """Raise if the next step would not see gradients that the program has put in place of divided ones."""
+        if self._marks:
+            changes = self.changes()
+            try:
+                require_not_replaced(changes)
+            except PenstockError:
+                self.drop()  # since the step has begun for the others, whose sums are taken
+                raise
 
     @abstractmethod
     def require_used(self) -> None:
@@ -247,6 +280,8 @@ class OptimizerShards(Shards):
 
     def require_used(self) -> None:
         """Check that the next backward would not overwrite unused reduced gradients."""
+        if self._marks and list(self.changes().values()) == ["dropped"] * len(self._marks):
+            self._unused_sums = False
         if self._unused_sums:
             raise PenstockError(
                 "the last step's gradients are divided among the replicas, and wait for the optimizer's step() or "
@@ -270,6 +305,7 @@ class OptimizerShards(Shards):
             sharded.entry.parameter.grad = None
             if sharded.shard is not None:
                 sharded.shard.grad = None
+        self._marks.clear()
         self._unused_sums = False
 
     def collect(self) -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import is_sharded, local
+from penstock.parallel.replicas.divided_gradient import require_same_changes
 from penstock.parallel.replicas.exchange import run_each
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.elementwise import MakeOptimizer, needs_whole
@@ -87,7 +88,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
             ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices: given by their class, they get each
-            on one replica, chosen so that the work is equal. With tensor parallelism all processes of a matrix update it.
+            on one replica, chosen so that the work is equal; so does any other that looks at more than each element, as a
+            trial on a small matrix shows. With tensor parallelism all processes of a matrix update it.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -225,6 +227,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:
             return OptimizerStep(applied=False, skipped=False, grad_norm=None, lr=rates)
+        self._require_same_changes()
         finite = self.scaler is None or self.scaler.unscale_(self.pipe)
         norm = self._update() if finite else None
         if self.scaler is not None:
@@ -237,8 +240,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
 
+    def _require_same_changes(self) -> None:
+        """Compare what programs may have changed since the last update: options, and gradients that are divided."""
+        changes = {} if self.shards is None else self.shards.changes()
+        world = self.pipe.world
+        if self._options.require_same(world, note=bool(changes)) and world is not None:
+            require_same_changes(world.gather((world.rank, changes), "run", "compare changed gradients"))
+
     def _update(self) -> Tensor | None:
-        self._options.require_same(self.pipe.world)
         if self.accumulate > 1:
             self.pipe.on_ranks(self._average)
         norm = None

@@ -73,19 +73,25 @@ class SharedOptions:
                 group["momentum"] = group["betas"][0]
             self._known[n] = numbers(options_of(group))
 
-    def require_same(self, world: World | None) -> None:
-        """Raise ConfigError unless all processes made the same changes since the last update; every process calls it."""
+    def require_same(self, world: World | None, note: bool = False) -> bool:
+        """Raise ConfigError unless all processes made the same changes since the last update; every process calls it.
+
+        Returns:
+            Whether any process gave a `note`.
+        """
         self.give()
         changed, self._changed = self._changed, {}
-        if world is not None:
-            require_same(
-                {name: repr(_rounded(value)) for name, value in changed.items()},
-                world.collectives,
-                what="the options of a PipelineOptimizer were changed on some processes only, or not alike",
-                missing="as it was",
-                advice="Change them alike on every process, by a number that is the same on all, such as result.loss. No "
-                "weight was changed",
-            )
+        if world is None:
+            return note
+        return require_same(
+            {name: repr(_rounded(value)) for name, value in changed.items()},
+            world.collectives,
+            what="the options of a PipelineOptimizer were changed on some processes only, or not alike",
+            missing="as it was",
+            advice="Change them alike on every process, by a number that is the same on all, such as result.loss. No "
+            "weight was changed",
+            note=note,
+        )
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

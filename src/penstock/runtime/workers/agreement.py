@@ -40,18 +40,22 @@ def require_same(
     what: str = _DIFFER,
     missing: str = "not there",
     advice: str = _ALIKE,
-) -> None:
+    note: bool = False,
+) -> bool:
     """Check that all processes have the same facts, or raise on all of them; every process calls it.
 
     The error begins with `what` and ends with `advice`; a fact that a process does not have is `missing`.
+
+    Returns:
+        Whether any process gave a `note`, which may be another on each.
     """
     action = "compare what they were started with"
     told = collectives.gather(
-        (_digest(repr(sorted(facts.items())).encode()), socket.gethostname()), None, action
+        (_digest(repr(sorted(facts.items())).encode()), socket.gethostname(), note), None, action
     )
-    odd = [number for number, (digest, _) in enumerate(told) if digest != told[0][0]]
+    odd = [number for number, (digest, *_) in enumerate(told) if digest != told[0][0]]
     if not odd:
-        return
+        return any(noted for *_, noted in told)
     pair = collectives.gather(dict(facts) if collectives.rank in (0, odd[0]) else None, None, action)
     first, other = pair[0], pair[odd[0]]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
