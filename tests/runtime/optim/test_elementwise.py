@@ -94,6 +94,10 @@ def by_function(groups: Any, **options: Any) -> torch.optim.Optimizer:
     return TrustRatio(groups, **options)
 
 
+def adafactor_by_function(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=lr)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "whole"),
     [
@@ -106,8 +110,10 @@ def by_function(groups: Any, **options: Any) -> torch.optim.Optimizer:
         (TrustRatio, {"trust": False}, False),
         (partial(TrustRatio, trust=False), {}, False),
         (by_function, {}, True),
-        (lambda groups: torch.optim.Adafactor(groups), {}, False),  # refused later
-        (lambda groups: torch.optim.Adam(groups[2:]), {}, False),
+        (lambda groups: torch.optim.Adafactor(groups), {}, True),
+        (lambda groups: torch.optim.Muon(groups), {}, True),
+        (lambda groups: torch.optim.Adam(groups), {}, False),
+        (lambda groups: torch.optim.Adam(groups[2:]), {}, True),  # cannot be tried
         (Clipped, {}, True),
         (Columns, {}, True),
         (Matrices, {}, True),
@@ -133,9 +139,10 @@ def trained(rank: int, mesh: MeshShape | None, experts: bool, options: dict[str,
         net, loss, microbatches=4 // (mesh.dp if mesh else 1), mesh=mesh, ranks=None if mesh else 1, timeout=120,
         parallel=ParallelOptions(bucket_bytes=1000),
     ) as pipe:  # fmt: skip
-        if (told := outcome(PipelineOptimizer, pipe, TrustRatio, lr=0.01, **options)) != "ok":
+        given = {"optimizer": TrustRatio, "lr": 0.01, **options}
+        if (told := outcome(PipelineOptimizer, pipe, **given)) != "ok":
             return told
-        optimizer = PipelineOptimizer(pipe, TrustRatio, lr=0.01, **options)
+        optimizer = PipelineOptimizer(pipe, **given)
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
             pipe.step(*torch.randint(0, 16, (2, 4, 8), generator=generator))
@@ -149,7 +156,9 @@ def test_norms_of_tensors_are_those_of_whole_ones(processes: LocalProcesses):
     cases = [
         (replicas, False, {"zero": True}),
         (replicas, False, {"zero": True, "groups": [{"match": "norm", "trust": False}]}),
+        (replicas, False, {"zero": True, "optimizer": adafactor_by_function}),
         (cut, False, {}),
+        (cut, False, {"optimizer": adafactor_by_function}),
         (divided, True, {}),
         (divided, True, {"groups": [{"match": "experts", "trust": False}], "zero": True}),
         (divided, True, {"zero": True}),

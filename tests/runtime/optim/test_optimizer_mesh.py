@@ -290,27 +290,6 @@ def test_the_norm_counts_owned_parts_of_matrices_once(processes: LocalProcesses)
         torch.testing.assert_close(divided, whole, rtol=1e-3, atol=0)
 
 
-def refused(rank: int) -> str:
-    with pipe_on(MeshShape(1, 1, 2)) as pipe, pytest.raises(ConfigError) as caught:
-        PipelineOptimizer(pipe, by_function, lr=0.01)
-    return str(caught.value)
-
-
-def by_function(groups: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=lr)
-
-
-@pytest.mark.slow
-def test_a_function_that_makes_an_optimizer_of_whole_matrices_is_refused_for_parts_of_them(
-    processes: LocalProcesses,
-):
-    for text in processes.run(2, refused):
-        assert (
-            "Adafactor does not update every element by itself, and tensor parallelism gives it parts" in text
-        )
-        assert "by its class" in text
-
-
 def other_arguments(rank: int, given: list[dict[str, Any]]) -> list[str]:
     told = []
     for by_rank in given:

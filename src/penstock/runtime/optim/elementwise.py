@@ -19,52 +19,37 @@ _LR = 0.1
 """Learning rate of a trial, since a schedule may begin at 0."""
 
 
-def is_class(make: MakeOptimizer) -> bool:
-    """Return whether an optimizer is given by its class, or a ``functools.partial`` of it."""
-    return isinstance(getattr(make, "func", make), type)
-
-
 def needs_whole(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Return whether an optimizer needs whole tensors: torch's by their names, any other by a trial.
-
-    Not of a function that makes one of torch's, which is refused later if it needs whole tensors.
-    """
-    named = getattr(make, "func", make)
-    if is_class(make) and named.__module__.startswith("torch.optim"):
+    """Return whether an optimizer needs whole tensors: torch's by their names, any other by a trial."""
+    named = getattr(make, "func", make)  # of a functools.partial
+    if isinstance(named, type) and named.__module__.startswith("torch.optim"):
         return named.__name__ in NOT_ELEMENTWISE
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _differs(make, options, device)
 
 
 def _differs(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Return whether the update of parts of a matrix differs from that of the whole, or a class cannot be tried."""
+    """Return whether the update of parts of a matrix differs from that of the whole, or cannot be tried."""
     generator = torch.Generator().manual_seed(0)
     # Rows and columns of different size, so that parts have other norms than the whole.
     scale = torch.arange(1.0, 7.0)[:, None] * torch.arange(1.0, 5.0)
     value, grad = (scale * torch.randn(6, 4, generator=generator) for _ in range(2))
     pair = torch.stack([value, grad]).to(device)
-    try:
-        made, whole = _updated(make, options, pair)
-    except Exception:  # of the user's own code, which may need more than a matrix
-        return is_class(make)
-    if not is_class(make) and type(made).__module__.startswith("torch.optim"):
-        return False
     flat = pair.reshape(2, 24)
     cuts = ([pair[:, :3], pair[:, 3:]], [pair[:, :, :2], pair[:, :, 2:]], [flat[:, :10], flat[:, 10:]])
     try:
-        for dim, parts in zip((0, 1, 0), cuts, strict=True):
-            joined = torch.cat([_updated(make, options, part)[1] for part in parts], dim)
-            if not torch.allclose(joined.view_as(whole), whole, rtol=1e-3, atol=1e-4):
-                return True
-    except Exception:  # of the user's own code, which has taken the whole
+        whole = _updated(make, options, pair)
+        joined = [
+            torch.cat([_updated(make, options, part) for part in parts], dim).view_as(whole)
+            for dim, parts in zip((0, 1, 0), cuts, strict=True)
+        ]
+    except Exception:  # of the optimizer's own code, which may take matrices alone, or need more than one
         return True
-    return False
+    return not all(torch.allclose(one, whole, rtol=1e-3, atol=1e-4) for one in joined)
 
 
-def _updated(
-    make: MakeOptimizer, options: Mapping[str, Any], pair: Tensor
-) -> tuple[torch.optim.Optimizer, Tensor]:
-    """Return an optimizer and the value that it makes of (value, gradient) in some updates."""
+def _updated(make: MakeOptimizer, options: Mapping[str, Any], pair: Tensor) -> Tensor:
+    """Return what an optimizer makes of (value, gradient) in some updates."""
     parameter = nn.Parameter(pair[0].clone())
     made = make([{"params": [parameter]}], **options)
     for group in made.param_groups:
@@ -73,4 +58,4 @@ def _updated(
     for factor in _FACTORS:
         parameter.grad = factor * pair[1]
         made.step()
-    return made, parameter.detach()
+    return parameter.detach()

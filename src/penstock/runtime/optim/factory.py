@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.base.errors import ConfigError, nearest
-from penstock.parallel.replicas.shard_slice import NOT_ELEMENTWISE
-from penstock.runtime.optim.elementwise import MakeOptimizer, is_class
+from penstock.runtime.optim.elementwise import MakeOptimizer
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 
@@ -23,7 +22,6 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def build(
-    pipe: Pipeline,
     make: MakeOptimizer,
     main: MainWeights,
     groups: list[Named],
@@ -37,9 +35,7 @@ def build(
         numbers = [n for n, other in enumerate(kinds) if other is kind]
         chosen = {n: {k: v for k, v in options[n].items() if k != "optimizer"} for n in numbers}
         params = {n: [main.of(name, p) for name, p in groups[n]] for n in numbers}
-        hint = _BY_CLASS if _divides(pipe) and not is_class(kind) else ""
-        made = build_one(kind, params, chosen, defaults if kind is make else {}, hint)
-        _require_whole(pipe, kind, made)
+        made = build_one(kind, params, chosen, defaults if kind is make else {})
         parts.append((numbers, made))
     if defaults.get("maximize") and not all(
         g.get("maximize") for _, made in parts for g in made.param_groups
@@ -56,7 +52,6 @@ def build_one(
     params: dict[int, list[nn.Parameter]],
     options: dict[int, dict[str, Any]],
     defaults: dict[str, Any],
-    hint: str = "",
 ) -> torch.optim.Optimizer:
     """Return the optimizer of some groups, by their numbers."""
     param_groups = [{"params": params[n], **options[n]} for n in params]
@@ -64,7 +59,7 @@ def build_one(
     try:
         made = make(param_groups, **defaults)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be made with these options and groups: {error}{hint}") from error
+        raise ConfigError(f"{name} cannot be made with these options and groups: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"{make!r} made a {type(made).__name__}, not a torch.optim.Optimizer")
     closure = inspect.signature(made.step).parameters.get("closure")
@@ -140,28 +135,6 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
     if made.optimizer is not optimizer:
         raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")
     return made
-
-
-_BY_CLASS = (
-    "; with ZeRO, tensor parallelism or divided experts, name one that needs whole matrices by its class (or a "
-    "functools.partial of it), not by a function"
-)
-
-
-def _divides(pipe: Pipeline) -> bool:
-    """Return whether processes hold or update parts of matrices."""
-    return pipe.shards is not None or (pipe.world is not None and pipe.world.shards_matrices)
-
-
-def _require_whole(pipe: Pipeline, make: MakeOptimizer, made: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer needs whole matrices but gets shards of them."""
-    kind = type(made).__name__
-    if kind in NOT_ELEMENTWISE and _divides(pipe) and not is_class(make):
-        cause = "tensor parallelism" if pipe.tensor_ranks > 1 else "the division of experts"
-        cause = "ZeRO" if pipe.shards is not None else cause
-        raise ConfigError(
-            f"{kind} does not update every element by itself, and {cause} gives it parts of matrices{_BY_CLASS}"
-        )
 
 
 def require_zero(zero: object) -> None:

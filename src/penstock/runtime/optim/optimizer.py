@@ -87,9 +87,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             5.1; default False): each updates its shards of the parameters and gets the others'. True: `step` returns when
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
-            ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices: given by their class, they get each
-            on one replica, chosen so that the work is equal; so does any other that looks at more than each element, as a
-            trial on a small matrix shows. With tensor parallelism all processes of a matrix update it.
+            ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices, and get each on one replica, so
+            that the work is equal; so does any other that looks at more than each element, as a trial on a small matrix
+            shows. With tensor parallelism all processes of a matrix update it.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -169,9 +169,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
         def build_all() -> None:
             for rank, of_rank in updated.items():
-                self._optimizers[rank] = build(
-                    pipe, optimizer, self.main_weights[rank], of_rank, options, defaults
-                )
+                self._optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
 
         run_each(build_all, gather)
         order = {p: place for place, p in enumerate(pipe.parameters())}
@@ -211,7 +209,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 process, and the weights are unchanged. Also for a `closure`.
             NonFiniteError: if `clip` is given and the norm is infinite or NaN, and no scaler has skipped the update; the
                 weights are unchanged, and the gradients are dropped.
-            PenstockError: if another PipelineOptimizer was made for the pipeline since.
+            PenstockError: if another PipelineOptimizer was made for the pipeline since; or on every process, if a gradient
+                that replicas divide was replaced, or dropped on some of them only.
         """
         if closure is not None:
             raise ConfigError("a PipelineOptimizer takes no closure; call pipe.step(x, y), then step()")
