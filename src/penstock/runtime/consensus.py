@@ -26,8 +26,9 @@ from penstock.stage.values import Message
 # In the order of causes, since of two refusals the smaller one counts.
 _BATCHES, _SCALES, _ROWS, _IGNORED, _LOSS, _GRADIENT, _WEIGHT = range(7)
 
-TRAINABLE, COUNTED, GRAPH = 1, 2, 4
-"""Flags of a step: a parameter requires gradients, a loss has a weight above 0, a loss has a graph."""
+TRAINABLE, COUNTED, GRAPH, APART = 1, 2, 4, 8
+"""Flags of a step: a parameter requires gradients, a loss has a weight above 0, a loss has a graph, two microbatches cannot
+be joined."""
 
 
 def uneven(losses: Losses) -> list[Refusal]:
@@ -178,9 +179,9 @@ class OtherRanks(Participant):
             self._channel.drain([line.peer for line in lines if line.action is Action.RECV])
 
 
-# Each mark takes its bits twice. With the flags that makes 63, which an int64 carries without its sign.
-_FLAGS = 3  # number of flags; the marks are the bits above them
-_MARKS = (20, 5, 5)  # bits of the marks: of the batch's digest, and of the scale of gradients on two grids
+# Each mark takes its bits twice. With the flags that makes 62, and an int64 carries 63 without its sign.
+_FLAGS = 4  # number of flags; the marks are the bits above them
+_MARKS = (19, 5, 5)  # bits of the marks: of the batch's digest, and of the scale of gradients on two grids
 _GRID = 0.1  # of the logarithm of a scale
 
 
@@ -218,7 +219,7 @@ def compare_marks(flags: int, refusal: Refusal | None) -> tuple[Refusal | None, 
 
 def require_graph(flags: int, step: int) -> None:
     """Raise StageError if no loss has a graph, although losses count and there are parameters that require gradients."""
-    if flags == TRAINABLE | COUNTED:
+    if flags & (TRAINABLE | COUNTED | GRAPH) == TRAINABLE | COUNTED:
         raise StageError(
             f"step {step}: no microbatch's loss has a graph (its requires_grad is False), though there are parameters that "
             "require gradients, so nothing would train. Check loss_fn and the layers for .detach(), .item(), .data or "

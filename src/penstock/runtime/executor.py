@@ -16,6 +16,7 @@ from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Outcome, Participant, Step, StepFailure, overrides
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
+    APART,
     COUNTED,
     GRAPH,
     TRAINABLE,
@@ -200,6 +201,7 @@ class Executor:
                 work.batch.ignored_index,
                 self._sharded_grads,
             )
+        flags |= APART if work.batch.apart else 0
         if self.trains:
             flags |= COUNTED if any(work.losses.weights.values()) else 0
             flags |= GRAPH if work.has_graph else 0

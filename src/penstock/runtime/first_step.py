@@ -1,27 +1,29 @@
-"""Checks and choices of a pipeline after its first training step, once: its layers, its rows, what to recompute."""
+"""Checks and choices of a pipeline after its first steps, once: its layers, its rows, what to recompute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
-from penstock.runtime.batch.arguments import arguments_of
+from penstock.runtime.batch.arguments import Arguments
 from penstock.runtime.batch.splitter import BatchSplitter
-from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
+from penstock.runtime.batch.work import LocalBatch, Work
+from penstock.runtime.consensus import APART
 from penstock.runtime.engine import Engine, Probe
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.row_check import RowCheck
-from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import BatchNames
 from penstock.stage.rng.random_state import RandomState
 
 
 class FirstStep:
-    """The checks that a pipeline has still to make after a training step.
+    """The checks that a pipeline has still to make after a step.
+
+    Rows are compared after the first training step whose microbatches can be joined, and also after the first such
+    evaluation before it, which may have other inputs.
 
     Args:
-        names: names of the model's arguments, if it has a forward of its own.
         without_gradients: returns a context in which the stages are in evaluation mode.
         layers: check that the layers are the model, or None.
         rows: check that the rows of a batch do not depend on each other, or None.
@@ -36,8 +38,6 @@ class FirstStep:
         splitter: BatchSplitter,
         *,
         random: RandomState,
-        loss_fn: LossFunction,
-        names: BatchNames | None,
         without_gradients: Callable[[], AbstractContextManager[None]],
         layers: FirstStepCheck | None,
         rows: RowCheck | None,
@@ -45,12 +45,15 @@ class FirstStep:
         replicas: int,
     ) -> None:
         self._engine, self._local_stages, self._splitter = engine, local_stages, splitter
-        self._random, self._loss_fn, self._names = random, loss_fn, names
+        self._random, self._evaluated = random, False
         self._without_gradients = without_gradients
         self._layers, self._rows, self._memory, self._replicas = layers, rows, memory, replicas
 
-    def after(self, x: object, y: object, named: Mapping[str, object], work: Work) -> bool:
-        """Do what is left, after a training step; every process of the run calls it.
+    def after(self, arguments: Callable[[], Arguments], work: Work) -> bool:
+        """Do what is left, after a step; every process of the run calls it.
+
+        Args:
+            arguments: function that returns the step's x, y and keyword inputs.
 
         Returns:
             True if nothing is left.
@@ -58,30 +61,30 @@ class FirstStep:
         Raises:
             SplitError: if the layers are not the model, or rows depend on each other.
         """
-        if self._layers is not None:
+        trains = work.options.trains
+        if trains and self._layers is not None:
             with self._engine.calling("pipe.step()"):
                 self._engine.wait_for_parameters(whole=True)  # it reads those of all processes
                 self._layers.run(work.batch)
             self._layers = None
-        # One microbatch for all processes is the whole batch.
-        if self._rows is not None and (work.options.microbatches > 1 or self._replicas > 1):
+        # One microbatch for all processes is the whole batch. All processes have the same flags.
+        cuts = (work.options.microbatches > 1 or self._replicas > 1) and not work.flags & APART
+        if self._rows is not None and cuts and (trains or not self._evaluated):
             with self._local_stages.records_kept(), self._without_gradients():
-                self._check_rows(self._rows, x, y, named, work)
-            self._rows = None
-        if self._memory is not None:
+                self._check_rows(self._rows, arguments(), work)
+            self._rows, self._evaluated = None if trains else self._rows, True
+        if trains and self._memory is not None:
             self._engine.choose_recompute(self._memory)
             self._memory = None
-        return self._rows is None
+        return self._layers is None and self._rows is None and self._memory is None
 
-    def _check_rows(
-        self, check: RowCheck, x: object, y: object, named: Mapping[str, object], work: Work
-    ) -> None:
-        inputs, target, others = arguments_of(self._names, self._loss_fn, x, y, named)
-        together = self._splitter.split_together(inputs, target, others, work.batch)
+    def _check_rows(self, check: RowCheck, arguments: Arguments, work: Work) -> None:
+        options = replace(work.options, outputs=False, input_grads=False, loss_scale=1.0, probes=True)
+        together = self._splitter.split_together(*arguments, work.batch, options)
 
         def forwards(part: LocalBatch, probe: Probe) -> list[Work]:
-            options = StepOptions(microbatches=len(part.weights), number=work.options.number, probes=True)
             with self._random.watching():
-                return self._engine.run_step(options, part, probe)
+                return self._engine.run_step(replace(options, microbatches=len(part.weights)), part, probe)
 
-        check.run(together, forwards, self._splitter.warned_of_counts)
+        step = "step" if work.options.trains else "evaluation"
+        check.run(together, forwards, self._splitter.warned_of_counts, step)

@@ -85,10 +85,11 @@ class ExecutionOptions:
             ends with a synchronization.
         strict: refuse a layer whose backward cannot be split into input and weight gradients without changing them,
             instead of running its full backward (default False).
-        check_split: check in the first training step that the model and the batch may be cut (default True). Two
-            microbatches run together in evaluation mode, and must have the outputs and the loss that they have alone;
-            `Microbatches` are not compared. Of a model with a forward of its own also compare loss and gradients with those
-            of its layers, on the first microbatch; one that `penstock.split` has compared on a sample is not compared again.
+        check_split: check in the first training step, and in an evaluation before it, that the model and the batch may be
+            cut (default True). Two microbatches run together in evaluation mode, and must have the outputs and the loss
+            that they have alone; after steps with `Microbatches`, those of the first batch that is cut here. Of a model with
+            a forward of its own also compare loss and gradients with those of its layers, on the first microbatch; one that
+            `penstock.split` has compared on a sample is not compared again.
         threads: CPU threads of each rank. 0 (default) divides ``torch.get_num_threads()`` among ranks that are threads, and
             keeps it in processes, but takes no more than the cgroup's quota and, in processes, a share of the machine's
             cores; OMP_NUM_THREADS lifts these limits.

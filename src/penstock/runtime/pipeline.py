@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.counts import require_count
-from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.errors import ConfigError, PenstockError, StageError
 from penstock.forward.own_layers import ModelLayers
 from penstock.parallel.axis import GivenLoss
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
 from penstock.parallel.sample_parts import SampleParts
-from penstock.runtime.batch.arguments import BatchDims, arguments_of, classes_of, require_no_graph
+from penstock.runtime.batch.arguments import Arguments, BatchDims, arguments_of, classes_of, require_no_graph
 from penstock.runtime.batch.loss_weights import Reduction, counted_by, ignore_index_of
 from penstock.runtime.batch.splitter import BatchSplitter
 from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
@@ -340,8 +340,6 @@ class Pipeline(PipelineModel):
             self._local,
             self._splitter,
             random=self._random,
-            loss_fn=loss_fn,
-            names=layers[0].batch,
             without_gradients=self._without_gradients,
             layers=of_layers,
             rows=of_rows,
@@ -592,16 +590,34 @@ class Pipeline(PipelineModel):
             self.shards.require_used()
         with nullcontext() if options.trains else self._without_gradients():
             batch = self._cut(x, y, named, options)
-            with self._random.watching():
-                works = self._engine.run_step(options, batch)
-        if options.trains:
-            if self._first_step is not None and self._first_step.after(x, y, named, works[0]):
+            try:
+                with self._random.watching():
+                    works = self._engine.run_step(options, batch)
+            except StageError as error:
+                if self._first_step is not None and type(error) is StageError:
+                    hint = self._splitter.hint(self._arguments(x, y, named, options)[2])
+                    error.args = (f"{error}{hint}",)
+                raise
+        if self._first_step is not None:
+            arguments = partial(self._arguments, x, y, named, options)
+            if self._first_step.after(arguments, works[0]):
                 self._first_step = None
-            self.steps += 1
+        self.steps += options.trains
         if self._local.axes:
             self._local.require_known()
             self._local.join(works, self._sample_parts, self.reduction == "sum")
         return works
+
+    def _arguments(
+        self, x: object, y: object, named: Mapping[str, object], options: StepOptions
+    ) -> Arguments:
+        """Return x, y and the keyword inputs of a step."""
+        given, names = None if options.log_probs else y, self.layers[0].batch
+        inputs, target, others = arguments_of(names, self._loss_fn, x, given, named)
+        if options.log_probs:
+            own_loss = None if names is None or names.loss is None else names.loss[0]
+            target = classes_of(inputs, y, target, self._loss_fn, own_loss)
+        return inputs, target, others
 
     def _cut(
         self, x: object, y: object, named: Mapping[str, object], options: StepOptions
@@ -618,11 +634,7 @@ class Pipeline(PipelineModel):
                     f"microbatches={options.microbatches}, but recompute='auto' chooses the layers for the "
                     f"{self.microbatches} of the pipeline; give recompute='full' or a number"
                 )
-            given, names = None if options.log_probs else y, self.layers[0].batch
-            inputs, target, others = arguments_of(names, self._loss_fn, x, given, named)
-            if options.log_probs:
-                own_loss = None if names is None or names.loss is None else names.loss[0]
-                target = classes_of(inputs, y, target, self._loss_fn, own_loss)
+            inputs, target, others = self._arguments(x, y, named, options)
             if options.trains:
                 self._parameters.require_same()
                 if self.shards is not None:

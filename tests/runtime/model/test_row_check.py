@@ -232,6 +232,85 @@ def test_a_mask_that_every_microbatch_is_given_is_given_to_two_as_one(microbatch
         pipe.step(x, x, mask=masks)
 
 
+def apart(x: Tensor) -> penstock.Microbatches:
+    return penstock.Microbatches(x.chunk(2))
+
+
+def told_after_microbatches(rank: int) -> str:
+    """The ranks of the two stages are given their microbatches in different steps."""
+    x = rows(ROWS, WIDTH)
+    first, last = rank == 0 or None, rank == 1 or None
+    with Pipeline(made(linear, OverRows), F.mse_loss, microbatches=2, ranks=2, timeout=60) as pipe:
+        for given in (
+            (apart(x), apart(x)),
+            (first and apart(x), last and x),
+            (first and x, last and apart(x)),
+        ):
+            pipe.step(*given)
+        with pytest.raises(SplitError) as told:
+            pipe.step(x, x)
+    return str(told.value)
+
+
+def test_the_first_batch_that_is_cut_here_is_checked():
+    x = rows(ROWS, WIDTH)
+    with Pipeline(made(linear, OverRows), F.mse_loss, microbatches=2, ranks=2) as pipe:
+        pipe.step(apart(x), apart(x))
+        pipe.evaluate(apart(x), apart(x))
+        with pytest.raises(SplitError, match=r"in the first step, layer 1 \(OverRows\)"):
+            pipe.step(x, x)
+
+
+@pytest.mark.slow
+def test_all_processes_check_the_first_batch_that_is_cut_on_all(processes: LocalProcesses):
+    assert all("layer 1 (OverRows)" in told for told in processes.run(2, told_after_microbatches))
+
+
+def evaluated(rank: int, call: str) -> str:
+    torch.manual_seed(0)
+    net = made(lambda: nn.Embedding(9, WIDTH), Attends, lambda: nn.Linear(WIDTH, 9))
+    x = torch.randint(9, (ROWS, TIME), generator=torch.Generator().manual_seed(1))
+    y = None if call == "outputs" else x
+    cross_entropy = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    with Pipeline(net, cross_entropy, microbatches=1, ranks=2, timeout=60) as pipe:
+        run = pipe.log_probs if call == "log_probs" else pipe.evaluate
+        run(x, y)
+        with pytest.raises(SplitError) as told:
+            run(x, y, microbatches=3)
+        assert pipe.steps == 0
+        assert all(p.grad is None for p in pipe.parameters())
+    return str(told.value)
+
+
+EVALUATIONS = ["evaluate", "outputs", "log_probs"]
+
+
+@pytest.mark.parametrize("call", EVALUATIONS)
+def test_an_evaluation_before_training_is_checked(call: str):
+    assert "in the first evaluation, layer 1 (Attends)" in evaluated(0, call)
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_processes_is_checked(processes: LocalProcesses):
+    for ranks in run_cases(processes, 2, evaluated, [(call,) for call in EVALUATIONS]):
+        assert all("in the first evaluation, layer 1 (Attends)" in told for told in ranks)
+
+
+class Longer(nn.Module):
+    """Takes the rows of a batch beside each other where there are more values in a row than in the first evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True) if x.shape[1] > TIME else x
+
+
+def test_a_step_after_an_evaluation_is_checked_with_its_own_batch():
+    x, longer = rows(ROWS, TIME, WIDTH), rows(ROWS, TIME + 1, WIDTH)
+    with Pipeline(made(linear, Longer), F.mse_loss, microbatches=3, ranks=2) as pipe:
+        pipe.evaluate(x, x)
+        with pytest.raises(SplitError, match=r"in the first step, layer 1 \(Longer\)"):
+            pipe.step(longer, longer)
+
+
 def told_by_replicas(rank: int) -> str:
     with pytest.raises(SplitError) as told:
         step(made(linear, OverRows), microbatches=1, ranks=None, mesh=MeshShape(dp=2))
@@ -419,5 +498,5 @@ def test_a_mask_of_time_by_time_is_not_cut():
             return pipe.step(x, x, microbatches=5, mask=mask).loss
 
     torch.testing.assert_close(run(dims={"mask": None}), expected)
-    with pytest.raises(penstock.PenstockError):
+    with pytest.raises(penstock.StageError, match=r"Split along dimension 0: mask .*dims=\{'mask': None\}"):
         run()

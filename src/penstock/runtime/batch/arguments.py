@@ -27,9 +27,13 @@ def require_no_graph(values: Iterable[tuple[str, object]]) -> None:
             )
 
 
+Arguments = tuple[object, object, Mapping[str, object]]
+"""x, y and the keyword inputs of a step."""
+
+
 def arguments_of(
     names: BatchNames | None, loss_fn: object, x: object, y: object, named: Mapping[str, object]
-) -> tuple[object, object, Mapping[str, object]]:
+) -> Arguments:
     """Return x, y and the keyword inputs of a step, where the batch may be a mapping, or some of it be given by its names.
 
     Args:

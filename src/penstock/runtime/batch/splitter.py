@@ -66,7 +66,7 @@ class BatchSplitter:
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
         """Split a step's batch into microbatches, and keep this pipeline's."""
         parts, count = self._parts.count, self.microbatches(options)
-        given = (x, y)
+        given, apart = (x, y), _given_apart(x, y, named)
         if self._shifts and not options.log_probs:
             y = next_targets(y, self.ignore_index)
         whole_target = y
@@ -83,7 +83,7 @@ class BatchSplitter:
                 self._compares_counts = not self.warned_of_counts
         begin = self.replica // parts * options.microbatches
         local = slice(begin, begin + options.microbatches)
-        rows_before = (rows_in or rows_out)[:begin]
+        every_row = rows_in or rows_out
         return LocalBatch(
             inputs=inputs[local],
             targets=targets[local],
@@ -91,34 +91,30 @@ class BatchSplitter:
             rows_in=self._compared(x, rows_in[local]),
             rows_out=self._compared(y, rows_out[local]),
             first=self.replica * options.microbatches,
-            start=sum(n or 0 for n in rows_before),
+            start=sum(n or 0 for n in every_row[:begin]),
             target_tensors=self._target_tensors(x, y, named),
             ignore_index=self.ignore_index,
             digest=None if not self.compares or x is None or y is None
             else batch_digest(given, options.number, options.trains),
+            apart=apart or every_row[local] == [1],
         )  # fmt: skip
 
     def split_together(
-        self, x: object, y: object, named: Mapping[str, object], batch: LocalBatch
-    ) -> list[LocalBatch] | str:
+        self, x: object, y: object, named: Mapping[str, object], batch: LocalBatch, options: StepOptions
+    ) -> list[LocalBatch]:
         """Split three microbatches from a batch: the first two of a step, or the halves of its only one, and both as one.
 
         Args:
-            batch: this pipeline's share in the step.
+            batch: this pipeline's share in the step, which is not `apart`.
+            options: those of the forwards that they are for.
 
         Returns:
-            The three, or fewer at a time if the step had fewer; or why there are none, on this rank.
+            The three, or fewer at a time if the step had fewer.
         """
-        unknown = "the batch was given as Microbatches, so where two are joined is not known"
-        if isinstance(x, Microbatches) or isinstance(y, Microbatches):
-            return unknown
-        every = dict(named)
-        for name, value in named.items():
-            if isinstance(value, Microbatches):
-                if any(one is not other for one, other in pairwise(value.parts)):
-                    return unknown
-                every[name] = Microbatches([value.parts[0]] * 3)  # the same one for all
-        named = every
+        named = {
+            name: Microbatches([value.parts[0]] * 3) if isinstance(value, Microbatches) else value
+            for name, value in named.items()
+        }
         rows = batch.rows_in or batch.rows_out
         count = len(batch.weights)
         cuts = [range(0)] * 3
@@ -126,17 +122,15 @@ class BatchSplitter:
             # Half of its rows, the larger one, where one microbatch is all that this pipeline has.
             size = rows[0] if count > 1 else (rows[0] + 1) // 2
             stop = sum(rows[:2])
-            if size == stop:
-                return "its microbatches have one row"
             cuts = [range(size), range(size, stop), range(stop)]
         cuts = [range(batch.start + cut.start, batch.start + cut.stop) for cut in cuts]
-        if self._shifts:
+        if self._shifts and not options.log_probs:
             y = next_targets(y, self.ignore_index)
         x, y, named = self._own_part(x, y, named)
         inputs, rows_in = self._inputs(x, named, cuts)
-        targets, rows_out = self._targets(x, y, cuts, StepOptions(), rows_in)
+        targets, rows_out = self._targets(x, y, cuts, options, rows_in)
         weights = [LossWeight()] * 3
-        if targets:
+        if targets and not options.log_probs:
             # A part of the samples' tokens has other shares of what counts than the whole samples.
             reduction = self.weight if self._parts.count > 1 and self.weight is not None else self.reduction
             try:
@@ -159,6 +153,19 @@ class BatchSplitter:
                 {3: [slice(3)], 2: [slice(2), slice(1, 3)], 1: [slice(1), slice(1, 2), slice(2, 3)]}[size]
             )
         ]
+
+    def hint(self, named: Mapping[str, object]) -> str:
+        """Return what to do if keyword inputs that were split are needed whole, as masks of (time, time) are; or nothing."""
+        square = {
+            name: tuple(value.shape)
+            for name, value in named.items()
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == value.shape[1]
+            if self._dims.of(name) == 0
+        }
+        if not square:
+            return ""
+        split = ", ".join(f"{name} of shape {shape}" for name, shape in square.items())
+        return f". Split along dimension 0: {split}; to pass it unsplit, give the Pipeline dims={dict.fromkeys(square)}"
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Return values of each position of the whole target, which is one tensor, from those of its microbatches."""
@@ -299,6 +306,13 @@ class BatchSplitter:
                     f"dims={{{name!r}: None}}"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
+
+
+def _given_apart(x: object, y: object, named: Mapping[str, object]) -> bool:
+    """Return whether a batch was given as microbatches, other than one keyword input for all of them."""
+    parts = [value.parts for value in named.values() if isinstance(value, Microbatches)]
+    differ = any(one is not other for each in parts for one, other in pairwise(each))
+    return differ or isinstance(x, Microbatches) or isinstance(y, Microbatches)
 
 
 def _tensors(*values: object) -> list[Tensor]:

@@ -31,7 +31,7 @@ class StepOptions:
 
     Attributes:
         number: training steps done before it.
-        probes: whether it is a part of the check that the first training step ends with, which has forwards only.
+        probes: whether it is a part of the check that the first step ends with, which has forwards only.
     """
 
     call: Call = Call.STEP
@@ -64,6 +64,7 @@ class LocalBatch:
         start: rows of the global batch before it, as far as they are known.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
+        apart: whether no two microbatches can be joined: they were given as such, or there is one of one row.
     """
 
     inputs: Sequence[object] = ()
@@ -76,6 +77,7 @@ class LocalBatch:
     target_tensors: Sequence[Tensor] | None = None
     ignore_index: int = -100
     digest: int | None = None
+    apart: bool = False
 
     def ignored_index(self, number: int) -> int | None:
         """Return the ignored index if no target of a microbatch counts, by its number in the global batch.

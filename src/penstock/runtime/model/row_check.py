@@ -1,4 +1,4 @@
-"""Check in the first step that the rows of a batch do not depend on each other, so that it may be cut into microbatches."""
+"""Check after a first step that the rows of a batch do not depend on each other, so that it may be cut into microbatches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NEAR_LOSS = {8: 1e-9, 4: 2e-5, 2: 1e-2, 1: 1.0}
 
 
 class RowCheck:
-    """Comparison of two microbatches that run alone and together, in evaluation mode, after the first training step.
+    """Comparison of two microbatches that run alone and together, in evaluation mode, after a first step.
 
     Every layer's output for both together must have the rows that it has for each alone, and the loss must be the one that
     the pipeline makes from the two. Parameters that begin at a constant have other values meanwhile (see `opened`).
@@ -66,26 +66,27 @@ class RowCheck:
     ) -> None:
         self._modules, self._loss_fn = modules, loss_fn
         self._world, self._reduction, self._itemsize = world, reduction, itemsize
+        self._step, self._warned = "step", False
 
     def run(
         self,
-        together: Sequence[LocalBatch] | str,
+        together: Sequence[LocalBatch],
         forwards: Callable[[LocalBatch, Probe], list[Work]],
         warned: bool,
+        step: str,
     ) -> None:
         """Check the rows; every process of the run calls it.
 
         Args:
-            together: three microbatches: two, and both as one; or why this rank cannot tell them.
+            together: three microbatches: two, and both as one.
             forwards: function that runs the forwards of some of them.
             warned: whether this rank has said already that the loss is not that of the whole batch.
+            step: what the first step is called: a step or an evaluation.
 
         Raises:
             SplitError: if rows depend on each other; names the first layer.
         """
-        if any(self._gather(isinstance(together, str))):
-            return
-        assert not isinstance(together, str)
+        self._step, warned = step, warned or self._warned
         with ExitStack() as stack:
             of_layers = [inner for module in self._modules.values() for inner in module.modules()]
             of_loss = [inner for module in modules_called(self._loss_fn) for inner in module.modules()]
@@ -163,9 +164,9 @@ class RowCheck:
             return  # a layer that draws, or counts its calls, so that nothing after it can be compared
         if depends is not None and matters:
             text = (
-                f"in the first step, layer {depends.name} ({depends.kind}) gave the rows of two microbatches other values "
-                "when both ran as one than when each ran alone, in evaluation mode: its rows depend on each other, so loss "
-                "and gradients of microbatches are not those of the batch. If dimension 0 is not the batch "
+                f"in the first {self._step}, layer {depends.name} ({depends.kind}) gave the rows of two microbatches other "
+                "values when both ran as one than when each ran alone, in evaluation mode: its rows depend on each other, "
+                "so loss and gradients of microbatches are not those of the batch. If dimension 0 is not the batch "
                 "(nn.TransformerEncoderLayer, nn.MultiheadAttention and nn.LSTM take (time, batch, width) unless "
                 "batch_first=True), give the Pipeline the one that is, dims={'x': 1, 'y': 1}, or dims={NAME: None} for a "
                 "keyword input that every microbatch needs whole. If it is meant, use "
@@ -177,12 +178,14 @@ class RowCheck:
         # A reduction that was chosen is not questioned.
         questions = self._reduction == "mean" and not found.warned
         if found.problem is not None and depends is None and questions:
+            self._warned = True
             self._warn(found.problem)
 
     def _warn_of_failure(self, failure: str) -> None:
         self._warn(
-            "the first step did not check that the rows of a batch do not depend on each other, since two microbatches as "
-            f"one, in evaluation mode, failed: {failure}. ExecutionOptions(check_split=False) leaves the check out"
+            f"the first {self._step} did not check that the rows of a batch do not depend on each other, since two "
+            f"microbatches as one, in evaluation mode, failed: {failure}. A keyword input that does not "
+            "have a value for each row needs dims={NAME: None}. ExecutionOptions(check_split=False) leaves the check out"
         )
 
     def _warn(self, text: str) -> None:
@@ -217,7 +220,7 @@ class RowCheck:
 
 def _value(losses: Losses, number: int) -> float | None:
     """Return the loss of a microbatch; terms that layers add to it are of a microbatch by their definition."""
-    if number not in losses.total:
+    if number not in losses.total or losses.total[number].dim():  # of log probabilities
         return None
     return float(losses.parts.get(number, {}).get("loss", losses.total[number]))
 
