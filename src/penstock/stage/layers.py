@@ -256,8 +256,8 @@ def require_values(named: Iterable[tuple[str, nn.Module]]) -> None:
             raise SplitError(
                 f"{first} is on the meta device, where it has no values (so are {len(on_meta)} of {len(tensors)} tensors). "
                 "If an earlier Pipeline trained the model in several processes, load the values of its "
-                "pipe.full_state_dict() as docs/troubleshooting.md shows; otherwise call model.to_empty(device='cpu') and load "
-                "the weights"
+                "pipe.full_state_dict() as docs/troubleshooting.md shows; otherwise call model.to_empty(device='cpu') and "
+                "load the weights"
             )
 
 
