@@ -109,12 +109,12 @@ class World:
             self.rank, self.size = mesh.coordinate("pp"), mesh.shape.pp
             self.mesh = mesh if mesh.shape.ranks > mesh.shape.pp else None
         # 3. The communicators, in one order on every process.
-        self._replicas = self._stage = None
+        self._over: dict[str, dist.ProcessGroup] = {}
         if self.mesh is not None:
-            self._replicas = self._groups.of_own(self.lines(self.mesh.shape.replica_ranks))
-            self._stage = self._groups.of_own(self.lines(self.mesh.shape.stage_ranks))
-        self._messages = self._groups.of_own(self._pipelines, "gloo")
-        self._reductions = self._groups.of_own(self._pipelines)
+            self._over["replicas"] = self._groups.of_own(self.lines(self.mesh.shape.replica_ranks))
+            self._over["stage"] = self._groups.of_own(self.lines(self.mesh.shape.stage_ranks))
+        self._over["messages"] = self._groups.of_own(self._pipelines, "gloo")
+        self._over["pipeline"] = self._groups.of_own(self._pipelines)
         self.axes: tuple[Axis, ...] = () if self.mesh is None else axes_of(self, self.mesh)
 
     @property
@@ -197,9 +197,9 @@ class World:
         Args:
             divided: whether gradients of parameters that an axis divides are summed over other processes.
         """
-        if self._replicas is None or (self.replica_count == 1 and not divided):
+        if self.mesh is None or (self.replica_count == 1 and not divided):
             return None
-        return self.open_reducer(self._replicas)
+        return self.open_reducer(self._over["replicas"])
 
     def open_reducer(self, group: dist.ProcessGroup) -> GroupReducer:
         """Return this process's end of sums of gradients over a group."""
@@ -232,7 +232,7 @@ class World:
         if device is not None:
             bulk = open_bulk(self._groups, sizes, self.rank, self._pipelines, device, backend)
         self.channel = ProcessChannel(
-            self._messages,
+            self._over["messages"],
             self.gather,
             incoming={s: size for (s, t), size in sizes.items() if t == self.rank},
             outgoing={t: size for (s, t), size in sizes.items() if s == self.rank},
@@ -293,13 +293,7 @@ class World:
                 rank in their pipelines ("stage"); or all processes of the run.
             action: what they do, for errors, as in "waited for the other processes, to exchange values".
         """
-        groups = {
-            "pipeline": self._reductions,
-            "replicas": self._replicas,
-            "stage": self._stage,
-            "run": None,
-        }
-        return self.collectives.gather(value, groups[over], action)
+        return self.collectives.gather(value, None if over == "run" else self._over[over], action)
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
@@ -307,7 +301,7 @@ class World:
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
-        self.collectives.all_reduce(values, self._reductions, "add up over the pipeline's ranks")
+        self.collectives.all_reduce(values, self._over["pipeline"], "add up over the pipeline's ranks")
 
     def all_reduce_replica(self, values: Tensor) -> None:
         """Sum a tensor over the processes of this replica, in place: the ranks, and those that share their matrices."""
@@ -319,15 +313,15 @@ class World:
     def all_reduce_dp(self, values: Tensor) -> None:
         """Sum a tensor over the processes with the same shards of the model, in place; they all call it."""
         if self.replica_count > 1:
-            self.collectives.all_reduce(values, self._replicas, "add up over the replicas")
+            self.collectives.all_reduce(values, self._over["replicas"], "add up over the replicas")
 
     def sum_over_stage(self, values: Tensor, action: str) -> None:
         """Sum a tensor over the processes with this one's rank in their pipelines, in place; they all call it."""
-        self.collectives.all_reduce(values, self._stage, action)
+        self.collectives.all_reduce(values, self._over["stage"], action)
 
     def broadcast(self, values: Tensor, source: int) -> None:
         """Fill a tensor with that of a rank of this pipeline; every rank calls it."""
-        self.collectives.broadcast(values, source, self._reductions, "send a tensor to all ranks")
+        self.collectives.broadcast(values, source, self._over["pipeline"], "send a tensor to all ranks")
 
     def disconnect(self, failed: bool = False) -> None:
         """Close everything that `connect` opened.
@@ -340,7 +334,7 @@ class World:
         if not failed:
             # A rank that has ended, never comes or makes another call no longer matters: it is told, too.
             with contextlib.suppress(TransportError, CallOrderError):
-                self.collectives.barrier(self._reductions, "close")
+                self.collectives.barrier(self._over["pipeline"], "close")
         # First, so that a process that sees the connections end does not take this one for failed.
         self.peer_registry.close()
         self.channel.close()
@@ -350,6 +344,7 @@ class World:
     def release(self) -> None:
         """End the communicators of this world alone, and drop what refers to them."""
         _joined.discard(self)
+        self._over.clear()
         self._groups.release()
         self.collectives.everyone = None
         for release in self._releases:
