@@ -26,6 +26,7 @@ extensions = [
     "sphinx_click",
     "sphinx_copybutton",
     "repository_links",
+    "plain_types",
     "public_names",
     "command_help",
     "schedule_gallery",
