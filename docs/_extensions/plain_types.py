@@ -1,17 +1,17 @@
-"""Types of dataclasses that pydantic checks, without its conditions: ``int`` in place of ``Annotated[int, Field(ge=1)]``."""
+"""Types of classes that pydantic checks, without its conditions: ``int`` in place of ``Annotated[int, Field(ge=1)]``."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pkgutil
 from importlib import import_module
+from types import FunctionType
 from typing import get_type_hints
 
 from sphinx.application import Sphinx
 
 ROOMS = ("penstock.plan", "penstock.profile")
-"""Rooms whose dataclasses are read from tables and have a page."""
+"""Rooms whose dataclasses and named tuples are read from tables and have a page."""
 
 
 def _strip(app: Sphinx) -> None:
@@ -19,11 +19,13 @@ def _strip(app: Sphinx) -> None:
     for room in ROOMS:
         for found in pkgutil.walk_packages(import_module(room).__path__, f"{room}."):
             for kind in vars(import_module(found.name)).values():
-                if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                if not isinstance(kind, type) or not kind.__module__.startswith(room):
+                    continue
+                made = [each for each in (kind.__init__, kind.__new__) if isinstance(each, FunctionType)]
+                for each in (kind, *made):
                     # A name that is imported for type checkers alone has no conditions of pydantic beside it.
-                    for each in (kind, kind.__init__):
-                        with contextlib.suppress(NameError):
-                            each.__annotations__ = get_type_hints(each)
+                    with contextlib.suppress(NameError):
+                        each.__annotations__ = get_type_hints(each)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -138,7 +138,7 @@ class DividedLayer:
         except PenstockError:
             raise
         except Exception as error:
-            # Few tokens do not have all keys of a mask, of which the layer may also take those of its few.
+            # Few tokens do not have all keys of a mask; the layer may also take those keys that its few tokens have.
             shorter = [_few_keys(x, length * self._part.parts, 2 * self._part.parts) for x in few]
             if all(x is y for x, y in zip(few, shorter, strict=True)):
                 raise
@@ -166,7 +166,7 @@ class DividedLayer:
         for widens in (False, True):
             outputs = []
             for given in inputs:
-                # New tensors each time, of which no layer keeps what another run has made of them.
+                # New tensors each time, since a layer may keep what a run has made of one.
                 leaves = [x.detach() if isinstance(x, Tensor) else x for x in given]
                 outputs.append(self._leaves_of(leaves, structure, kept, widens))
                 kept.given = Counter()
