@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -16,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.base.errors import BatchError, ConfigError, PenstockError
+from penstock.runtime.health.hang import RANK_THREAD
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -315,3 +317,25 @@ def test_arguments_that_require_a_gradient_are_refused(leaf: bool):
         result = pipe.step(given, y, input_grads=True)
         assert result.input_grads is not None
         pipe.evaluate(given, y)
+
+
+@pytest.mark.parametrize("call", ["nothing", "evaluate", "refused"])
+def test_threads_end_with_their_pipeline_without_a_garbage_collection(call: str):
+    gc.collect()
+    others = {*threading.enumerate()}
+    gc.disable()
+    try:
+        pipe = Pipeline(plain.model(2), mse_loss, ranks=2, microbatches=2)
+        own = [t for t in threading.enumerate() if t not in others and t.name.startswith(RANK_THREAD)]
+        if call == "evaluate":
+            pipe.evaluate(*plain.batch(0, 4))
+        elif call == "refused":
+            with contextlib.suppress(BatchError):
+                pipe.step(torch.zeros(3, 3), torch.zeros(4, 4))
+        del pipe
+        for thread in own:
+            thread.join(60)
+        assert len(own) == 2
+        assert not any(thread.is_alive() for thread in own)
+    finally:
+        gc.enable()

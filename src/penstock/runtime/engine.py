@@ -18,7 +18,7 @@ from penstock.base.errors import CallOrderError, PenstockError, TransportError
 from penstock.parallel.participant import require_same_number
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.shards import Shards
-from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
+from penstock.runtime.batch.work import LocalBatch, Refused, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
@@ -160,7 +160,7 @@ class Engine:
             raise self._world.collectives.connection_error(f"call {call}", error) from error
 
     def run_step(
-        self, options: StepOptions, batch: LocalBatch | Exception, probe: Probe | None = None
+        self, options: StepOptions, batch: LocalBatch | Refused, probe: Probe | None = None
     ) -> list[Work]:
         """Run one step on this process's ranks, and return their work with its results.
 
@@ -214,7 +214,7 @@ class Engine:
             return works
 
     def _executors_for(
-        self, options: StepOptions, batch: LocalBatch | Exception, probe: Probe | None
+        self, options: StepOptions, batch: LocalBatch | Refused, probe: Probe | None
     ) -> list[Executor]:
         """Return the executors of a step, or raise why this process cannot run it, and tell the others, who wait for it."""
         executors: list[Executor] = []
@@ -227,8 +227,8 @@ class Engine:
                     else self._prepare_probe(probe, options.microbatches)
                 )
             self.take_written_parameters()
-            if isinstance(batch, Exception):
-                raise batch
+            if isinstance(batch, Refused):
+                raise batch.take()
         except Exception as error:
             if self._world is not None:
                 for executor in executors or self._prepare(options.trains, self._first):

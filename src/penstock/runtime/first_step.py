@@ -24,7 +24,6 @@ class FirstStep:
     evaluation before it, which may have other inputs.
 
     Args:
-        without_gradients: returns a context in which the stages are in evaluation mode.
         layers: check that the layers are the model, or None.
         rows: check that the rows of a batch do not depend on each other, or None.
         memory: bytes of activations that a rank may hold, if layers are chosen by them that are recomputed; or None.
@@ -38,7 +37,6 @@ class FirstStep:
         splitter: BatchSplitter,
         *,
         random: RandomState,
-        without_gradients: Callable[[], AbstractContextManager[None]],
         layers: FirstStepCheck | None,
         rows: RowCheck | None,
         memory: int | None,
@@ -46,14 +44,20 @@ class FirstStep:
     ) -> None:
         self._engine, self._local_stages, self._splitter = engine, local_stages, splitter
         self._random, self._evaluated = random, False
-        self._without_gradients = without_gradients
         self._layers, self._rows, self._memory, self._replicas = layers, rows, memory, replicas
 
-    def after(self, arguments: Callable[[], Arguments], work: Work) -> bool:
+    def after(
+        self,
+        arguments: Callable[[], Arguments],
+        work: Work,
+        without_gradients: Callable[[], AbstractContextManager[None]],
+    ) -> bool:
         """Do what is left, after a step; every process of the run calls it.
 
         Args:
             arguments: function that returns the step's x, y and keyword inputs.
+            without_gradients: returns a context in which the stages are in evaluation mode. Not kept, or its pipeline would
+                be in a circle of references, and its threads not end with it.
 
         Returns:
             True if nothing is left.
@@ -70,7 +74,7 @@ class FirstStep:
         # One microbatch for all processes is the whole batch. All processes have the same flags.
         cuts = (work.options.microbatches > 1 or self._replicas > 1) and not work.flags & APART
         if self._rows is not None and cuts and (trains or not self._evaluated):
-            with self._local_stages.records_kept(), self._without_gradients():
+            with self._local_stages.records_kept(), without_gradients():
                 self._check_rows(self._rows, arguments(), work)
             self._rows, self._evaluated = None if trains else self._rows, True
         if trains and self._memory is not None:

@@ -22,7 +22,16 @@ from penstock.parallel.sample_parts import SampleParts
 from penstock.runtime.batch.arguments import Arguments, BatchDims, arguments_of, classes_of, require_no_graph
 from penstock.runtime.batch.loss_weights import Reduction, counted_by, ignore_index_of
 from penstock.runtime.batch.splitter import BatchSplitter
-from penstock.runtime.batch.work import Call, Ends, LocalBatch, StepOptions, StepResult, Work, step_result
+from penstock.runtime.batch.work import (
+    Call,
+    Ends,
+    LocalBatch,
+    Refused,
+    StepOptions,
+    StepResult,
+    Work,
+    step_result,
+)
 from penstock.runtime.engine import Engine
 from penstock.runtime.first_step import FirstStep
 from penstock.runtime.health.hang import Timeout, require_timeout
@@ -340,7 +349,6 @@ class Pipeline(PipelineModel):
             self._local,
             self._splitter,
             random=self._random,
-            without_gradients=self._without_gradients,
             layers=of_layers,
             rows=of_rows,
             memory=self.execution.memory,
@@ -600,7 +608,7 @@ class Pipeline(PipelineModel):
                 raise
         if self._first_step is not None:
             arguments = partial(self._arguments, x, y, named, options)
-            if self._first_step.after(arguments, works[0]):
+            if self._first_step.after(arguments, works[0], self._without_gradients):
                 self._first_step = None
         self.steps += options.trains
         if self._local.axes:
@@ -621,7 +629,7 @@ class Pipeline(PipelineModel):
 
     def _cut(
         self, x: object, y: object, named: Mapping[str, object], options: StepOptions
-    ) -> LocalBatch | Exception:
+    ) -> LocalBatch | Refused:
         """Return this pipeline's share of a batch, or why there is none; the engine tells the other ranks."""
         try:
             self._container.require_unchanged()
@@ -643,7 +651,7 @@ class Pipeline(PipelineModel):
                 require_no_graph([*without_grads, ("y", target), *others.items()])
             return self._splitter.split(inputs, target, others, options)
         except Exception as error:
-            return error
+            return Refused(error)
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:

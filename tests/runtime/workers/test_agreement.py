@@ -122,8 +122,8 @@ def test_the_first_ranks_with_a_difference_are_named(odd: list[int], where: str)
     def gather(value: object, group: None, action: str) -> list:
         if isinstance(value, dict):
             return [{name: "other" if n in odd else text for name, text in facts.items()} for n in range(12)]
-        digest, host = value
-        return [(digest + "x" if n in odd else digest, f"{host}{n}") for n in range(12)]
+        digest, host, note = value
+        return [(digest + "x" if n in odd else digest, f"{host}{n}", note) for n in range(12)]
 
     with pytest.raises(ConfigError) as error:
         require_same(facts, SimpleNamespace(rank=0, gather=gather))

@@ -91,6 +91,17 @@ class LocalBatch:
         return self.ignore_index if nothing else None
 
 
+class Refused:
+    """The error that is in place of a batch, once."""
+
+    def __init__(self, error: Exception) -> None:
+        self._errors = [error]
+
+    def take(self) -> Exception:
+        """Return the error; it is no longer kept, or frames of its traceback would keep it and their pipeline."""
+        return self._errors.pop()
+
+
 def class_targets(target: object) -> list[Tensor]:
     """Return the leaves of a target that may have an ignored index: tensors of integers."""
     integers = (torch.int64, torch.int32, torch.int16)
