@@ -9,6 +9,7 @@ from torch import nn
 from penstock.base.errors import PenstockError
 from penstock.parallel.replicas.bucket import BucketEntry
 from penstock.parallel.replicas.buckets import FrozenParameters
+from penstock.parallel.replicas.divided_gradient import DividedGradient
 from penstock.parallel.replicas.layout import BucketPlan
 from penstock.parallel.replicas.resident_shards import StageBucket
 
@@ -145,7 +146,10 @@ def test_values_that_stay_are_left_alone():
     bucket = bucket_of([torch.ones(3)], comes_and_goes=False)
     bucket.reshard()
     assert bucket.full
-    assert bucket.entries[0].parameter.tolist() == [1.0, 1.0, 1.0]
+    parameter = bucket.entries[0].parameter
+    assert parameter.tolist() == [1.0, 1.0, 1.0]
+    assert bucket.bytes == 12
+    parameter.grad = DividedGradient(parameter, "p0")  # a mark without memory
     assert bucket.bytes == 12
 
 

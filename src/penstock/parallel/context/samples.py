@@ -244,6 +244,12 @@ class DividedLoss:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return the loss of this process's tokens."""
+        if True not in self._checked:
+            self._check_once(output, target)
+        return self._function(output, target)
+
+    def _check_once(self, output: Any, target: Any) -> None:
+        """Check the loss, unless it was checked with as many samples: one, or several."""
         shapes = [
             x.shape for x in _pytree.tree_leaves((output, target)) if isinstance(x, Tensor) and x.dim() > 1
         ]
@@ -252,7 +258,6 @@ class DividedLoss:
             with torch.no_grad(), torch.random.fork_rng([]):
                 if not shapes or self._check(output, target, shapes[0][1]):
                     self._checked |= {several, False}
-        return self._function(output, target)
 
     def _check(self, output: Any, target: Any, length: int) -> bool:
         """Compare losses; return whether there was one, which there is not without a target that counts."""

@@ -11,7 +11,7 @@ from penstock.base.errors import PenstockError
 from penstock.parallel.dtensor import gradient_dtype
 
 Change = Literal["dropped", "replaced"]
-"""What a program did to ``.grad``: it is None, or another gradient, where a mark was."""
+"""Change of a mark in ``.grad`` by a program: to None, or to another gradient."""
 
 
 class DividedGradient(Tensor):

@@ -27,6 +27,7 @@ from penstock.parallel.participant import Collective, CollectiveKind
 from penstock.parallel.replicas import replica_checks
 from penstock.parallel.replicas.bucket import BucketEntry, ReductionStream, bucket_order, make_slot
 from penstock.parallel.replicas.buckets import FrozenParameters
+from penstock.parallel.replicas.divided_gradient import DividedGradient
 from penstock.parallel.replicas.layout import BucketPlan, plan_buckets
 from penstock.parallel.replicas.reducer import GroupReducer, Handle, part_of
 from penstock.parallel.replicas.replica_checks import StepReport
@@ -246,6 +247,7 @@ class StageBucket:
         tensors = {self._values.untyped_storage(), self._grads.untyped_storage(), self.part.untyped_storage()}
         tensors |= {t.untyped_storage() for t in (self._sums, self.total) if t is not None}
         grads = [entry.parameter.grad for entry in self.entries]
+        grads = [grad for grad in grads if not isinstance(grad, DividedGradient)]  # which has no memory
         sizes = {storage.data_ptr(): storage.nbytes() for storage in tensors if storage.nbytes()}
         return sum(sizes.values()) + sum(local(g).nbytes for g in grads if g is not None)
 
