@@ -303,14 +303,6 @@ def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
     return logits.float().square().mean()
 
 
-def test_a_loss_function_of_the_users_is_refused(tmp_path: Path):
-    """Trainer's is of the whole batch; that of each microbatch may be neither its mean nor its sum."""
-    net = model("one label")
-    net.loss_function = mean_square
-    with pytest.raises(penstock.ConfigError, match=r"loss_function of the Llama.*mean_square.* as loss_fn"):
-        trainer(net, arguments(tmp_path), PIPELINE)
-
-
 @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
 def test_a_loss_function_of_the_users_is_not_replaced_silently(kind: str):
     net = getattr(transformers, f"AutoModelFor{kind}").from_config(hf_models.config("llama"))

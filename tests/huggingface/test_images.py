@@ -193,7 +193,7 @@ def test_the_trainer_refuses_label_smoothing(tmp_path: Path):
 
 
 def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
-    ours = trainer_of("llava", tmp_path, PIPELINE)
+    ours = trainer_of("llava", tmp_path, PIPELINE | {"collate": "batch"})
     ours.data_collator = lambda rows: (whole := collate(rows)) | {"pixel_values": whole["pixel_values"][:1]}
     with pytest.raises(ConfigError, match="gives 1 pixel_values for 8 rows"):
         ours.train()

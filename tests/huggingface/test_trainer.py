@@ -232,11 +232,6 @@ def test_the_mixin_serves_subclasses(tmp_path: Path):
     assert seen["own"] == 1.0
 
 
-class OwnLogits(penstock.PipelineTrainerMixin, Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
 class OwnStep(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError
@@ -264,7 +259,6 @@ def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
             "model_init makes a new model when training begins",
         ),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
-        ({}, {"compute_loss_func": mean_square}, "compute_loss_func needs the logits of the whole batch"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),
         ({}, {"pipeline": {"microbatches": 2, "seed": 1}}, r"pipeline\['seed'\] cannot be given"),
         ({}, {"pipeline": {"ranks": 2, "microbatch": 4}}, "no option 'microbatch' .*'microbatches'"),
@@ -273,7 +267,6 @@ def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
             {"pipeline": PIPELINE | {"cp": 2}},
             r"pipeline\['cp'\] is 2, and samples are divided over processes",
         ),
-        ({}, {"kind": OwnLogits}, "OwnLogits computes a loss of its own"),
         ({}, {"kind": OverOwnStep}, "OwnStep has a training_step of its own"),
     ],
 )

@@ -73,9 +73,13 @@ def logged(
     ("data", "options"),
     [
         (CHATS, {"assistant_only_loss": True}),
-        *exhaustive((PAIRS, {"completion_only_loss": True}), (CHATS, {})),
+        *exhaustive(
+            (PAIRS, {"completion_only_loss": True}),
+            (CHATS, {"label_smoothing_factor": 0.1}),
+            (CHATS, {"loss_type": "dft"}),
+        ),
     ],
-    ids=["answers of chats", "completions", "whole chats"],
+    ids=["answers of chats", "completions", "smoothed", "dynamic fine-tuning"],
 )
 def test_the_losses_are_those_of_trl_alone(tmp_path: Path, data: list[Any], options: dict[str, Any]):
     folder = hf_folders.of_bytes(tmp_path)
@@ -95,29 +99,3 @@ def test_metrics_of_evaluations_are_those_of_trl_alone(tmp_path: Path):
     ours = logged(folder, tmp_path, PAIRS, {"ranks": 2, "microbatches": 4}, **options)
     assert len(theirs) == 4
     assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["DPOTrainer", "RewardTrainer"])
-def test_trainers_with_a_loss_of_their_own_are_refused(name: str):
-    import trl
-
-    class Piped(penstock.PipelineTrainerMixin, getattr(trl, name)):
-        pass
-
-    with pytest.raises(
-        penstock.ConfigError, match=f"{name} computes a loss of its own .* use penstock.Pipeline"
-    ):
-        Piped(pipeline={"ranks": 2, "microbatches": 4})
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"loss_type": "dft"}, "loss_type='dft' cannot be used"),
-        ({"packing": True}, "put all rows of the batch into one"),
-    ],
-)
-def test_another_loss_and_packed_rows_are_refused(tmp_path: Path, options: dict[str, Any], said: str):
-    folder = hf_folders.of_bytes(tmp_path)
-    with pytest.raises(penstock.ConfigError, match=said):
-        logged(folder, tmp_path, CHATS, {"ranks": 2, "microbatches": 4}, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from penstock.base.errors import BatchError, ConfigError
 from penstock.huggingface.divided_attention import attention_of_parts
-from penstock.huggingface.own_forward import IMAGE_INPUTS, NAMED, OwnForward
+from penstock.huggingface.own_forward import IMAGE_INPUTS, NAMED, OwnForward, Reached
 from penstock.parallel.context.attention import current_part
-from penstock.stage.layers import INTERNAL, Live, follow, live_copy
+from penstock.stage.layers import INTERNAL, Layer, Live, follow, live_copy
 from penstock.stage.named import give
 
 
@@ -94,10 +94,16 @@ class OwnImageEmbedding(OwnEmbedding):
             raise ConfigError(
                 f"{given[0]} is given, and images are not divided over the tokens of a sample (cp); leave cp at 1"
             )
-        if given:
+        if given and self.own.divides_images:
             _require_image_in_every_row(input_ids, image_token(self.own.model.config))
         named = _by_name(attention_mask, position_ids, token_type_ids)
         return self._hidden(input_ids, named | images)
+
+
+def forward_of(layers: Sequence[Layer]) -> OwnForward:
+    """Return the forward that layers of `penstock.from_transformers` run."""
+    own: OwnForward = layers[0].build().own  # type: ignore[assignment]  # an OwnEmbedding's
+    return own
 
 
 def embedding_of(own: OwnForward) -> type[OwnEmbedding]:
@@ -121,7 +127,12 @@ class OwnHead(_OwnLayer):
             tokens = hidden_states.shape[:2].numel()
             self.own.router_loss.add_to_loss(count, probability, tokens, attention_mask)
         named = _by_name(attention_mask, position_ids, token_type_ids)
-        return self.own.logits(self, hidden_states, named, input_ids if self.own.pools else None)
+        ids = input_ids if self.own.pools else None
+        if self.own.keeps_hidden:
+            self.own.ends(Reached(self, hidden_states, named, ids))
+            kept: Tensor = hidden_states
+            return kept
+        return self.own.logits(self, hidden_states, named, ids)
 
 
 class OwnBlock(nn.Module):

@@ -121,7 +121,8 @@ class Absent(nn.Module):
             return nan((), dtype, None)
         hidden = next((one for one in tensors if one.dim() > 2 and one.is_floating_point()), None)
         if hidden is not None:
-            return nan(hidden.shape, hidden.dtype, hidden.device)
+            width = getattr(self.module, "out_features", hidden.shape[-1])
+            return nan((*hidden.shape[:-1], width), hidden.dtype, hidden.device)
         tables = [part.embedding_dim for part in self.module.modules() if isinstance(part, nn.Embedding)]
         if tables:
             return nan((*tensors[0].shape[:2], tables[0]), dtype, tensors[0].device)

@@ -20,7 +20,8 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,22 @@ NAMED = ("attention_mask", "position_ids", "token_type_ids")
 """Named inputs of a step that a model's forward may take."""
 IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_attention_mask")
 """Named inputs with an entry for each row's image, which the forward needs before the first block alone."""
+
+
+class Reached(NamedTuple):
+    """What a last layer has got.
+
+    Attributes:
+        layer: the last layer; None in a run without parameters, where what the forward returns is NaN.
+        named: the named inputs of `NAMED`.
+        input_ids: token ids if the model pools.
+    """
+
+    layer: nn.Module | None
+    hidden: Tensor
+    named: Mapping[str, Tensor | None]
+    input_ids: Tensor | None
+
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -61,6 +78,10 @@ class OwnForward:
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
         trains: whether the layers are for a run, where what fails is the batch, and not for a proof (default False).
+        divides_images: whether images are divided into microbatches by rows (default True).
+        keeps_hidden: whether the last layer returns the hidden state, from which `output` makes what the forward returns
+            (default False).
+        head: the last layer of this process that has run; None before.
         router_loss: loss of the routers that the forward adds to its own; None for none. With one, layers pass on its sums
             beside the hidden state: (hidden state, tokens sent to each expert, probabilities of each expert).
 
@@ -70,6 +91,8 @@ class OwnForward:
 
     def __init__(self, model: Any, real: Callable[[str], nn.Module]) -> None:
         self.model, self._real, self.trains = model, real, False
+        self.divides_images, self.keeps_hidden = True, False
+        self.head: nn.Module | None = None
         self.blocks = _blocks_of(model)
         self.count = len(model.get_submodule(self.blocks))
         self.parent: nn.Module = model.get_submodule(self.blocks.rpartition(".")[0])
@@ -119,7 +142,7 @@ class OwnForward:
             named = {**named, "position_ids": part.positions(input_ids.shape[1], input_ids.device)[None]}
         run = Run(self.count, self._form, stop=0)
         hidden: Tensor = self._run(
-            run, layer, self.before, layer.training, input_ids=input_ids, **self._given(named)
+            run, layer, self.before, layer.training, None, input_ids=input_ids, **self._given(named)
         )
         return hidden
 
@@ -153,11 +176,41 @@ class OwnForward:
                 f"{type(self.model).__name__} has logits of each row, which a process with some of its tokens (cp) "
                 "cannot compute; leave cp at 1"
             )
-        run = Run(self.count, self._form, stop=None, last=hidden)
-        start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
-        output = self._run(run, layer, self.after, layer.training, **start, **self._given(named))
+        output = self._output(layer, hidden, named, input_ids)
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits
+
+    def ends(self, reached: Reached) -> None:
+        """Keep what a last layer has got, for `output` in the same thread."""
+        self._thread.reached = reached
+        self.head = self.head if reached.layer is None else reached.layer
+
+    def output(self, call: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
+        """Return what the forward returns for the hidden state that the last layer of this thread has got.
+
+        Args:
+            call: arguments of the forward besides those of the stages, such as labels.
+            forward: function of a model and these arguments in the place of the model's forward, such as one with the same
+                layers and a fused head; None for the model's own.
+        """
+        reached: Reached = self._thread.reached
+        return self._output(reached.layer, reached.hidden, reached.named, reached.input_ids, call, forward)
+
+    def _output(
+        self,
+        layer: nn.Module | None,
+        hidden: Tensor,
+        named: Mapping[str, Tensor | None],
+        input_ids: Tensor | None,
+        call: Mapping[str, Any] | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
+        run = Run(self.count, self._form, stop=None, last=hidden)
+        start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
+        own, training = ((), False) if layer is None else (self.after, layer.training)
+        of_call = {name: value for name, value in (call or {}).items() if name not in self._constants}
+        given = {**start, **self._given(named), **of_call}
+        return self._run(run, layer, own, training, forward, **given)
 
     def hidden_of(self, output: Any) -> Tensor:
         """Return the hidden state in what a block has returned."""
@@ -183,7 +236,7 @@ class OwnForward:
             length = division.part.whole_length(hidden.shape[1])
             probe = probe[:, :1].expand(-1, length, *probe.shape[2:])  # takes no memory of a whole sample
         run = Run(self.count, self._form, stop=self.count - 1)
-        reached = self._run(run, None, (), False, inputs_embeds=probe, **copies)
+        reached = self._run(run, None, (), False, None, inputs_embeds=probe, **copies)
         if reached.shape != probe.shape:
             raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(probe.shape)}")
         self._require_known(run, reached)
@@ -225,7 +278,7 @@ class OwnForward:
             self._form = form
             try:
                 with torch.no_grad():
-                    output = self._run(run, None, (), False, input_ids=tokens)
+                    output = self._run(run, None, (), False, None, input_ids=tokens)
             except SplitError as error:
                 if furthest is None or len(run.calls) > furthest[0]:
                     furthest = len(run.calls), error
@@ -294,13 +347,21 @@ class OwnForward:
                 )
 
     def _run(
-        self, run: Run, layer: nn.Module | None, own: Sequence[str], training: bool, **given: Any
+        self,
+        run: Run,
+        layer: nn.Module | None,
+        own: Sequence[str],
+        training: bool,
+        forward: Callable[..., Any] | None,
+        **given: Any,
     ) -> Any:
         modules: dict[str, Any] = {} if layer is None else {path: layer.get_submodule(path) for path in own}
         if layer is not None and own is self.before:
             modules |= {name: layer.get_parameter(name) for name in self.parameters}
         run.device = next(value.device for value in given.values() if isinstance(value, Tensor))
         shell = self._shell("", run, modules, training)
+        if forward is not None:
+            shell.__dict__["forward"] = partial(forward, shell)
         try:
             return shell(**given, **self._constants)
         except Stopped as stopped:

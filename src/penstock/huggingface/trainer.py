@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -17,15 +17,21 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error
+from penstock.huggingface.forward_layers import forward_of
 from penstock.huggingface.from_transformers import from_transformers
-from penstock.huggingface.heads import CAUSAL
+from penstock.huggingface.heads import CAUSAL, IMAGES, head_of
 from penstock.huggingface.loss import StepLoss
+from penstock.huggingface.model_calls import plain_forward
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
+from penstock.huggingface.part_collator import EXAMPLES, PARTS, PartCollator, counted, divided_by_rows
 from penstock.huggingface.run_report import RunReport
-from penstock.huggingface.trainer_batch import TrainerBatch
+from penstock.huggingface.trainer_batch import PartsBatch, TrainerBatch
+from penstock.huggingface.trainer_loss import TrainerLoss
 from penstock.huggingface.trainer_refusals import (
-    require_known_loss,
+    computes_own_loss,
+    is_of_libraries,
+    require_known_step,
     require_options,
     require_plain_gradients,
     require_same_loss,
@@ -64,7 +70,7 @@ class PipelineTrainerMixin:
             takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
             replicas, see `MeshShape`; ``cp=2`` divides the tokens of each sample over two processes, for which the data
             collator must pad to a multiple of ``2 * cp`` tokens.
-        model, args, others, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
+        given, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
     Attributes:
@@ -88,12 +94,17 @@ class PipelineTrainerMixin:
                     f"the pipeline's methods are not reached. Write class {cls.__name__}(PipelineTrainerMixin, ...)"
                 )
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *others: Any, pipeline: Mapping[str, Any], **kwargs: Any
-    ) -> None:
+    def __init__(self, *given: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         options = dict(pipeline)
         require_options(options)
         reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
+        collate = options.pop("collate", "parts")
+        if collate not in ("parts", "batch"):
+            raise ConfigError(
+                f"pipeline['collate'] must be 'parts', where the data collator makes each microbatch of a part of the "
+                f"examples, or 'batch', where it makes the whole batch, whose rows are divided; got {collate!r}"
+            )
+        self._collates_parts = collate == "parts"
         self._own_optimizers = read_own_optimizers(options.pop("optimizer", []))
         if not isinstance(reports, bool):
             raise ConfigError(f"pipeline['report'] must be True or False, got {reports!r}")
@@ -102,7 +113,7 @@ class PipelineTrainerMixin:
                 f"pipeline['trace_every'] must be a number of updates, or 0 for the first and the last alone, got "
                 f"{trace_every!r}"
             )
-        require_known_loss(type(self), PipelineTrainerMixin)
+        require_known_step(type(self), PipelineTrainerMixin)
         place = current_place()
         self._rank, processes = (0, 1) if place is None else place
         self._replicas = 1
@@ -118,7 +129,11 @@ class PipelineTrainerMixin:
                 f"ranks x {name} processes"
             )
         self._in_processes = processes > 1
+        # Trainers of TRL have another order of arguments.
+        every = [*given, *kwargs.values()]
+        args = next((one for one in every if isinstance(one, transformers.TrainingArguments)), None)
         if args is not None:
+            before = args
             require_supported_arguments(args, self._in_processes, ep)
             args = copy.copy(args)
             # The new name and the old one.
@@ -126,7 +141,9 @@ class PipelineTrainerMixin:
                 if getattr(args, name, None):
                     setattr(args, name, False)
                     options.setdefault("recompute", "full")
-        super().__init__(model, args, *others, **kwargs)  # type: ignore[call-arg]  # object is not the next class
+            given = tuple(args if one is before else one for one in given)
+            kwargs = {name: args if one is before else one for name, one in kwargs.items()}
+        super().__init__(*given, **kwargs)
         trainer: Any = self
         require_supported_trainer(trainer, self._in_processes)
         if self._own_optimizers and trainer.optimizer is not None:
@@ -139,34 +156,55 @@ class PipelineTrainerMixin:
             base = base.get_base_model()
         # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate wraps it for
         # an earlier run. One of the user's stays, and is refused below.
-        if _is_of_libraries(vars(base).get("_original_forward", vars(base).get("forward")), type(base)):
+        forward = plain_forward(vars(base).get("_original_forward", vars(base).get("forward")))
+        if _is_of_libraries(forward, type(base)):
             vars(base).pop("forward", None)
         require_plain_gradients(base)
-        self._whole_model, self._loss = base, StepLoss(base, trainer.label_smoother, self._cp == 1)
-        require_same_loss(self, self._whole_model, self._loss)
+        self._whole_model = base
         self._index, self._updates, self._logits_asked = 0, -1, True
+        layers = from_transformers(trainer.model)
+        self._own_loss: TrainerLoss | None = None
+        self._loss: StepLoss | None = None
+        if computes_own_loss(trainer, base, PipelineTrainerMixin, self._cp):
+            self._own_loss = TrainerLoss(
+                trainer,
+                base,
+                forward_of(layers),
+                forward if forward is not None and _is_of_libraries(forward, type(base)) else None,
+                replicas=self._replicas,
+                autocast=torch.bfloat16 if settings.bf16 else None,
+                of_libraries=is_of_libraries(trainer, PipelineTrainerMixin),
+            )
+        else:
+            self._loss = StepLoss(base, trainer.label_smoother, self._cp == 1)
+            require_same_loss(self, self._whole_model, self._loss)
         self.pipe = Pipeline(
-            from_transformers(trainer.model),
-            self._loss,
+            layers,
+            self._own_loss or self._loss,
             reduction="sum",
             seed=settings.seed,
             device=settings.device,
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        if self._own_loss is not None:
+            self._own_loss.pipe = self.pipe
         names = self.pipe.layers[0].batch
         self._takes = sorted(names.others) if names is not None else []
+        self._first_step = True
         self._report: RunReport | None = None
         if reports:
             self._report = RunReport(
                 self.pipe,
                 trace_every=trace_every,
                 dtype="bf16" if settings.bf16 else str(base.dtype).removeprefix("torch."),
-                mean_of_tokens=self._loss.own.head == CAUSAL and not settings.label_smoothing_factor,
+                mean_of_tokens=self._loss is not None
+                and self._loss.own.head == CAUSAL
+                and not settings.label_smoothing_factor,
             )
             trainer.add_callback(self._report)
         self._whole_optimizer: WholeOptimizer | None = None
-        if self._in_processes and self._loss.own.head == CAUSAL:
+        if self._in_processes and head_of(base) in (CAUSAL, IMAGES):
             vars(base)["generate"] = partial(_generate, base, base.generate)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -195,12 +233,21 @@ class PipelineTrainerMixin:
     def get_train_dataloader(self) -> Any:
         """Return the batches of a run: with replicas, the last one of an epoch is filled up as Accelerate does."""
         base: Any = super()
-        loader = base.get_train_dataloader()
+        trainer: Any = self
+        collator = trainer.data_collator
+        if self._collates_parts:
+            parts = self.pipe.microbatches * self._replicas
+            compares = self._own_loss is not None and not is_of_libraries(trainer, PipelineTrainerMixin)
+            main_input = self._whole_model.main_input_name
+            trainer.data_collator = PartCollator(collator, parts, main_input, compares)
+        try:
+            loader = base.get_train_dataloader()
+        finally:
+            trainer.data_collator = collator
         workers = loader.worker_init_fn
         if self._in_processes and isinstance(workers, partial) and "rank" in workers.keywords:
             workers.keywords["rank"] = 0  # all processes draw the same random numbers
         batches = loader.batch_sampler
-        trainer: Any = self
         fills = trainer.args.accelerator_config.even_batches and not trainer.args.dataloader_drop_last
         # The sampler of a streamed data set has no length: how many rows its last batch lacks is not known.
         if self._replicas > 1 and fills and isinstance(getattr(batches, "sampler", None), Sized):
@@ -258,20 +305,42 @@ class PipelineTrainerMixin:
         self.pipe.train()
         if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
             trainer.optimizer.train()
-        batch = self._batch(trainer._prepare_inputs(inputs))
-        self._loss.divisor = self._divisor(
-            batch, num_items_in_batch, trainer.current_gradient_accumulation_steps
-        )
+        inputs = trainer._prepare_inputs(inputs)
+        accumulated = trainer.current_gradient_accumulation_steps
         self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
         if self.pipe.replicas > 1:
             self.pipe.reduce_gradients = trainer.accelerator.sync_gradients
-        loss = self.pipe.step(batch.ids, batch.target, **batch.named).loss
-        assert loss is not None, "the batch has labels"
-        return loss.detach()
+        if (own_loss := self._own_loss) is not None:
+            if PARTS not in inputs:
+                inputs = divided_by_rows(inputs, self.pipe.microbatches * self._replicas)
+            scaled = self._is_scaled(num_items_in_batch)
+            loss = own_loss.step(inputs[PARTS], inputs[EXAMPLES], num_items_in_batch, scaled, accumulated)
+            if self._first_step:
+                own_loss.compare_together(inputs, num_items_in_batch)
+                self._first_step = False
+            return loss
+        assert self._loss is not None
+        batch = self._batch(inputs)
+        self._loss.divisor = self._divisor(batch, num_items_in_batch, accumulated)
+        found = self.pipe.step(batch.ids, batch.target, **batch.named).loss
+        assert found is not None, "the batch has labels"
+        return found.detach()
 
-    def _batch(self, inputs: Mapping[str, Any]) -> TrainerBatch:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Count the targets of batches as Trainer counts those of accumulated ones: by microbatch."""
+        base: Any = super()
+        return base._get_num_items_in_batch(
+            [part for batch in batch_samples for part in counted(batch)], device
+        )
+
+    def _batch(self, inputs: Mapping[str, Any]) -> TrainerBatch | PartsBatch:
+        assert self._loss is not None
         require_same_loss(self, self._whole_model, self._loss)
-        batch = TrainerBatch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
+        batch: TrainerBatch | PartsBatch
+        if PARTS in inputs:
+            batch = PartsBatch(inputs[PARTS], inputs[EXAMPLES], self._loss.own)
+        else:
+            batch = TrainerBatch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
         if strange := [name for name in batch.named if name not in self._takes]:
             raise ConfigError(
                 f"the data collator gives {strange[0]!r}, and the stages take input_ids, labels, {', '.join(self._takes)} "
@@ -279,16 +348,26 @@ class PipelineTrainerMixin:
             )
         return batch
 
-    def _divisor(self, batch: TrainerBatch, counted: Tensor | int | None, accumulated: int) -> Tensor | int:
+    def _divisor(
+        self, batch: TrainerBatch | PartsBatch, counted: Tensor | int | None, accumulated: int
+    ) -> Tensor | int:
         """Return what the losses of a batch's targets are divided by, as Trainer divides them."""
-        trainer: Any = self
         loss = self._loss
+        assert loss is not None
         if counted is not None and (loss.own.head == CAUSAL or loss.smoother is not None):
             return counted
-        scaled = trainer.loss_is_scaled_for_ga
-        if scaled is None:
-            scaled = trainer.model_accepts_loss_kwargs and counted is not None
-        return batch.targets if scaled else batch.targets * accumulated
+        scaled = self._is_scaled(counted)
+        targets = batch.targets.clamp(min=1)
+        return targets if scaled else targets * accumulated
+
+    def _is_scaled(self, counted: Tensor | int | None) -> bool:
+        """Return whether losses of accumulated batches add up, by the rule of Trainer."""
+        trainer: Any = self
+        scaled: bool | None = trainer.loss_is_scaled_for_ga
+        if scaled is not None:
+            return scaled
+        of_model = trainer.model_accepts_loss_kwargs and counted is not None
+        return bool(of_model or trainer.compute_loss_func is not None)
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
@@ -306,7 +385,8 @@ class PipelineTrainerMixin:
         """
         self._logits_asked = not prediction_loss_only
         trainer: Any = super()
-        return trainer.prediction_step(model, inputs, prediction_loss_only, *others, **kwargs)
+        with nullcontext() if self._own_loss is None else self._own_loss.evaluating():
+            return trainer.prediction_step(model, inputs, prediction_loss_only, *others, **kwargs)
 
     def compute_loss(
         self,
@@ -322,7 +402,12 @@ class PipelineTrainerMixin:
             return_outputs: also return the model's output, with the loss and the logits (default False).
             num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
+        if self._loss is None:
+            base: Any = super()
+            more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch, **kwargs}
+            return base.compute_loss(model, inputs, **more)
         batch = self._batch(inputs)
+        assert isinstance(batch, TrainerBatch)
         self._loss.divisor = self._divisor(batch, num_items_in_batch, 1)
         keep = return_outputs and self._logits_asked
         for name in ("output_hidden_states", "output_attentions") if keep else ():
@@ -336,6 +421,15 @@ class PipelineTrainerMixin:
             return result.loss
         logits = self._joined(result)[: batch.rows] if keep else None
         return result.loss, CausalLMOutput(loss=result.loss, logits=logits)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log as Trainer does, with the metrics that its loss has kept on the processes with the last stage."""
+        base: Any = super()
+        if self._own_loss is not None:
+            if self._own_loss.log(logs):
+                return
+            self._own_loss.share_metrics()
+        base.log(logs, *args, **kwargs)
 
     def _joined(self, result: StepResult) -> Tensor:
         """Return the logits of an evaluation's batch over all replicas; every process calls it."""

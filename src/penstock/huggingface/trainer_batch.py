@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,29 @@ from penstock.huggingface.loss import ModelLoss
 from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.compute.shifted_loss import next_targets
+from penstock.stage.microbatches import Microbatches
+
+_OFFSETS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+"""Names of where the sequences of a packed row begin, for kernels that take no mask; positions that restart say the same."""
 
 
 class TrainerBatch:
     """A batch of a data collator, filled up to a multiple of the microbatches of all replicas.
+
+    Args:
+        counts: whether its targets count (default True).
 
     Attributes:
         ids: int64, (rows, tokens).
         target: labels; of a filled batch with a label for each row, also which rows count, bool (rows).
         named: the other inputs of the model's forward.
         rows: rows before it was filled up.
-        targets: number of targets that count; at least 1.
+        targets: number of targets that count.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], microbatches: int, loss: ModelLoss) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], microbatches: int, loss: ModelLoss, counts: bool = True
+    ) -> None:
         values = {name: value for name, value in inputs.items() if value is not None}
         missing = [name for name in ("input_ids", "labels") if name not in values]
         if missing:
@@ -35,13 +44,10 @@ class TrainerBatch:
                 f"the data collator gives {', '.join(values)} and no {' and no '.join(missing)}; take one that makes "
                 "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False) for a causal language model"
             )
-        if "cu_seq_lens_q" in values or "seq_idx" in values:
-            raise ConfigError(
-                "the data collator put all rows of the batch into one (padding_free, or TRL's packing), which a pipeline "
-                "cannot divide into microbatches; take packing_strategy='wrapped', and padding_free=False"
-            )
-        self.rows, self.targets = len(values["input_ids"]), loss.count(values["labels"]).clamp(min=1)
-        for name in IMAGE_INPUTS:
+        values = without_offsets(values)
+        self.rows = len(values["input_ids"])
+        self.targets = loss.count(values["labels"]) * int(counts)
+        for name in IMAGE_INPUTS if microbatches > 1 else ():
             if name in values and len(values[name]) != self.rows:
                 raise ConfigError(
                     f"the data collator gives {len(values[name])} {name} for {self.rows} rows, and a batch is divided into "
@@ -64,10 +70,60 @@ class TrainerBatch:
             }
         self.ids, labels = values.pop("input_ids"), values.pop("labels")
         self.target: Tensor | tuple[Tensor, Tensor] = labels
-        if more and loss.head == SEQUENCE:  # numbers have no value that is ignored
-            self.target = labels, torch.arange(len(labels), device=labels.device) < self.rows
-        elif more:
-            labels[self.rows :] = IGNORED
+        counted = self.rows if counts else 0
+        if counted < len(labels) and loss.head == SEQUENCE:  # numbers have no value that is ignored
+            self.target = labels, torch.arange(len(labels), device=labels.device) < counted
+        elif counted < len(labels):
+            labels = self.target = labels.clone()
+            labels[counted:] = IGNORED
         if loss.head == CAUSAL and not loss.shifts:
             self.target = next_targets(labels, IGNORED)
         self.named = values
+
+
+def without_offsets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a collator made of packed rows without the offsets of their sequences, which their positions tell.
+
+    Raises:
+        ConfigError: if there are offsets and no positions.
+    """
+    if _OFFSETS & values.keys() and values.get("position_ids") is None:
+        raise ConfigError(
+            "the data collator packs rows (cu_seq_lens_q, seq_idx) and gives no position_ids, by which the stages know where "
+            "each begins; take one that gives them, as DataCollatorWithFlattening does"
+        )
+    return {name: value for name, value in values.items() if name not in _OFFSETS}
+
+
+class PartsBatch:
+    """Microbatches of a data collator, as a pipeline takes them.
+
+    Args:
+        parts: what the collator made for each.
+        examples: number of examples in each; one with none fills up the batch and counts for nothing.
+
+    Attributes:
+        ids, target, named, targets: those of `TrainerBatch`, of all microbatches.
+    """
+
+    def __init__(self, parts: Sequence[Mapping[str, Any]], examples: Sequence[int], loss: ModelLoss) -> None:
+        batches = [TrainerBatch(part, 1, loss, bool(n)) for part, n in zip(parts, examples, strict=True)]
+        rows = [batch.rows for batch in batches]
+        self.ids, self.target = (
+            joined([b.ids for b in batches], rows),
+            joined([b.target for b in batches], rows),
+        )
+        self.named = {name: joined([b.named[name] for b in batches], rows) for name in batches[0].named}
+        self.targets = torch.stack([batch.targets for batch in batches]).sum()
+
+
+def joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Return the values of microbatches, as one tensor where they have a row for each row, and all have one shape.
+
+    The rows of one tensor are compared in a pipeline's first step; those of `Microbatches` cannot be.
+    """
+    if not any(isinstance(value, Tensor) for value in values):
+        return values[0]
+    shapes = {getattr(value, "shape", None) for value in values}
+    by_row = all(isinstance(v, Tensor) and v.dim() and len(v) == n for v, n in zip(values, rows, strict=True))
+    return torch.cat([*values]) if by_row and len(shapes) == 1 else Microbatches(values)

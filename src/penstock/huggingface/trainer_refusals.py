@@ -30,12 +30,12 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, instead in _OURS.items():
         if name in options:
             raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-    allowed = [*signature(Pipeline).parameters, "report", "trace_every", "optimizer", "ep", "cp"]
+    allowed = [*signature(Pipeline).parameters, "report", "trace_every", "collate", "optimizer", "ep", "cp"]
     for name in options:
         if name not in allowed:
             raise ConfigError(
                 f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, report, "
-                "trace_every, optimizer, ep and cp"
+                "trace_every, collate, optimizer, ep and cp"
             )
     if "microbatches" not in options:
         raise ConfigError('pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}')
@@ -72,22 +72,59 @@ def require_plain_gradients(model: Any) -> None:
             )
 
 
-def require_known_loss(kind: type, mixin: type) -> None:
-    """Raise ConfigError if a trainer's class computes a loss of its own, or runs a step, which would not be used."""
+def require_known_step(kind: type, mixin: type) -> None:
+    """Raise ConfigError if a trainer's class runs a step of its own, or generates what it trains on."""
     for base in kind.__mro__[kind.__mro__.index(mixin) + 1 :]:
         if "training_step" in vars(base) and package_of(base) not in ("transformers", "trl"):
             raise ConfigError(
                 f"{base.__name__} has a training_step of its own, which the pipeline's would replace; define it in a class "
                 "that inherits from PipelineTrainerMixin, where super().training_step is the pipeline's"
             )
-    for base in kind.__mro__:
-        ours = base in (mixin, transformers.Trainer)
-        sft = base.__module__.startswith("trl.") and base.__name__ == "SFTTrainer"  # its loss is the model's
-        if "compute_loss" in vars(base) and not (ours or sft):
+        if "_prepare_inputs" in vars(base) and package_of(base) == "trl":
             raise ConfigError(
-                f"{base.__name__} computes a loss of its own from the logits of the whole batch (compute_loss), which a "
-                "pipeline never has at once; use penstock.Pipeline with your loss_fn and a loop of your own"
+                f"{base.__name__} generates answers with the model while it trains, and each stage has a part of it; "
+                "generate with another copy of the model, and use penstock.Pipeline with a loop of your own, as "
+                "https://penstock.readthedocs.io describes in models.md"
             )
+
+
+def computes_own_loss(trainer: Any, model: Any, mixin: type, cp: int) -> bool:
+    """Return whether a trainer's loss is computed by its ``compute_loss``; otherwise it is the model's own, or smoothed.
+
+    Raises:
+        ConfigError: if it is, and samples are divided over processes (cp), each of which has the outputs of some tokens.
+    """
+    by_function = trainer.compute_loss_func is not None or not has_library_loss(model)
+    owner = _owner_of_loss(type(trainer), mixin)
+    if not by_function and owner is None:
+        return False
+    if cp == 1:
+        return True
+    # With these, SFTTrainer's loss is the model's.
+    if (
+        not by_function
+        and owner is not None
+        and package_of(owner) == "trl"
+        and getattr(trainer.args, "loss_type", "") == "nll"
+    ):
+        return False
+    raise ConfigError(
+        f"pipeline['cp'] is {cp}, so that each process has the outputs of some tokens, and {type(trainer).__name__} "
+        "computes its loss from those of whole samples; leave cp at 1"
+    )
+
+
+def is_of_libraries(trainer: Any, mixin: type) -> bool:
+    """Return whether a trainer's loss is computed by code of transformers or TRL alone."""
+    owner = _owner_of_loss(type(trainer), mixin)
+    of_class = owner is None or package_of(owner) in ("transformers", "trl")
+    return of_class and trainer.compute_loss_func is None and "compute_loss" not in vars(trainer)
+
+
+def _owner_of_loss(kind: type, mixin: type) -> type | None:
+    """Return the class whose ``compute_loss`` is a trainer's; None if it is Trainer's."""
+    others = (base for base in kind.__mro__ if base not in (mixin, transformers.Trainer))
+    return next((base for base in others if "compute_loss" in vars(base)), None)
 
 
 _BY_LAYER = ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise")
@@ -104,7 +141,6 @@ _REFUSED = {
     "fp16": "take bf16=True, which needs no loss scale",
     "neftune_noise_alpha": "its noise would depend on the microbatches; unset it",
     "predict_with_generate": "a pipeline evaluates losses and logits; generate with the saved model",
-    "loss_type": "the loss is the model's own, loss_type='nll'",
     "auto_find_batch_size": "a pipeline is built for its microbatches; choose per_device_train_batch_size",
     "use_liger_kernel": "its kernels replace modules that the stages have; apply them to the model before",
     "optim": "it updates weights within the backward of each batch; take another one, such as adamw_torch",
@@ -130,7 +166,6 @@ def require_supported_arguments(args: Any, in_processes: bool, ep: int) -> None:
             "divides the experts'; take adamw_torch, or leave ep at 1"
         )
     values = {name: getattr(args, name, None) for name in _REFUSED}
-    values["loss_type"] = None if values["loss_type"] == "nll" else values["loss_type"]
     values["optim"] = optimizer if optimizer in _UPDATES_IN_BACKWARD else None
     instead = dict(_REFUSED)
     if in_processes:

@@ -1,0 +1,113 @@
+"""Microbatches that a data collator makes, each of a part of the batch's examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.base.errors import BatchError, describe_error
+from penstock.stage.microbatches import even_cuts
+
+PARTS = "parts"
+"""Key of the microbatches in a batch that was collated in parts."""
+EXAMPLES = "examples"
+"""Key of the number of examples in each of them."""
+TOGETHER = "together"
+"""Key of what the collator makes of the first two parts as one, in the first batch of a run that compares them."""
+
+
+class PartCollator:
+    """Data collator that gives the examples of a batch to another one in parts; each part is a microbatch.
+
+    A batch with fewer examples than parts is filled up with copies of its last part, which count for nothing.
+
+    Args:
+        collator: the data collator.
+        parts: number of microbatches of a batch, of all replicas.
+        main_input: name of the tensor by which Trainer counts the tokens of a run.
+        compares: whether the first batch also has its first two parts as one (default False).
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Mapping[str, Any]],
+        parts: int,
+        main_input: str,
+        compares: bool = False,
+    ) -> None:
+        self.collator, self.parts, self.main_input = collator, parts, main_input
+        self._compares = compares
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """Return the microbatches, the number of examples in each, and the token ids and masks of all in one dimension."""
+        examples = list(examples)
+        cuts = even_cuts(len(examples), min(self.parts, len(examples)))
+        parts = [self._collated(examples[cut.start : cut.stop], n, len(cuts)) for n, cut in enumerate(cuts)]
+        _require_same_keys(parts)
+        missing = self.parts - len(cuts)
+        flat = {
+            name: torch.cat([part[name].flatten() for part in parts])
+            for name in (self.main_input, "attention_mask")
+            if all(isinstance(part.get(name), Tensor) for part in parts)
+        }
+        together = {}
+        if self._compares and len(cuts) > 1:
+            together = {TOGETHER: self._collated(examples[: cuts[1].stop], 0, 1)}
+        self._compares = False
+        return {
+            **flat,
+            **together,
+            PARTS: parts + [dict(parts[-1]) for _ in range(missing)],
+            EXAMPLES: [len(cut) for cut in cuts] + [0] * missing,
+        }
+
+    def _collated(self, examples: list[Any], number: int, count: int) -> dict[str, Any]:
+        try:
+            return dict(self.collator(examples))
+        except Exception as error:  # of any collator
+            raise BatchError(
+                f"the data collator fails on part {number} of {count} of a batch, {len(examples)} of its examples: "
+                f"{describe_error(error)}. Each part becomes a microbatch; a collator that needs the whole batch is asked "
+                "for by pipeline={'collate': 'batch'}"
+            ) from error
+
+
+def _require_same_keys(parts: Sequence[Mapping[str, Any]]) -> None:
+    for n, part in enumerate(parts):
+        if different := sorted(map(str, part.keys() ^ parts[0].keys())):
+            raise BatchError(
+                f"the data collator gives {different[0]!r} for some parts of a batch only, of parts 0 and {n} for one; each "
+                "part becomes a microbatch, and all need the same keys; pipeline={'collate': 'batch'} collates the whole "
+                "batch"
+            )
+
+
+def divided_by_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return a batch that was collated as a whole as if it had been collated in parts, whose tensors are cut by rows."""
+    rows = next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()), 0)
+    if rows < count:
+        raise BatchError(
+            f"the data collator gives a batch of {rows} rows, too few for {count} microbatches; with "
+            "pipeline={'collate': 'parts'}, the default, it makes each microbatch of a part of the examples"
+        )
+    cuts = even_cuts(rows, count)
+    parts = [
+        {
+            name: value[cut.start : cut.stop]
+            if isinstance(value, Tensor) and value.shape[:1] == (rows,)
+            else value
+            for name, value in batch.items()
+        }
+        for cut in cuts
+    ]
+    return {PARTS: parts, EXAMPLES: [len(cut) for cut in cuts]}
+
+
+def counted(batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the microbatches of a batch that count; a batch that was not collated in parts is one."""
+    if PARTS not in batch:
+        return [batch]
+    return [part for part, examples in zip(batch[PARTS], batch[EXAMPLES], strict=True) if examples]
