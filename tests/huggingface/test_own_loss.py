@@ -16,7 +16,7 @@ import penstock
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, hf_trainer, own_losses
 from tests.support.hf_trainer import arguments, assert_same_weights, assert_trained_alike, trainer
-from tests.support.lanes import exhaustive, slow
+from tests.support.lanes import exhaustive
 
 PIPELINE = {"ranks": 2, "microbatches": own_losses.MICROBATCHES, "report": False}
 
@@ -163,7 +163,7 @@ def test_a_collator_that_cannot_make_a_part_is_told_of_the_other_way(tmp_path: P
     trainer(hf_trainer.model(), arguments(tmp_path), PIPELINE | {"collate": "batch"}, **given).train()
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*neither a mean over examples")
 @pytest.mark.parametrize("kind", ["distilled", *exhaustive("against base", "weighted")])
 def test_processes_and_replicas_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, kind: str):

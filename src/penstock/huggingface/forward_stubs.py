@@ -110,7 +110,8 @@ class Absent(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["module"], name)
         if isinstance(value, Tensor) and value.is_floating_point():
-            return nan(value.shape, value.dtype, value.device)
+            # Those of other processes are on the meta device.
+            return nan(value.shape, value.dtype, self.run.device if value.is_meta else value.device)
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

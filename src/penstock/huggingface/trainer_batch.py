@@ -89,7 +89,7 @@ def without_offsets(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _OFFSETS & values.keys() and values.get("position_ids") is None:
         raise ConfigError(
-            "the data collator packs rows (cu_seq_lens_q, seq_idx) and gives no position_ids, by which the stages know where "
+            "the data collator packs rows (cu_seq_lens_q, seq_idx) and gives no position_ids, by which stages know where "
             "each begins; take one that gives them, as DataCollatorWithFlattening does"
         )
     return {name: value for name, value in values.items() if name not in _OFFSETS}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 import threading
 import warnings
 from collections import defaultdict, deque
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.huggingface.model_calls import ModelCalls
@@ -251,15 +253,19 @@ class TrainerLoss:
         if not self.pipe.in_processes or not isinstance(metrics, Mapping) or "train" not in metrics:
             return
         keeps = self.pipe.holds_last
+        tokens = getattr(self._trainer, "_total_train_tokens", 0)
         every = RunGroup.of(self.pipe.world).each(
-            lambda: (self.pipe.replica, {k: [*v] for k, v in metrics["train"].items()}) if keeps else None
+            lambda: (
+                (self.pipe.replica, {k: [*v] for k, v in metrics["train"].items()}, tokens) if keeps else None
+            )
         )
-        of_replicas = [
-            kept for _, kept in sorted((one for one in every if one is not None), key=lambda one: one[0])
-        ]
+        told = sorted((one for one in every if one is not None), key=lambda one: one[0])
+        of_replicas = [kept for _, kept, _ in told]
         metrics["train"].clear()
         for name in dict.fromkeys(name for kept in of_replicas for name in kept):
             metrics["train"][name] = [value for kept in of_replicas for value in kept.get(name, [])]
+        if "num_tokens" in metrics["train"]:  # the only one that TRL does not average
+            metrics["train"]["num_tokens"] = [sum(count for _, _, count in told)]
 
     def compare_together(self, batch: Mapping[str, Any], items: Any) -> None:
         """Warn if the loss of two parts together is not the mean of their own, as with negatives within a batch.
@@ -288,7 +294,7 @@ class TrainerLoss:
             warnings.warn(
                 f"{self._name}.compute_loss gives {losses[2]:.6g} for two microbatches together, and {mean:.6g} as the mean "
                 "of both: it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with "
-                "negatives within a batch, class weights, or a mean over the tokens of a batch). The loss of a batch is then "
+                "negatives within a batch, class weights, or a mean over the tokens of a batch). A batch's loss is then "
                 "the mean of those of its microbatches. This is said once",
                 stacklevel=2,
             )
@@ -330,9 +336,12 @@ class TrainerLoss:
         while True:
             asked = [self._ask(part) for part in counted]
             needs = [each.needs for each in asked if each.needs is not None]
-            if not needs:
+            found = {len(needs)}
+            if self._has_later is None:  # later steps find what this one has found
+                found = {*RunGroup.of(self.pipe.world).each(lambda: len(needs))}  # noqa: B023 - called at once
+            if found == {0}:
                 break
-            if len(needs) < len(asked):
+            if found != {len(asked)}:
                 raise self._another_number()
             if asked[0].call is not None:
                 self._has_later = True
@@ -484,8 +493,8 @@ class TrainerLoss:
                 "needs them; take a schedule such as '1f1b'"
             )
         device = self._trainer.args.device
-        told = RunGroup.of(self.pipe.world).each(lambda: {n: _moved(v, "cpu") for n, v in make().items()})
-        return {n: _moved(value, device) for each in told for n, value in each.items()}
+        told = RunGroup.of(self.pipe.world).each(lambda: {n: _plain(v) for n, v in make().items()})
+        return {n: _restored(value, device) for each in told for n, value in each.items()}
 
     # Arguments and outputs
 
@@ -611,15 +620,31 @@ def _filled(value: Any, more: int) -> Any:
     return torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
 
 
-def _moved(value: Any, device: Any) -> Any:
-    """Return an output of a model with its tensors on a device, without their graph."""
+_CLASS = "class of the output"
+
+
+def _plain(value: Any) -> Any:
+    """Return an output of a model as what processes send each other: tensors on the CPU, in dicts, lists and tuples."""
     if isinstance(value, Tensor):
-        return value.detach().to(device)
+        return value.detach().cpu()
     if isinstance(value, tuple | list):
-        return type(value)(_moved(inner, device) for inner in value)
-    if isinstance(value, Mapping):
-        fields = {name: _moved(inner, device) for name, inner in value.items()}
-        return fields if type(value) is dict else type(value)(**fields)
+        return [_plain(inner) for inner in value]
+    if isinstance(value, ModelOutput):
+        kind = type(value)
+        return {_CLASS: f"{kind.__module__}:{kind.__name__}", **{k: _plain(v) for k, v in value.items()}}
+    return value
+
+
+def _restored(value: Any, device: torch.device) -> Any:
+    """Return the output that was sent as `_plain` gives it, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return tuple(_restored(inner, device) for inner in value)
+    if isinstance(value, dict) and _CLASS in value:
+        module, _, name = value.pop(_CLASS).partition(":")
+        kind = getattr(sys.modules[module], name)
+        return kind(**{key: _restored(inner, device) for key, inner in value.items()})
     return value
 
 
