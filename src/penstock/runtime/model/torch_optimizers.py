@@ -51,7 +51,8 @@ def _judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], ranks: int) 
     options = {key: group[key] for key in _arguments(kind, optimizer.defaults) if key in group}
     across = looks_across(kind, options, device)
     if across and ranks > 1:
-        raise ConfigError(looking_across(kind, f"each of the {ranks} ranks has only its own", "use ranks=1"))
+        instead = "use ranks=1, or a PipelineOptimizer if one rank has all that it updates"
+        raise ConfigError(looking_across(kind, f"each of the {ranks} ranks has only its own", instead))
     if not any(map(is_dtensor, parameters)) or not (across or needs_whole(kind, options, device)):
         return
     if differs_in_parts(kind, options, parameters, across):

@@ -90,7 +90,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
             ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices, and get each on one replica, so
             that the work is equal; so does any other that looks at more than each element, as a trial on a small matrix
-            shows. With tensor parallelism all processes of a matrix update it.
+            shows. With tensor parallelism all processes of a matrix update it. One that looks across tensors, as Prodigy,
+            is refused where replicas or ranks each have some of them.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -213,7 +214,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             counts = torch.zeros(self.pipe.ranks, dtype=torch.float64)
             for rank, of_rank in self._groups.items():
                 own = [group for other, group in zip(kinds, of_rank, strict=True) if other is kind]
-                counts[rank] = sum(map(len, own))
+                counts[rank] = sum(p.requires_grad for group in own for _, p in group)
             if (ranks := int(self.pipe.sum_over_ranks(counts).count_nonzero())) > 1:
                 instead = (
                     "use ranks=1" if self.pipe.in_processes else "make one of pipe.parameters() yourself"
