@@ -30,7 +30,11 @@ def watch_torch_optimizers(pipe: object, parameters: LocalParameters, ranks: int
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
 
-    def judge(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # The import that this needs takes seconds, and is done where a step is compiled, which would compile the trials.
+        (torch.compiler.disable(judge) if torch.compiler.is_compiling() else judge)(optimizer)
+
+    def judge(optimizer: torch.optim.Optimizer) -> None:
         if optimizer in CHECKED or optimizer in seen:
             return
         own = {id(p) for _, p in parameters.named_parameters()}
@@ -39,7 +43,7 @@ def watch_torch_optimizers(pipe: object, parameters: LocalParameters, ranks: int
                 _judge(optimizer, group, ranks)
             seen.add(optimizer)
 
-    handle = register_optimizer_step_pre_hook(judge)
+    handle = register_optimizer_step_pre_hook(hook)
     weakref.finalize(pipe, handle.remove).atexit = False
 
 
