@@ -219,7 +219,7 @@ class Pipeline(PipelineModel):
             self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
         if self.world is not None:
-            watch_torch_optimizers(self, parameters, self.ranks)
+            watch_torch_optimizers(self._engine, parameters, self.ranks)
 
     def _meet(self, place: Place, axes: MeshShape | Mesh | None, given: Mapping[str, object]) -> World:
         """Meet the other processes of the run, and compare what each was given."""

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_dtensor
+from penstock.runtime.engine import Engine
 from penstock.runtime.model.optimizer_trials import differs_in_parts, looks_across, needs_whole
 from penstock.runtime.weights.parameters import LocalParameters
 
@@ -22,20 +23,21 @@ CHECKED = weakref.WeakSet[torch.optim.Optimizer]()
 """Each `PipelineOptimizer` and those that it made, which it has judged."""
 
 
-def watch_torch_optimizers(pipe: object, parameters: LocalParameters, ranks: int) -> None:
-    """Judge every torch optimizer of parameters of a pipeline in processes, as long as there is this pipeline.
+def watch_torch_optimizers(engine: Engine, parameters: LocalParameters, ranks: int) -> None:
+    """Judge every torch optimizer of parameters of a pipeline in processes, until it is closed.
 
     Args:
         ranks: number of pipeline ranks.
     """
-    seen = weakref.WeakSet[torch.optim.Optimizer]()
+    seen, running = weakref.WeakSet[torch.optim.Optimizer](), weakref.ref(engine)
 
     def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
         # The import that this needs takes seconds, and is done where a step is compiled, which would compile the trials.
         (torch.compiler.disable(judge) if torch.compiler.is_compiling() else judge)(optimizer)
 
     def judge(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in CHECKED or optimizer in seen:
+        of = running()
+        if of is None or of.closed or optimizer in CHECKED or optimizer in seen:
             return
         own = {id(p) for _, p in parameters.named_parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
@@ -44,7 +46,7 @@ def watch_torch_optimizers(pipe: object, parameters: LocalParameters, ranks: int
             seen.add(optimizer)
 
     handle = register_optimizer_step_pre_hook(hook)
-    weakref.finalize(pipe, handle.remove).atexit = False
+    weakref.finalize(engine, handle.remove).atexit = False
 
 
 def _judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], ranks: int) -> None:
