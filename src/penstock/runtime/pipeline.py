@@ -41,6 +41,7 @@ from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.measured_split import resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.model.row_check import RowCheck
+from penstock.runtime.model.torch_optimizers import watch_torch_optimizers
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.start.place import Place, current_place
@@ -217,6 +218,8 @@ class Pipeline(PipelineModel):
         if self._emptied:
             self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
+        if self.world is not None:
+            watch_torch_optimizers(self._engine, parameters, self.ranks)
 
     def _meet(self, place: Place, axes: MeshShape | Mesh | None, given: Mapping[str, object]) -> World:
         """Meet the other processes of the run, and compare what each was given."""

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.base.errors import ConfigError, nearest
-from penstock.runtime.optim.elementwise import MakeOptimizer
+from penstock.runtime.model.optimizer_trials import MakeOptimizer
+from penstock.runtime.model.torch_optimizers import CHECKED
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 
@@ -44,7 +45,9 @@ def build(
             "maximize=True holds for the groups without an optimizer of their own alone, so the others would descend; give "
             "them 'maximize' where their optimizer has it, or negate the loss"
         )
-    return parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
+    built = parts[0][1] if len(parts) == 1 else SeveralOptimizers(parts)
+    CHECKED.update([built, *(made for _, made in parts)])
+    return built
 
 
 def build_one(

@@ -21,8 +21,9 @@ from penstock.base.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import is_sharded, local
 from penstock.parallel.replicas.divided_gradient import require_same_changes
 from penstock.parallel.replicas.exchange import run_each
+from penstock.runtime.model.optimizer_trials import MakeOptimizer, looks_across, needs_whole
+from penstock.runtime.model.torch_optimizers import CHECKED, looking_across
 from penstock.runtime.optim import state as optimizer_state
-from penstock.runtime.optim.elementwise import MakeOptimizer, needs_whole
 from penstock.runtime.optim.expert_balance import ExpertBalance
 from penstock.runtime.optim.factory import (
     MakeScheduler,
@@ -89,7 +90,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
             ``pipe.state_dict()``), which waits. Muon and Adafactor need whole matrices, and get each on one replica, so
             that the work is equal; so does any other that looks at more than each element, as a trial on a small matrix
-            shows. With tensor parallelism all processes of a matrix update it.
+            shows. With tensor parallelism all processes of a matrix update it. One that looks across tensors, as Prodigy,
+            is refused where replicas or ranks each have some of them.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -143,9 +145,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
         zero = zero or pipe.parallel.shard != "none"
         gather = None if pipe.world is None else partial(pipe.world.gather, over="run")
         whole: dict[str, nn.Parameter] = {}
+        across: set[int] = set()
 
         def find_whole() -> None:
-            whole.update(_whole_matrices(optimizer, options, defaults, self._groups.values(), bool(zero)))
+            looking, found = _looking_further(
+                pipe, optimizer, options, defaults, self._groups.values(), bool(zero)
+            )
+            across.update(looking)
+            whole.update(found)
 
         run_each(find_whole, gather)
         # After the choice of the gradients' dtype, which buckets have; and to drop an earlier optimizer's shards.
@@ -172,9 +179,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 self._optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
 
         run_each(build_all, gather)
+        self._require_together(across, [chosen.get("optimizer", optimizer) for chosen in options])
         order = {p: place for place, p in enumerate(pipe.parameters())}
         members = [{p for of in self._groups.values() for _, p in of[n]} for n in range(len(options))]
         super().__init__([{"params": sorted(group, key=order.__getitem__)} for group in members], {})
+        CHECKED.add(self)
         self._options = SharedOptions(self, list(self._optimizers.values()))
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
@@ -189,6 +198,28 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Torch optimizers by rank of this process, with what was written into `param_groups`."""
         self._options.give()
         return self._optimizers
+
+    def _require_together(self, across: Collection[int], kinds: Sequence[MakeOptimizer]) -> None:
+        """Raise if an optimizer that looks across tensors has parameters on several ranks.
+
+        Args:
+            across: numbers of the groups whose optimizers do.
+            kinds: optimizers of the groups.
+        """
+        for kind in dict.fromkeys(kinds[n] for n in sorted(across)):
+            if self.shards is not None:
+                raise ConfigError(
+                    looking_across(kind, "with ZeRO each replica has some only", "leave zero off")
+                )
+            counts = torch.zeros(self.pipe.ranks, dtype=torch.float64)
+            for rank, of_rank in self._groups.items():
+                own = [group for other, group in zip(kinds, of_rank, strict=True) if other is kind]
+                counts[rank] = sum(p.requires_grad for group in own for _, p in group)
+            if (ranks := int(self.pipe.sum_over_ranks(counts).count_nonzero())) > 1:
+                instead = (
+                    "use ranks=1" if self.pipe.in_processes else "make one of pipe.parameters() yourself"
+                )
+                raise ConfigError(looking_across(kind, f"each of {ranks} ranks has only its own", instead))
 
     def _updated(self, group: Named) -> Named:
         """Return the parameters of a group that are updated here, or with ZeRO their shards."""
@@ -365,29 +396,36 @@ def _compare(pipe: Pipeline, given: dict[str, Any], groups: object) -> None:
         require_same_arguments(pipe.world.collectives, given)
 
 
-def _whole_matrices(
+def _looking_further(
+    pipe: Pipeline,
     make: MakeOptimizer,
     options: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     groups: Collection[Sequence[Named]],
     zero: bool,
-) -> dict[str, nn.Parameter]:
-    """Return the parameters by name whose optimizers need whole matrices, if processes have parts of any.
+) -> tuple[list[int], dict[str, nn.Parameter]]:
+    """Return what optimizers look at besides each element, if processes or ranks divide it.
 
     Args:
         options: of each group.
         groups: of each rank.
+
+    Returns:
+        numbers of the groups whose optimizers look across tensors, and the parameters by name that others need whole, too.
     """
     parameters = [p for of_rank in groups for group in of_rank for _, p in group]
-    if not zero and not any(map(is_sharded, parameters)):
-        return {}
+    parts = zero or any(map(is_sharded, parameters))
+    if not parts and pipe.ranks == 1:
+        return [], {}
     device = next((p.device for p in parameters), torch.device("cpu"))
-    needing = []
-    for chosen in options:
+    across, needing = [], []
+    for number, chosen in enumerate(options):
         kind = chosen.get("optimizer", make)
         given = {**(defaults if kind is make else {}), **chosen}
         given.pop("optimizer", None)
-        needing.append(needs_whole(kind, given, device))
+        if looks_across(kind, given, device):
+            across.append(number)
+        needing.append(parts and (number in across or needs_whole(kind, given, device)))
     whole = {
         name: p
         for of_rank in groups
@@ -400,4 +438,4 @@ def _whole_matrices(
             f"{stacks[0]} is a stack of divided experts, whose optimizer needs whole matrices, which zero divides no "
             "further; give it another optimizer in a group of its own, such as AdamW, or leave zero off"
         )
-    return whole
+    return across, whole
