@@ -38,6 +38,7 @@ from penstock.huggingface.library import require_library
 from penstock.huggingface.loss import ModelLoss, chunked_loss, has_library_loss
 from penstock.huggingface.own_forward import OwnForward
 from penstock.huggingface.proof import images_refused, require_equal
+from penstock.huggingface.quantised import require_known_quantisation
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
 from penstock.stage.layers import BatchNames, Layer, begins_in, joint_name
 from penstock.stage.rng.initial import generator_for
@@ -219,18 +220,20 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _of_model(model: Any, check: bool) -> list[Layer]:
     head = head_of(model)
-    require_variant(model.config, head)
+    require_known_quantisation(model)
+    require_variant(model.config, head, quantised=True)
     built = [(layer, layer.build()) for layer in _layers(model, head, model.get_submodule)]
     _prove(model, head, check)
     # The modules show which weights are tied, also those that the user has tied.
     return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
 
 
-def require_variant(config: Any, head: str | None = None) -> None:
+def require_variant(config: Any, head: str | None = None, *, quantised: bool = False) -> None:
     """Require a config of a model whose layers take a hidden state, a padding mask and positions alone.
 
     Args:
         head: head of the model; None for the one that the config asks for.
+        quantised: whether its weights may be quantised (default False).
 
     Raises:
         SplitError: if transformers has no such model for it, or the config asks for more; names the key.
@@ -251,6 +254,8 @@ def require_variant(config: Any, head: str | None = None) -> None:
             "set it, as in model.config.pad_token_id = tokenizer.pad_token_id"
         )
     values = {key: getattr(config, key, None) for key in VARIANT_KEYS}
+    if quantised:
+        values["quantization_config"] = None
     for key in ("rope_parameters", "rope_scaling"):
         values[key] = values[key] or getattr(text, key, None)
     reason = refused_variant(values)

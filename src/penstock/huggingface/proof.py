@@ -21,6 +21,7 @@ from penstock.huggingface.forward_layers import image_token, own_layers
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
 from penstock.huggingface.loss import ModelLoss
 from penstock.huggingface.own_forward import OwnForward
+from penstock.huggingface.quantised import without_quantisation
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss
@@ -61,6 +62,7 @@ def require_equal(config: Any, weights: int, head: str = CAUSAL, images: bool = 
         SplitError: if the layers give other numbers than the model, or no small model can be made; says which.
     """
     kind = type(config).__name__
+    config = without_quantisation(config)
     try:
         small = copy.deepcopy(config) if weights <= _MOST_WEIGHTS else small_config(config)
         kernel = config._attn_implementation

@@ -31,9 +31,9 @@ _Restore = Callable[[], object]
 def python_state_kept(objects: Iterable[object]) -> Iterator[None]:
     """Return a context after which objects have the state in Python that they had before it.
 
-    The state is attributes and buffers of modules (not of those within them), attributes of objects of the user's classes,
-    closures of functions, what lists, dictionaries, sets, tensors, iterators and generators of random numbers among these
-    hold, and the random generators of Python, NumPy and torch.
+    The state is attributes and buffers of modules (not of those within them), memory of parameters of libraries' classes,
+    attributes of objects of the user's classes, closures of functions, what lists, dictionaries, sets, tensors, iterators
+    and generators of random numbers among these hold, and the random generators of Python, NumPy and torch.
     """
     found: dict[int, tuple[object, _Restore]] = {}
     for value in objects:
@@ -65,7 +65,7 @@ def _restore_of(value: object) -> tuple[_Restore, list[Any]] | None:
     """Return a function that gives an object back its state, and the objects in the state; None if it has none."""
     match value:
         case nn.Parameter():
-            return None
+            return _restore_parameter(value) if _of_user(type(value)) else None
         case Tensor():
             return _restore_tensor(value), []
         case list() | deque():
@@ -88,7 +88,8 @@ def _restore_of(value: object) -> tuple[_Restore, list[Any]] | None:
         case nn.Module():
             attributes = {n: v for n, v in vars(value).items() if n not in INTERNAL}
             restore = _restore_dict(vars(value), attributes)
-            return restore, [*attributes.values(), value._buffers]
+            own = [p for p in value._parameters.values() if _of_user(type(p))]
+            return restore, [*attributes.values(), value._buffers, *own]
         case np.ndarray() if value.flags.writeable:
             return partial(np.copyto, value, value.copy()), []
     if not hasattr(value, "__dict__") or not _of_user(type(value)):
@@ -115,6 +116,21 @@ def _restore_tensor(tensor: Tensor) -> _Restore:
                 tensor.copy_(value)
 
     return restore
+
+
+def _restore_parameter(parameter: nn.Parameter) -> tuple[_Restore, list[Any]]:
+    """Return a function that gives a parameter of a library's class, such as quantised weights, back its memory.
+
+    Some pack their weights anew for an evaluation, with the numbers by which they are read in attributes.
+    """
+    memory, attributes = parameter.data, _restore_dict(vars(parameter))
+
+    def restore() -> None:
+        if parameter.data_ptr() != memory.data_ptr():
+            parameter.data = memory
+        attributes()
+
+    return restore, [*vars(parameter).values()]
 
 
 def _restore_set(values: set[Any]) -> _Restore:
