@@ -46,6 +46,11 @@ class FirstStep:
         self._random, self._evaluated = random, False
         self._layers, self._rows, self._memory, self._replicas = layers, rows, memory, replicas
 
+    def before(self) -> None:
+        """Do what must come before a step."""
+        if self._rows is not None:
+            self._rows.before()
+
     def after(
         self,
         arguments: Callable[[], Arguments],

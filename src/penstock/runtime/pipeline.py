@@ -599,6 +599,8 @@ class Pipeline(PipelineModel):
         )
         if options.trains and self.shards is not None:
             self.shards.require_used()
+        if self._first_step is not None:
+            self._first_step.before()
         with nullcontext() if options.trains else self._without_gradients():
             batch = self._cut(x, y, named, options)
             try:

@@ -208,7 +208,10 @@ class MethodsTwoDeep(Parts):
         return self.head(x) + h
 
 
-@forward(bounded="a weight's gradient is the sum over two places")
+@forward(
+    bounded="a weight's gradient is the sum over two places",
+    refused=r"is used at several places on several ranks",
+)
 class SameMethodTwice(Parts):
     """a method with the loop, called twice"""
 
@@ -277,7 +280,7 @@ class OneLine(Parts):
         return self.head(self.parts(self.stem(x)))
 
 
-@forward()
+@forward(refused=r"stages but only \d+ block")  # the stem and the head are no blocks
 class SeveralSequentials(Parts):
     """blocks in several nn.Sequentials: layer1, layer2, layer3"""
 

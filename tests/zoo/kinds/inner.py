@@ -43,7 +43,7 @@ class Forces(nn.Module):
         return x - 0.5 * slope
 
 
-@kind(**RECOMPUTE)
+@kind(mixes=True, **RECOMPUTE)
 class InnerSteps(nn.Module):
     """gradient steps on a weight inside the forward, as in meta-learning"""
 

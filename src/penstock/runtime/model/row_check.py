@@ -67,6 +67,15 @@ class RowCheck:
         self._modules, self._loss_fn = modules, loss_fn
         self._world, self._reduction, self._itemsize = world, reduction, itemsize
         self._step, self._warned = "step", False
+        self._versions: dict[int, int] = {}
+
+    def before(self) -> None:
+        """Remember the parameters as they are before a step, to see which of them its forwards write into."""
+        self._versions = {id(p): p._version for p in self._parameters()}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        every = (p for module in self._modules.values() for p in module.parameters())
+        return [*{id(p): p for p in every}.values()]
 
     def run(
         self,
@@ -92,6 +101,9 @@ class RowCheck:
             of_loss = [inner for module in modules_called(self._loss_fn) for inner in module.modules()]
             every = [*of_layers, *map(source_of, of_layers), *of_loss, *parts_of(self._loss_fn)]
             stack.enter_context(python_state_kept(every))
+            # A table with max_norm, say: other rows than the step's are looked up with opened parameters.
+            written = [p for p in self._parameters() if self._versions.get(id(p), p._version) != p._version]
+            stack.enter_context(_values_kept(written))
             stack.enter_context(_uncompiled(self._modules))
             opens = True
             found = self._compare(together, forwards, warned, opens)
@@ -375,6 +387,19 @@ class _Recorder:
 
 def _nothing() -> None:
     pass
+
+
+@contextmanager
+def _values_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Return a context after which parameters have the values that they had before it."""
+    before = [(p, p._version, p.detach().clone()) for p in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, version, value in before:
+                if parameter._version != version:
+                    parameter.copy_(value)
 
 
 def _repeated(batch: LocalBatch, of: LocalBatch) -> LocalBatch:
