@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,8 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps, trained
-from tests.support.groups import run_cases
+from tests.support.full_disk import files_of_at_most
+from tests.support.groups import outcome, run_cases
 from tests.support.lanes import exhaustive, slow
 from tests.support.states import joined
 
@@ -202,24 +201,13 @@ def test_nothing_is_loaded_if_no_checkpoint_is_sound(saved_twice: Path):
         assert pipe.steps == 0
 
 
-@contextlib.contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """Files cannot become larger."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_disk_leaves_the_previous_checkpoint_and_training_continues(saved_twice: Path):
     there = sorted(path.name for path in saved_twice.rglob("*"))
     said = r"no checkpoint was written .*File too large.* earlier checkpoints are unchanged"
     with pipeline(ranks=2) as pipe, Checkpoints(saved_twice, pipe, adamw(pipe)) as checkpoints:
         assert checkpoints.load_newest().step == 2
         steps(pipe, checkpoints.optimizer, 1)
-        with disk_of(20_000):
+        with files_of_at_most(20_000):
             checkpoints.save()
             with pytest.raises(PenstockError, match=said):
                 checkpoints.wait()
@@ -230,14 +218,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_training_continues(saved
 
 
 def on_a_full_disk(rank: int, folder: Path) -> str:
-    with pipeline() as pipe, Checkpoints(folder, pipe, None) as checkpoints:
-        try:
-            with disk_of(5_000) if rank == 1 else contextlib.nullcontext():
-                checkpoints.save()
-                checkpoints.wait()
-        except PenstockError as error:
-            return str(error)
-    return ""
+    disk = files_of_at_most(5_000) if rank == 1 else contextlib.nullcontext()
+    with pipeline() as pipe, Checkpoints(folder, pipe, None) as checkpoints, disk:
+        checkpoints.save()
+        return outcome(checkpoints.wait)
 
 
 def test_every_process_names_the_rank_that_could_not_write(tmp_path: Path, processes: LocalProcesses):

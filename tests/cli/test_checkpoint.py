@@ -12,12 +12,11 @@ from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import steps_in
 from penstock.cli import group
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.loop import train
-from penstock.train.run_log import Reporter
 from tests.support import own_models
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import quietly
 
 
 def call(*words: object) -> Result:
@@ -141,7 +140,7 @@ def test_what_is_exported_is_what_the_library_loads_with_the_runs_logits(tmp_pat
     source = hf_folders.folder(tmp_path, family, tied=family == "gpt2")
     told = {"steps": 2, "checkpoint_every": 2, "name": "run"}
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(source)}, train=told)
-    train(config, lambda steps, leads: Reporter())
+    quietly(config)
     run, target = tmp_path / "runs" / "run", tmp_path / "exported"
     result = call("export-hf", run / "checkpoints" / "step-00000002", target)
     assert result.exit_code == 0, result.output

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli import group, main
+from penstock.cli import group
 from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
 from penstock.train.config import file as config_file
@@ -39,11 +39,5 @@ def test_options_are_obeyed_and_the_prompt_comes_first(trained: Path):
     assert sample(trained).stdout.startswith("import ")
 
 
-def test_what_is_no_run_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("sys.argv", ["penstock", "sample", str(tmp_path)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert f"{tmp_path} is not a run folder" in capsys.readouterr().err
+def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path: Path, refused):
+    assert f"{tmp_path} is not a run folder" in refused("sample", tmp_path)

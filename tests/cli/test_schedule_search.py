@@ -130,16 +130,8 @@ def test_proved_means_a_gap_of_0_and_the_bound_is_the_one_that_ended_the_search(
         (("--out", "best.json"), "--out must end in .csv"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_searched_is_refused_in_one_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_what_cannot_be_searched_is_refused_in_one_line(words: tuple[str, ...], message: str, refused):
+    assert message in refused("schedule", "search", "-p", 4, "-m", 4, *words)
 
 
 def test_an_interrupt_before_the_first_order_is_told(

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.base import host
-from penstock.cli import group, main
+from penstock.cli import group
 from tests.support.commands import python
 from tests.support.lanes import exhaustive
 from tests.support.launchers import SRUN, free_port
@@ -108,14 +108,10 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    words: list[str], said: str, tmp_path: Path, monkeypatch, capsys
+    words: list[str], said: str, tmp_path: Path, monkeypatch, refused
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["penstock", "train", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in refused("train", *words, usage=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -130,7 +130,7 @@ def test_the_mode_of_a_pipeline_is_that_of_its_model():
     net = own_models.made(Changing)
     x, y = own_models.batch()
     with penstock.Pipeline(net, ranks=2, microbatches=2) as pipe:
-        pipe.eval()
+        assert pipe.eval() is pipe
         assert not any(m.training for m in net.modules())
         expected = losses(copy.deepcopy(net), x, y, 2)
         assert torch.equal(pipe.step(x, y).losses, expected)

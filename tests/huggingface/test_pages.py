@@ -27,7 +27,9 @@ SAVED = {"tune.py": "my-parallel-model/model.safetensors", "qlora.py": "my-qlora
 
 def small_model(root: Path) -> None:
     """The folder that the page's code reads."""
-    folder = hf_folders.of_bytes(root).rename(root / "my-model")
+    # Kernels of bitsandbytes for CPUs take multiples of 32.
+    wide = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    folder = hf_folders.of_bytes(root, **wide).rename(root / "my-model")
     tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
 

@@ -212,11 +212,7 @@ def test_layers_that_mix_tokens_are_refused_by_name(processes: LocalProcesses):
 
 
 def unseen(rank: int, name: str, zero: bool) -> str:
-    try:
-        first_loss(model(zero=zero), UNSEEN[name])
-    except PenstockError as error:
-        return str(error)
-    return "no error"
+    return outcome(first_loss, model(zero=zero), UNSEEN[name])
 
 
 @pytest.mark.slow

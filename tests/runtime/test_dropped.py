@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,20 +12,13 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from penstock.base.errors import StageError
+from penstock.base.errors import BatchError, StageError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support.lanes import exhaustive
+from tests.support.boom import Boom
 
 LIMIT = 30.0  # seconds, of what takes none
-
-
-class Fails(nn.Module):
-    """Raises in its forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("broken on purpose")
 
 
 def ours() -> list[threading.Thread]:
@@ -45,14 +39,32 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(8, 4), torch.zeros(8, 4)
 
 
-@pytest.mark.parametrize("stepped", [True, *exhaustive(False)])
-def test_its_threads_end_and_the_model_may_stay(stepped: bool):
+@pytest.mark.parametrize("call", ["nothing", "evaluate", "refused"])
+def test_its_threads_end_without_a_garbage_collection(call: str):
+    gc.collect()
+    before = set(ours())
+    gc.disable()
+    try:
+        pipe = Pipeline(layers(), mse_loss, ranks=2, microbatches=2)
+        threads = [thread for thread in ours() if thread not in before]
+        if call == "evaluate":
+            pipe.evaluate(*batch())
+        elif call == "refused":
+            with contextlib.suppress(BatchError):
+                pipe.step(torch.zeros(3, 3), torch.zeros(4, 4))
+        del pipe
+        assert len(threads) == 2
+        assert ended(threads)
+    finally:
+        gc.enable()
+
+
+def test_its_threads_end_and_the_model_may_stay():
     before, model = set(ours()), layers()
     pipe = Pipeline(model, mse_loss, ranks=2, microbatches=2)
     optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
-    if stepped:
-        pipe.step(*batch())
-        optimizer.step()
+    pipe.step(*batch())
+    optimizer.step()
     threads = [thread for thread in ours() if thread not in before]
     assert len(threads) == 2
     gone = weakref.ref(pipe)
@@ -65,9 +77,9 @@ def test_its_threads_end_and_the_model_may_stay(stepped: bool):
 
 def test_its_threads_end_after_a_step_that_failed():
     before = set(ours())
-    model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Boom(0), nn.Linear(4, 4))
     pipe = Pipeline(model, mse_loss, ranks=3, microbatches=2)
-    with pytest.raises(StageError, match="broken on purpose"):
+    with pytest.raises(StageError, match="boom"):
         pipe.step(*batch())
     threads = [thread for thread in ours() if thread not in before]
     assert len(threads) == 3

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
+from tests.support import plain
 from tests.support.lanes import exhaustive
 from tests.support.plain import require_equal_gradients
 
-WIDTH, ROWS, M = 8, 4, 4
+WIDTH, ROWS, M = plain.WIDTH, 4, 4
 
 
 def linear() -> nn.Linear:
@@ -180,12 +181,6 @@ CASES = [
 REST = set(itertools.product(KINDS, (1, 3), ("1f1b", "zb-h1"), ("none", "full"))) - set(CASES)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(ROWS * M, WIDTH, generator=generator) for _ in range(2))
-    return x, y
-
-
 @pytest.mark.parametrize(("kind", "ranks", "schedule", "recompute"), [*CASES, *exhaustive(*sorted(REST))])
 def test_steps_have_the_bits_of_plain_pytorch(kind: str, ranks: int, schedule: str, recompute: str):
     parts, dtype = KINDS[kind]
@@ -199,9 +194,9 @@ def test_steps_have_the_bits_of_plain_pytorch(kind: str, ranks: int, schedule: s
     options["execution"] = ExecutionOptions(check_split=checks)
     with Pipeline(net, F.mse_loss, microbatches=M, ranks=ranks, **options) as pipe:
         for step in range(2):  # gradients accumulate
-            found = pipe.step(*batch(step)).losses
+            found = pipe.step(*plain.batch(step, ROWS * M)).losses
             losses = []
-            for x, y in zip(*(part.chunk(M) for part in batch(step)), strict=True):
+            for x, y in zip(*(part.chunk(M) for part in plain.batch(step, ROWS * M)), strict=True):
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                     losses.append(F.mse_loss(other(x), y))
                 (losses[-1] / M).backward()

@@ -96,11 +96,9 @@ def test_threads_give_the_losses_and_gradients_of_plain_pytorch(family: str):
 
 
 def through_the_group(rank: int, family: str) -> list[Step]:
-    os.environ[SWITCH] = "0"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
         return trained(rank, family)
-    finally:
-        del os.environ[SWITCH]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -17,7 +16,6 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.base.errors import BatchError, ConfigError, PenstockError
-from penstock.runtime.health.hang import RANK_THREAD
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -122,17 +120,6 @@ def test_evaluation_runs_forward_only_in_eval_mode_and_puts_modes_back(family):
         assert torch.equal(torch.cat(result.outputs), torch.cat([net(a) for a in x.chunk(4)]).detach())
 
 
-def test_one_rank_hands_over_locally_and_needs_no_threads_or_channels():
-    net, other = plain.model(4), plain.model(4)
-    x, y = plain.batch(0, 8)
-    options = {"ranks": 1, "schedule": "interleaved-1f1b", "virtual_stages": 4}
-    with Pipeline(net, mse_loss, microbatches=4, **options) as pipe:
-        assert pipe._engine._rank_threads is None
-        losses = pipe.step(x, y).losses
-        assert pipe._engine._programs[4].executors[True][0].channel is None
-    assert torch.equal(losses, plain.step(other, mse_loss, x, y, 4)[0])
-
-
 def test_a_schedule_may_be_an_object_or_a_file(tmp_path):
     schedule = build_schedule("zb-h1", 2, 4)
     write_csv(schedule, tmp_path / "mine.csv")
@@ -147,25 +134,6 @@ def test_a_schedule_may_be_an_object_or_a_file(tmp_path):
         Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=3, schedule=schedule)
     with pytest.raises(ConfigError, match="has 4 microbatches, but microbatches=5"):
         Pipeline(plain.model(4), mse_loss, microbatches=5, schedule=schedule)
-
-
-def test_gradients_accumulate_over_steps_and_nothing_else_touches_them():
-    net, other = plain.model(2), plain.model(2)
-    with Pipeline(net, mse_loss, microbatches=2, ranks=2) as pipe:
-        for n in range(3):
-            pipe.step(*plain.batch(n, 4))
-            plain.step(other, mse_loss, *plain.batch(n, 4), 2)
-            pipe.evaluate(*plain.batch(n, 4))
-    plain.require_equal_gradients(net, other)
-
-
-def test_train_and_eval_reach_every_stage():
-    net = plain.model(4)
-    with Pipeline(net, mse_loss, microbatches=2, ranks=2) as pipe:
-        assert pipe.eval() is pipe
-        assert not any(m.training for layer in net for m in layer.modules())
-        pipe.train()
-        assert all(m.training for layer in net for m in layer.modules())
 
 
 def test_the_trace_has_every_op_in_order_with_bytes_that_return_to_zero():
@@ -237,19 +205,6 @@ def test_nested_inputs_and_outputs_travel_between_stages():
     assert torch.equal(result.losses[0], expected)
 
 
-def test_a_frozen_stage_passes_no_gradient_and_trains_nothing():
-    net, other = plain.model(4), plain.model(4)
-    for model in (net, other):
-        for p in model[:2].parameters():
-            p.requires_grad_(False)
-    with Pipeline(net, mse_loss, microbatches=2, ranks=4, schedule="zb-h1") as pipe:
-        x, y = plain.batch(0, 4)
-        losses = pipe.step(x, y).losses
-    assert torch.equal(losses, plain.step(other, mse_loss, x, y, 2)[0])
-    plain.require_equal_gradients(net, other)
-    assert all((p.grad is None) == (not p.requires_grad) for p in net.parameters())
-
-
 @pytest.mark.slow
 def test_torchrun_gives_the_same_lines_one_process_a_rank():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -317,25 +272,3 @@ def test_arguments_that_require_a_gradient_are_refused(leaf: bool):
         result = pipe.step(given, y, input_grads=True)
         assert result.input_grads is not None
         pipe.evaluate(given, y)
-
-
-@pytest.mark.parametrize("call", ["nothing", "evaluate", "refused"])
-def test_threads_end_with_their_pipeline_without_a_garbage_collection(call: str):
-    gc.collect()
-    others = {*threading.enumerate()}
-    gc.disable()
-    try:
-        pipe = Pipeline(plain.model(2), mse_loss, ranks=2, microbatches=2)
-        own = [t for t in threading.enumerate() if t not in others and t.name.startswith(RANK_THREAD)]
-        if call == "evaluate":
-            pipe.evaluate(*plain.batch(0, 4))
-        elif call == "refused":
-            with contextlib.suppress(BatchError):
-                pipe.step(torch.zeros(3, 3), torch.zeros(4, 4))
-        del pipe
-        for thread in own:
-            thread.join(60)
-        assert len(own) == 2
-        assert not any(thread.is_alive() for thread in own)
-    finally:
-        gc.enable()

@@ -249,8 +249,7 @@ def require_plain_tied(weights: dict[str, Tensor], norms: Tensor) -> list[str]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for step in range(2):
         x, y = tied.batch(step)
-        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-            (tied.loss_fn(net(a), b) / M).backward()
+        plain(net, x.chunk(M), y.chunk(M), tied.loss_fn)
         torch.testing.assert_close(norms[step], nn.utils.clip_grad_norm_(net.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
@@ -356,8 +355,11 @@ def test_a_layer_that_gives_what_it_does_not_say_or_says_what_it_does_not_give_i
         pytest.raises(StageError, match=r"give\('surprise', ...\) by a layer that does not say so"),
     ):
         pipe.step(x, y)
-    with pytest.raises(PenstockError, match="outside the forward of a pipeline's layer"):
-        penstock.add_loss(torch.ones(()))
+    for call, given in ((penstock.add_loss, (torch.ones(()),)), (penstock.give, ("mask", None))):
+        with pytest.raises(
+            PenstockError, match=rf"{call.__name__} was called outside the forward of a pipeline's layer"
+        ):
+            call(*given)
 
 
 class Spoils(nn.Module):

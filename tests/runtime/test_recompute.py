@@ -22,10 +22,11 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LayerBytes
+from tests.support import plain
 from tests.support.groups import outcome
 from tests.support.lanes import exhaustive, slow
 
-WIDTH, ROWS, M = 16, 4, 4
+WIDTH, ROWS, M = plain.WIDTH, 4, 4
 
 
 class Block(nn.Module):
@@ -61,9 +62,7 @@ def model(blocks: int = 8) -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(ROWS * M, WIDTH, generator=generator) for _ in range(2))
-    return x, y
+    return plain.batch(step, ROWS * M)
 
 
 def train(rank: int, options: dict, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -265,8 +264,7 @@ def test_compiled_layers_give_what_eager_ones_give(what):
             found = pipe.step(x, y).losses
             assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in other.named_parameters()]
     torch.testing.assert_close(found, wanted)
-    for (_, a), (_, b) in zip(net.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    plain.require_equal_gradients(net, other, exactly=False)
 
 
 def test_the_trace_shows_recompute_ops():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from penstock.show import palette
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.picture import HATCHES
 from penstock.trace import bubbles
@@ -68,6 +70,15 @@ def test_kinds_of_ops_differ_on_a_grey_print_by_lightness_or_by_hatch(shade):
 
     for a, b in combinations(WORK, 2):
         assert HATCHES.get(a) != HATCHES.get(b) or abs(lightness(a) - lightness(b)) >= 10, (a, b)
+
+
+@pytest.mark.parametrize(("scheme", "back"), [("light", "#ffffff"), ("dark", "#14181c")])
+def test_lines_of_memory_are_legible_on_their_background(scheme: str, back: str):
+    from penstock.show.figures import rank_colours
+
+    style = Path(palette.__file__).with_name("templates").joinpath("page.css").read_text()
+    assert f"--back: {back}" in style
+    assert min(contrast(colour, back) for colour in rank_colours(12)[scheme]) >= 3
 
 
 def test_text_on_blocks_is_legible():

@@ -51,17 +51,6 @@ def test_gathers_and_reductions_have_a_strip_below_the_ops(tmp_path: Path):
     assert "gather of weights" in words_of(tmp_path / "a.svg")
 
 
-def test_title_width_and_font_are_chosen(tmp_path: Path):
-    trace = timed(built("1f1b", 2, 3), 1, 1, 1)
-    draw_picture(trace, tmp_path / "a.svg", PictureStyle(title="Ours", width=3.3, font=7))
-    assert "Ours" in words_of(tmp_path / "a.svg")
-    assert 'width="237.6pt"' in (tmp_path / "a.svg").read_text()
-    sizes = re.findall(r"font-size: ([\d.]+)px", (tmp_path / "a.svg").read_text())
-    assert max(map(float, sizes)) <= 7 * 1.2
-    draw_picture(trace, tmp_path / "b.svg", PictureStyle(title=""))
-    assert "1f1b" not in words_of(tmp_path / "b.svg")
-
-
 def test_numbers_that_do_not_fit_a_block_are_left_out(tmp_path: Path):
     trace = timed(built("1f1b", 2, 40), 1, 1, 1)
     draw_picture(trace, tmp_path / "wide.svg", PictureStyle(width=20))

@@ -218,22 +218,6 @@ def test_every_colour_has_a_key(tmp_path: Path):
         assert f"{style.letter} {style.meaning}" in reader.text
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize(("scheme", "back"), [("light", "#ffffff"), ("dark", "#14181c")])
-def test_lines_of_memory_are_legible_on_their_background(scheme: str, back: str):
-    from penstock.show.figures import rank_colours
-
-    assert f"--back: {back}" in STYLE
-    for colour in rank_colours(12)[scheme]:
-        low, high = sorted((luminance(colour), luminance(back)))
-        assert (high + 0.05) / (low + 0.05) >= 3
-
-
 def test_merged_backwards_are_explained_where_they_were_measured(plain: Reader, tmp_path: Path):
     note = "an I whose W follows at once is a whole backward"
     assert note in page(tmp_path, {"a": measured("zb-h1", 2, 6)}).text

@@ -19,7 +19,7 @@ from penstock.train.loop import Outcome, train
 from penstock.train.run_log import Reporter
 from tests.support.measured import kept_run
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.trainer import Said
+from tests.support.trainer import Said, quietly
 from tests.support.waiting import until
 
 
@@ -139,7 +139,7 @@ def test_the_page_of_a_run_that_is_stopped_or_fails_says_so_and_is_the_last(tmp_
     text, asked = text_folder(tmp_path), iter([False, False, True])
     config = tiny(tmp_path, text, train={"report": True})
     with pytest.raises(StoppedError):
-        train(config, lambda steps, leads: Reporter(), stopping=lambda: next(asked))
+        quietly(config, stopping=lambda: next(asked))
     page = (tmp_path / "runs" / "tiny" / "report.html").read_text("utf-8")
     assert "The run stopped after step 2, saved in" in page
     assert "data-reload=" not in page

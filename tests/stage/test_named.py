@@ -31,20 +31,3 @@ def test_a_loss_is_a_scalar_tensor_with_a_fraction(value, kind):
         with pytest.raises(PenstockError, match=f"scalar floating-point tensor, got {kind}; take its mean"):
             penstock.add_loss(value)
         assert context.losses == {}
-
-
-def test_losses_and_values_are_given_within_a_forward_alone():
-    for name, call in (
-        ("add_loss", lambda: penstock.add_loss(torch.tensor(1.0))),
-        ("give", lambda: penstock.give("mask", None)),
-    ):
-        with pytest.raises(PenstockError, match=rf"penstock\.{name} was called outside the forward"):
-            call()
-
-
-def test_a_value_that_the_layer_does_not_declare_is_refused():
-    with within(Context({}, {}, frozenset({"mask"}))) as context:
-        penstock.give("mask", 1)
-        with pytest.raises(PenstockError, match=r"give\('other', ...\) by a layer that does not say so"):
-            penstock.give("other", 1)
-    assert context.named == {"mask": 1}

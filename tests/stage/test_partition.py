@@ -16,10 +16,6 @@ def sizes(ranges):
     return [stop - start for start, stop in ranges]
 
 
-def test_ten_blocks_on_three_stages_are_four_three_three():
-    assert sizes(even(10, 3)) == [4, 3, 3]
-
-
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_an_even_split_owns_every_block_once_and_puts_the_remainder_first(blocks, stages):
     if blocks < stages:

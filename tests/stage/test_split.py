@@ -87,12 +87,6 @@ def test_parameters_keep_the_names_of_the_whole_model(model):
         assert list(pipe.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_threads_use_the_models_own_parameters():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
-        assert [id(p) for p in pipe.parameters()] == [id(p) for p in net.parameters()]
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -128,18 +122,6 @@ def build_local(rank: int) -> list[str]:
 @pytest.mark.slow
 def test_a_process_builds_only_its_own_layers(processes):
     assert processes.run(2, build_local) == [["0", "1"], ["2", "3"]]
-
-
-def test_virtual_stages_go_round_the_ranks():
-    with Pipeline(
-        nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]),
-        nn.functional.mse_loss,
-        microbatches=2,
-        ranks=2,
-        schedule="interleaved-1f1b",
-        virtual_stages=2,
-    ) as pipe:
-        assert pipe.schedule.placement.stages_of == ((0, 2), (1, 3))
 
 
 def test_a_model_built_on_meta_is_filled_by_load_state_dict():

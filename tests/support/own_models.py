@@ -98,19 +98,6 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
-class FromTheEmbedding(Parts):
-    """A residual from the embedding to every second block."""
-
-    def forward(self, idx):
-        x = self.embedding(idx)
-        x0 = x
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            if i % 2:
-                x = x + 0.1 * x0
-        return self.head(self.norm(x))
-
-
 class Masked(Parts):
     """Masks and tables that every block takes; an optional keyword input; two kinds of buffers."""
 
@@ -507,7 +494,7 @@ class CausalEncoder(TorchsEncoder):
 
 
 WITH_OUTPUT: list[Callable[[], nn.Module]] = [
-    FromTheEmbedding, Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
+    Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
     NumbersWithin, Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
     with_free_variables, TorchsEncoder, CausalEncoder,
 ]  # fmt: skip

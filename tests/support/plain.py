@@ -24,7 +24,7 @@ def step(net: nn.Module, loss_fn, x, y, microbatches: int):
     """Returns (losses, input gradients); gradients accumulate in the model."""
     losses, grads = [], []
     for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-        leaf = a.clone().requires_grad_()
+        leaf = a.clone().requires_grad_(a.is_floating_point())
         loss = loss_fn(net(leaf), b)
         (loss / microbatches).backward()
         losses.append(loss.detach())

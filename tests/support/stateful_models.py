@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH = 6
+from tests.support.plain import WIDTH
 
 
 class Tower(nn.Module):

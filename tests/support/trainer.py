@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,11 @@ class Said(Reporter):
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+
+def quietly(config: Config, **options: Any) -> Any:
+    """Train without a word; return the outcome."""
+    return train(config, lambda steps, leads: Reporter(), **options)
 
 
 def run(config: Config) -> list[str]:

@@ -222,13 +222,6 @@ class ModuleOfItsClass(Before):
     pre = nn.Embedding(23, WIDTH)
 
 
-class SetsItemsOfItsDefault(InARow):
-    def forward(self, x, *, state={}):
-        x = self.embedding(x)
-        state[0] = x.mean()
-        return self.head(self.blocks(x))
-
-
 class HandsItsDefaultOn(Parts):
     def forward(self, x, cache={}):
         x = self.embedding(x)
@@ -237,15 +230,6 @@ class HandsItsDefaultOn(Parts):
             x = block(x)
             notes["last"] = 1
         return self.head(x)
-
-
-class MethodWritesIntoItsDefault(InARow):
-    def note(self, x, seen=[]):
-        seen += [1]
-        return x * len(seen)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.note(self.embedding(x))))
 
 
 class FollowedMethodWritesIntoItsDefault(Parts):
@@ -257,15 +241,6 @@ class FollowedMethodWritesIntoItsDefault(Parts):
 
     def forward(self, x):
         return self.head(self.run(self.embedding(x)))
-
-
-class CountsInMethod(InARow):
-    def count(self):
-        return len(self.blocks)
-
-    def forward(self, x):
-        x = self.embedding(x) / self.count()
-        return self.head(self.blocks(x))
 
 
 class Decorated(InARow):
@@ -457,11 +432,8 @@ REFUSED = {
     HiddenModule: r"'norm' of a HiddenModule.*an attribute hides the module",
     Answers: r"'layer_norm' of a Answers, which a __getattr__ of its own gives",
     ModuleOfItsClass: r"self\.pre, which holds a Embedding",
-    SetsItemsOfItsDefault: r"state.*`state=None`",
     HandsItsDefaultOn: r"cache.*`cache=None`",
-    MethodWritesIntoItsDefault: r"MethodWritesIntoItsDefault\.note: .*`seen=None`",
     FollowedMethodWritesIntoItsDefault: r"FollowedMethodWritesIntoItsDefault\.run: .*`seen=None`",
-    CountsInMethod: r"uses self\.blocks as a whole",
     Decorated: r"decorated .*unsplittable\.py:",
     TorchsDecoder: r"in torch's nn\.TransformerDecoder",
     UnknownRounds: r"number of rounds of the loop is not known",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,19 +11,9 @@ from penstock.base.errors import PenstockError, StoppedError
 from penstock.checkpoint.find import steps_in
 from penstock.trace.metrics_writer import MetricsWriter
 from penstock.train.loop import train
+from tests.support.full_disk import files_of_at_most
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import Said, config_of, lines, run, stopped_at
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """As a full disk does it, writing beyond fails; for this process alone, and for its larger files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.slow

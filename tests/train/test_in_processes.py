@@ -18,10 +18,9 @@ from penstock.show.run import read_run
 from penstock.train.callbacks.callback import Callback, StepEvent
 from penstock.train.config.config import Config
 from penstock.train.evaluate import evaluate
-from penstock.train.loop import Outcome, train
-from penstock.train.run_log import Reporter
+from penstock.train.loop import Outcome
 from tests.support.tiny_run import text_folder
-from tests.support.trainer import config_of, lines, run, same, stopped_at
+from tests.support.trainer import config_of, lines, quietly, run, same, stopped_at
 from tests.support.unsplit import unsplit
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ class Memory(Callback):
 def in_a_process(rank: int, config: Config) -> tuple[Outcome | None, Told]:
     torch.set_num_threads(1)
     memory = Memory()
-    outcome = train(config, lambda steps, leads: Reporter(), profile=True, callbacks=[memory])
+    outcome = quietly(config, profile=True, callbacks=[memory])
     return outcome, memory.told
 
 

@@ -13,20 +13,13 @@ from penstock.huggingface import weights
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.file import load
 from penstock.train.data.run_data import bigram_baseline, open_data
-from penstock.train.loop import train
 from penstock.train.model import llama
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.trainable import build_model
-from penstock.train.run_log import Reporter
 from tests.support.lanes import exhaustive, slow
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.trainer import lines
+from tests.support.trainer import lines, quietly
 from tests.support.unsplit import unsplit
-
-
-def quietly(steps: int, leads: bool) -> Reporter:
-    return Reporter()
-
 
 # One that keeps microbatches in order; one that splits the backward, and one of both directions.
 SCHEDULES = ("1f1b", "zb-h1", "dualpipe")
@@ -36,12 +29,11 @@ OTHERS = [name for name in FAMILIES if name not in SCHEDULES]
 @pytest.mark.parametrize("name", [SCHEDULES[0], *slow(*SCHEDULES[1:]), *exhaustive(*OTHERS)])
 def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
     config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name}, model={"layers": 8})
-    outcome = train(config, quietly)
+    outcome = quietly(config)
     losses, norms, last, bits = unsplit(config)
     folder = tmp_path / "runs" / "tiny"
     seen = {key: [line[key] for line in lines(folder, "train")] for key in ("loss", "grad_norm")}
     saved = weights.load(folder)
-    assert outcome is not None
     assert saved.keys() == last.keys()
     assert outcome.held_out_bits == pytest.approx(bits, abs=1e-5)
     if FAMILIES[name].in_order:
@@ -56,7 +48,7 @@ def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
 def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
     own = {"name": "tests.support.own_schedules:folded"}
     config = tiny(tmp_path, text_folder(tmp_path), schedule=own, model={"layers": 8})
-    train(config, quietly)
+    quietly(config)
     losses, norms, _, _ = unsplit(config)
     folder = tmp_path / "runs" / "tiny"
     seen = {key: [line[key] for line in lines(folder, "train")] for key in ("loss", "grad_norm")}
@@ -68,7 +60,7 @@ def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2, "report": True})
     torch.set_num_threads(3)
-    outcome = train(config, quietly)
+    outcome = quietly(config)
     assert torch.get_num_threads() == 3
     folder = tmp_path / "runs" / "tiny"
     files = {"config.toml", "metrics.jsonl", "model.safetensors", "report.html", "run.json", "sample.txt"}
@@ -88,7 +80,6 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     }  # fmt: skip
     assert all(0 <= line["bubble"] < 1 and line["tokens_per_second"] > 0 for line in lines(folder, "train"))
     (final,) = lines(folder, "final")
-    assert outcome is not None
     del final["time"]
     others = ("folder", "steps", "unit", "sample", "report")
     assert final == {k: v for k, v in vars(outcome).items() if k not in others} | {"step": 3}
@@ -100,7 +91,7 @@ def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: 
     config = tiny(tmp_path, text_folder(tmp_path))
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already exists"):
-        train(config, quietly)
+        quietly(config)
     assert list((tmp_path / "runs" / "tiny").iterdir()) == []
 
 
@@ -121,7 +112,7 @@ def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: 
 def test_bad_input_leaves_nothing_behind(tmp_path: Path, sections, error: type[Exception], said: str):
     config = tiny(tmp_path, text_folder(tmp_path), **sections)
     with pytest.raises(error, match=said):
-        train(config, quietly)
+        quietly(config)
     assert not (tmp_path / "runs").exists()
 
 
@@ -129,7 +120,7 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path, sections, error: type[E
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_training_on_a_gpu_is_close_to_the_unsplit_loop(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), runtime={"device": "cuda"})
-    train(config, quietly)
+    quietly(config)
     losses, _, _, _ = unsplit(config)
     seen = [line["loss"] for line in lines(tmp_path / "runs" / "tiny", "train")]
     assert seen == pytest.approx(losses, rel=1e-4)
@@ -144,7 +135,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(llama, "next_token_loss", broken)
     with pytest.raises(NonFiniteError, match="step 2: the loss of microbatch 0 is NaN or infinite"):
-        train(tiny(tmp_path, text_folder(tmp_path)), quietly)
+        quietly(tiny(tmp_path, text_folder(tmp_path)))
     assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
 
 

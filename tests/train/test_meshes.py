@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.base.errors import ConfigError
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.show.run import read_run, write_report
@@ -20,17 +19,15 @@ from penstock.train.config import file as config_file
 from penstock.train.config.config import Config
 from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.evaluate import evaluate
-from penstock.train.loop import train
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import build_model
-from penstock.train.run_log import Reporter
 from tests.support import hf_folders
 from tests.support.commands import python
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
 from tests.support.hf_curve import assert_same_curve
 from tests.support.lanes import exhaustive
 from tests.support.tiny_run import WORDS, text_folder, tiny
-from tests.support.trainer import config_of, lines, run, stopped_at
+from tests.support.trainer import config_of, lines, quietly, run, stopped_at
 from tests.support.unsplit import unsplit
 
 pytestmark = pytest.mark.slow
@@ -41,7 +38,7 @@ RUNTIME = {"threads": 1, "timeout": 300.0}
 
 def in_a_process(rank: int, config: Config) -> object:
     torch.set_num_threads(1)
-    return train(config, lambda steps, leads: Reporter())
+    return quietly(config)
 
 
 def on_a_mesh(root: Path, **parallel: object) -> Config:
@@ -90,7 +87,7 @@ def test_training_on_a_mesh_is_the_unsplit_loop(
     name: str, tmp_path: Path, processes: LocalProcesses, reference
 ):
     told = processes.run(4, in_a_process, on_a_mesh(tmp_path, **MESHES[name]))
-    assert [outcome is None for outcome in told] == [False, True, True, True]
+    assert [one is None for one in told] == [False, True, True, True]
     folder, files = tmp_path / "runs" / "tiny", MESHES[name]["pp"]
     assert_like(reference, folder)
     kept = config_file.load(folder / "config.toml").parallel
@@ -116,11 +113,7 @@ def test_two_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, refe
 
 
 def refused(rank: int, config: Config) -> str:
-    try:
-        in_a_process(rank, config)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return outcome(in_a_process, rank, config)
 
 
 def test_what_one_stage_cannot_do_every_process_refuses(tmp_path: Path, processes: LocalProcesses):

@@ -19,7 +19,7 @@ from penstock.train.callbacks.callback import Callback, StepEvent
 from penstock.train.loop import train
 from penstock.train.run_log import Bar, Lines, Reporter, reporter, run_log
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.trainer import Said
+from tests.support.trainer import Said, quietly
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) +\S+ penstock\S*: ")
 
@@ -56,25 +56,25 @@ def test_the_level_is_the_configs_or_the_variables_and_warnings_are_in_it(
     text = text_folder(tmp_path)
     for name, level in (("quiet", "warning"), ("loud", "debug")):
         config = tiny(tmp_path, text, train={"name": name, "log_level": level})
-        train(config, lambda steps, leads: Reporter(), callbacks=[Warns()])
+        quietly(config, callbacks=[Warns()])
     assert "INFO" not in log_of(tmp_path, name="quiet")
     assert "FutureWarning: this will change" in log_of(tmp_path, name="quiet")
     assert "step 2 done, loss" in log_of(tmp_path, name="loud")
     monkeypatch.setenv("PENSTOCK_LOG", "ERROR")
     config = tiny(tmp_path, text, train={"name": "error", "log_level": "debug"})
-    train(config, lambda steps, leads: Reporter(), callbacks=[Warns()])
+    quietly(config, callbacks=[Warns()])
     assert log_of(tmp_path, name="error") == ""
     assert any("this will change" in str(warning.message) for warning in recwarn)  # they are shown, too
     monkeypatch.setenv("PENSTOCK_LOG", "loud")
     with pytest.raises(ConfigError, match="PENSTOCK_LOG must be debug, info, warning or error, got 'loud'"):
-        train(tiny(tmp_path, text, train={"name": "none"}), lambda steps, leads: Reporter())
+        quietly(tiny(tmp_path, text, train={"name": "none"}))
     assert not (tmp_path / "runs" / "none").exists()
 
 
 def test_an_error_that_ends_the_run_is_in_the_log_with_its_traceback(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), optim={"lr": 1e30, "clip": 0.0})
     with pytest.raises(NonFiniteError):
-        train(config, lambda steps, leads: Reporter())
+        quietly(config)
     assert "ERROR   MainThread penstock.run: the run ends with an error\nTraceback" in log_of(tmp_path)
 
 

@@ -15,11 +15,9 @@ import pytest
 from penstock.base.errors import StoppedError
 from penstock.checkpoint.find import is_whole
 from penstock.train import signals
-from penstock.train.loop import train
-from penstock.train.run_log import Reporter
 from penstock.train.signals import SIGNALS, ExitCode, Interrupts, of_signal
 from tests.support.tiny_run import text_folder
-from tests.support.trainer import config_of, run, same
+from tests.support.trainer import config_of, quietly, run, same
 from tests.support.victim import started
 
 
@@ -148,5 +146,5 @@ def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path):
     config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
     said = "stopped before the first step, so there is nothing to save; resume with"
     with pytest.raises(StoppedError, match=said):
-        train(config, lambda steps, leads: Reporter(), stopping=lambda: True)
+        quietly(config, stopping=lambda: True)
     assert not (tmp_path / "runs" / "early" / "checkpoints").exists()

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.train import step_profiler
-from penstock.train.loop import train
-from penstock.train.run_log import Reporter
 from penstock.train.step_profiler import WARM, StepProfiler
 from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import quietly
 
 
 class Profile:
@@ -48,7 +47,7 @@ def test_the_profiled_step_is_a_warm_one_or_the_last_of_a_shorter_run(
 @pytest.mark.slow
 def test_the_profiled_step_has_the_operators_of_every_ranks_thread(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"steps": WARM + 1, "log_every": 5})
-    train(config, lambda steps, leads: Reporter(), profile=True)
+    quietly(config, profile=True)
     (path,) = (tmp_path / "runs" / "tiny" / "profile").iterdir()
     assert path.name == f"step-{WARM:06}.rank-0.json"
     events = json.loads(path.read_text("utf-8"))["traceEvents"]

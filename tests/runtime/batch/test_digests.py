@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.base.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.digests import FULL_STEPS, batch_digest, digest_of, sample_digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.microbatches import Microbatches
 from tests.support import plain
+from tests.support.groups import outcome
 from tests.support.lanes import exhaustive
 
 STEPS = FULL_STEPS + 3
@@ -25,11 +25,7 @@ def each_rank_drifts(rank: int, mesh: MeshShape) -> list[str]:
     with Pipeline(plain.model(4), nn.functional.mse_loss, **options) as pipe:
         calls = [(pipe.step, 0)] * (STEPS - 1) + [(pipe.step, rank), (pipe.step, 0)]
         for call, seed in [*calls, (pipe.evaluate, rank), (pipe.evaluate, 0)]:
-            try:
-                call(*plain.batch(seed, 8))
-                texts.append("ok")
-            except PenstockError as error:
-                texts.append(f"{type(error).__name__}: {error}")
+            texts.append(outcome(call, *plain.batch(seed, 8)))
     return texts
 
 
@@ -88,9 +84,15 @@ def test_a_sample_tells_shuffled_rows_apart_and_equal_tensors_not(shape: tuple[i
         assert found != sample_digest_of((x.flip(0),))
 
 
-def test_what_is_no_plain_tensor_is_not_compared():
+@pytest.mark.parametrize("digest", [digest_of, sample_digest_of])
+def test_batches_are_told_apart_by_their_bytes_and_shapes(digest):
     x, y = plain.batch(0, 8)
-    assert sample_digest_of((None, "text")) is None
-    assert sample_digest_of((Microbatches((x, y)), {"a": y})) is not None
-    assert sample_digest_of((torch.tensor([1 + 2j]).conj(), torch.empty(0))) is not None
+    assert digest((x, y)) == digest((x.clone(), y.clone()))
+    others = [(y, x), (x[:7], y), (x.double(), y), ({"a": x, "b": x}, y), (Microbatches((x, y)), y)]
+    assert len({digest(given) for given in [(x, y), *others]}) == 1 + len(others)
+    changed = x.clone()
+    changed[-1, -1] += 1
+    assert digest((changed, y)) != digest((x, y))
+    assert digest((None, "text")) is None
+    assert digest((torch.tensor([1 + 2j]).conj(), torch.empty(0))) is not None
     assert sample_digest_of((x.to("meta"), y), 1) is None

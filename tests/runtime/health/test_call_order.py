@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock import MeshShape
-from penstock.base.errors import CallOrderError, PeerError, WaitTimeoutError
+from penstock.base.errors import CallOrderError, PeerError
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions
@@ -20,6 +20,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import mixtures, plain, waiting
+from tests.support.groups import outcome
 from tests.support.lanes import exhaustive, slow
 
 LONG = 600.0  # seconds; no wait may end by it
@@ -103,12 +104,8 @@ def test_of_four_ranks_the_one_is_told_apart(tmp_path: Path, processes: LocalPro
 
 def leave_early(rank: int) -> str:
     with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=LONG) as pipe:
-        try:
-            for _ in range(2 - rank):  # as with loaders of other lengths
-                pipe.step(*plain.batch(0, 4))
-        except (CallOrderError, PeerError) as error:
-            return str(error)
-    return "no error"
+        # As with loaders of other lengths.
+        return [outcome(pipe.step, *plain.batch(0, 4)) for _ in range(2 - rank)][-1]
 
 
 @pytest.mark.parametrize("evaluating", [0, *slow(1)])
@@ -122,11 +119,7 @@ def test_an_evaluation_in_place_of_the_first_step_is_named(
 
 def first_call(rank: int, evaluating: int) -> str:
     with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=LONG) as pipe:
-        try:
-            (pipe.evaluate if rank == evaluating else pipe.step)(*plain.batch(0, 4))
-        except (CallOrderError, PeerError) as error:
-            return str(error)
-    return "no error"
+        return outcome(pipe.evaluate if rank == evaluating else pipe.step, *plain.batch(0, 4))
 
 
 def alone(rank: int, folder: Path) -> str:
@@ -137,13 +130,9 @@ def alone(rank: int, folder: Path) -> str:
         if rank:
             waiting.until(done.exists)
             return ""
-        try:
-            pipe.full_state_dict()
-        except WaitTimeoutError as error:
-            return str(error)
-        finally:
-            done.touch()
-    return "no error"
+        told = outcome(pipe.full_state_dict)
+        done.touch()
+        return told
 
 
 def test_a_rank_that_makes_no_call_is_named_with_the_call_that_it_misses(
@@ -160,14 +149,10 @@ def build_another(rank: int, folder: Path) -> str:
         if rank:
             waiting.until(done.exists)
             return ""
-        options = ExecutionOptions(first_timeout=0.5)
-        try:
-            Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, timeout=0.5, execution=options)
-        except WaitTimeoutError as error:
-            return str(error)
-        finally:
-            done.touch()
-    return "no error"
+        options = {"microbatches": 2, "timeout": 0.5, "execution": ExecutionOptions(first_timeout=0.5)}
+        told = outcome(Pipeline, plain.model(2), nn.functional.mse_loss, **options)
+        done.touch()
+        return told
 
 
 def test_a_rank_that_builds_no_second_pipeline_is_named(tmp_path: Path, processes: LocalProcesses):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.base.errors import HangError, PenstockError, StageError, WaitTimeoutError
+from penstock.base.errors import HangError, StageError, WaitTimeoutError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from tests.support import plain
+from tests.support.boom import Boom
 
 
 class Stuck(nn.Module):
@@ -97,23 +98,9 @@ def test_after_a_hang_the_next_step_is_refused_until_the_thread_is_free(stuck):
     assert torch.equal(losses, expected)
 
 
-class Boom(nn.Module):
-    """Raises in its first forward, once another layer hangs."""
-
-    def __init__(self, other: Stuck) -> None:
-        super().__init__()
-        self.other, self.armed = [other], True  # in a list: no part of this layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.armed:
-            self.armed = False
-            raise ValueError("boom")
-        return x
-
-
 def test_an_error_does_not_wait_for_a_thread_that_is_still_at_work(stuck):
     stuck[0].at = 1
-    with pipeline({0: stuck[0], 1: Boom(stuck[0])}) as pipe:
+    with pipeline({0: stuck[0], 1: Boom(0)}) as pipe:
         with pytest.raises(StageError, match=r"rank 1, stage 1, microbatch 0.*boom") as info:
             pipe.step(*plain.batch(0, 4))
         assert any("rank 0 is in op 0F1" in note and "left behind" in note for note in info.value.__notes__)
@@ -122,12 +109,9 @@ def test_an_error_does_not_wait_for_a_thread_that_is_still_at_work(stuck):
 
 
 def test_the_first_steps_have_a_limit_of_their_own(stuck):
-    def let_go() -> None:
-        stuck[0].go.set()
-
     stuck[1].go.set()
     with pipeline({0: stuck[0]}, timeout=0.2, execution=ExecutionOptions(first_timeout=60)) as pipe:
-        timer = threading.Timer(0.6, let_go)  # three times the limit of later steps
+        timer = threading.Timer(0.6, stuck[0].go.set)  # three times the limit of later steps
         timer.start()
         pipe.step(*plain.batch(0, 4))
         timer.join()
@@ -145,10 +129,3 @@ def test_a_rank_that_is_slow_but_lives_raises_no_alarm():
 
     with pipeline({1: Slow()}, microbatches=10) as pipe:
         pipe.step(*plain.batch(0, 20))
-
-
-def test_a_timeout_of_0_is_refused():
-    with pytest.raises(PenstockError, match=r"\btimeout must be a positive number of seconds, .* got 0"):
-        Pipeline(plain.model(2), nn.functional.mse_loss, ranks=2, microbatches=2, timeout=0)
-    with pytest.raises(PenstockError, match=r"first_timeout must be a positive number of seconds, .* got 0"):
-        ExecutionOptions(first_timeout=0)

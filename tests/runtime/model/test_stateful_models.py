@@ -12,26 +12,17 @@ from torch.nn import functional as F
 import penstock
 from penstock.base.errors import SplitError
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support import plain
 from tests.support import stateful_models as models
-from tests.support.stateful_models import WIDTH, Tower, tower
+from tests.support.stateful_models import Tower, tower
 
 M = 4
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    chance = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, WIDTH, generator=chance), torch.randn(8, WIDTH, generator=chance)) for _ in range(3)
-    ]
-
-
 def plainly(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
-    for x, y in batches():
-        losses = [loss_fn(model(a), b) for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]
-        for loss in losses:
-            (loss / M).backward()
-        found.append(torch.stack(losses).detach())
+    for step in range(3):
+        found.append(plain.step(model, loss_fn, *plain.batch(step, 8), M)[0])
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -41,10 +32,8 @@ def piped(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> list
     found = []
     with penstock.Pipeline(model, loss_fn, ranks=2, microbatches=M) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        for x, y in batches():
-            losses = pipe.step(x, y).losses
-            assert losses is not None
-            found.append(losses)
+        for step in range(3):
+            found.append(pipe.step(*plain.batch(step, 8)).losses)
             optimizer.step()
             optimizer.zero_grad()
     return found
@@ -83,7 +72,7 @@ def test_a_number_that_blocks_share_and_change_is_refused_by_name(processes: Loc
 
 def test_an_evaluation_calls_a_train_of_a_modules_own():
     model = tower(Tower, models.Merging)
-    x, y = batches()[0]
+    x, y = plain.batch(0, 8)
     with penstock.Pipeline(model, F.mse_loss, ranks=2, microbatches=1) as pipe:
         evaluated = pipe.evaluate(x, y).loss
         trained = pipe.step(x, y).loss

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.base.errors import StageError
+from tests.support import plain
 from tests.support.read_again import SecondToken, batch, loss_of, made
 
 MICROBATCHES = 4
@@ -23,8 +24,7 @@ def optimizer_of(module: nn.Module | Pipeline) -> torch.optim.Optimizer:
 def plain_steps(model: nn.Module, count: int, optimizer: torch.optim.Optimizer | None = None) -> None:
     optimizer = optimizer or optimizer_of(model)
     for _ in range(count):
-        for x, y in zip(*(part.chunk(MICROBATCHES) for part in batch()), strict=True):
-            (loss_of(model(x), y) / MICROBATCHES).backward()
+        plain.step(model, loss_of, *batch(), MICROBATCHES)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -115,8 +115,6 @@ def test_a_module_that_two_ranks_use_is_one_between_steps_and_its_buffers_reach_
         for one in (shared, reference[0][0]):
             one.scale.mul_(3)
         loss = pipe.step(x, y).loss
-    parts = [F.mse_loss(reference(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
-    torch.testing.assert_close(loss, torch.stack(parts).mean().detach())
-    sum(part / 2 for part in parts).backward()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert model[0][0] is model[2][0] is shared
+    torch.testing.assert_close(loss, plain.step(reference, F.mse_loss, x, y, 2)[0].mean())
+    plain.require_equal_gradients(model, reference, exactly=False)

@@ -11,7 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.runtime.workers.agreement import require_same
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
-from tests.support.groups import run_cases
+from tests.support.groups import outcome, run_cases
 
 SAME: dict[str, object] = {"microbatches": 4}
 DIFFERENT: list[tuple[str, dict[str, object], dict[str, object], str]] = [
@@ -40,11 +40,7 @@ def model(layers: int = 4, width: int = 4) -> nn.Sequential:
 
 def refused(rank: int, options: dict[str, object]) -> str:
     sizes = {name: options.pop(name) for name in ("layers", "width") if name in options}
-    try:
-        Pipeline(model(**sizes), nn.functional.mse_loss, **{**SAME, **options}).close()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return outcome(lambda: Pipeline(model(**sizes), nn.functional.mse_loss, **{**SAME, **options}).close())
 
 
 def case(rank: int, number: int) -> str:

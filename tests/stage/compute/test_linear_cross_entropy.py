@@ -150,6 +150,7 @@ def test_postponed_logits_tell_their_shape_and_keep_maps():
     assert not isinstance(head(x), PostponedLogits)
     assert (logits.shape, logits.ndim, logits.size(-1)) == ((2, 3, CLASSES), 3, CLASSES)
     assert logits.computed is None
+    assert logits.float() is logits
     mapped: Any = (logits.to(torch.float64) * 2).float()
     assert mapped.computed is None
     assert mapped.dtype is torch.float32
@@ -226,13 +227,6 @@ class Written(Headed):
         logits: Tensor = self.head(x)
         x.zero_()
         return logits
-
-
-def test_a_cast_to_the_same_dtype_is_the_same_tensor():
-    head = nn.Linear(WIDTH, CLASSES)
-    with postponing(head):
-        logits = head(torch.randn(2, WIDTH))
-    assert logits.float() is logits
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from penstock.base.errors import SplitBackwardError, StageError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
+from tests.support import plain
 from tests.support.lanes import exhaustive
 from tests.zoo.case import KINDS
 
@@ -48,7 +49,7 @@ class Unseen(nn.Module):
 LAYERS = {
     "checkpoint": KINDS["checkpoint"].build,
     "reentrant checkpoint": KINDS["checkpoint_reentrant"].build,
-    "half in a checkpoint": KINDS["checkpoint_of_apart"].build,
+    "half in a checkpoint": KINDS["checkpoint_of_a_part"].build,
     "hooks on saved tensors": Offloaded,
     "gradient penalty": KINDS["forces"].build,
     "torch.func.grad": KINDS["func_grad"].build,
@@ -78,18 +79,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def plain(net: nn.Sequential, step: int) -> Tensor:
-    losses = []
-    for x, y in zip(*(part.chunk(M) for part in batch(step)), strict=True):
-        loss = F.mse_loss(net(x), y)
-        (loss / M).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def assert_same_gradients(net: nn.Module, other: nn.Module) -> None:
-    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-        assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+def plainly(net: nn.Sequential, step: int) -> Tensor:
+    return plain.step(net, F.mse_loss, *batch(step), M)[0]
 
 
 # every layer where the backward is split; those that fall back on both ranks of zb-v; two where nothing is split
@@ -115,8 +106,8 @@ def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
                 optimizer.zero_grad()
                 others.zero_grad()
                 result = pipe.step(*batch(step))
-                assert torch.equal(result.losses, plain(other, step))
-                assert_same_gradients(net, other)
+                assert torch.equal(result.losses, plainly(other, step))
+                plain.require_equal_gradients(net, other)
                 optimizer.step()
                 others.step()
             info = pipe.trace().info
@@ -165,8 +156,8 @@ def test_forward_mode_derivatives_are_refused_in_threads_and_right_in_one_rank(s
     other = copy.deepcopy(net)
     with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=1) as pipe:
         pipe.step(*batch(0))
-    plain(other, 0)
-    assert_same_gradients(net, other)
+    plainly(other, 0)
+    plain.require_equal_gradients(net, other)
 
 
 class Writes(nn.Module):
@@ -182,7 +173,8 @@ def test_a_forward_that_runs_again_without_hooks_begins_from_the_same_input():
     other = copy.deepcopy(net)
     with Pipeline(net, F.mse_loss, microbatches=M, ranks=1) as pipe:
         losses = pipe.step(*batch(0)).losses
-    assert torch.equal(losses, plain(other, 0))
+    parts = zip(*(part.chunk(M) for part in batch(0)), strict=True)
+    assert torch.equal(losses, torch.stack([F.mse_loss(other(a), b).detach() for a, b in parts]))
 
 
 def test_strict_refuses_by_name_what_would_fall_back():
@@ -227,8 +219,8 @@ def test_a_derivative_that_only_later_microbatches_take_is_refused_then_right():
         net.zero_grad()
         other = copy.deepcopy(net)
         pipe.step(*batch(2))
-        plain(other, 2)
-        assert_same_gradients(net, other)
+        plainly(other, 2)
+        plain.require_equal_gradients(net, other)
 
 
 def test_the_check_leaves_buffers_hooks_and_random_numbers_alone():
@@ -264,5 +256,5 @@ def test_a_change_of_what_requires_a_gradient_is_checked_again():
             net.zero_grad()
             other = copy.deepcopy(net)
             pipe.step(*batch(step))
-            plain(other, step)
-            assert_same_gradients(net, other)
+            plainly(other, step)
+            plain.require_equal_gradients(net, other)

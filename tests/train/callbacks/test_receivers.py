@@ -11,10 +11,8 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.show.run import read_run
 from penstock.train.callbacks import receivers
-from penstock.train.loop import train
-from penstock.train.run_log import Reporter
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
+from tests.support.trainer import config_of, numbers_by_name, quietly, run, stopped_at
 from tests.support.waiting import until
 
 
@@ -28,7 +26,7 @@ def accumulated(folder: Path) -> Any:
 
 def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "tensorboard"})
-    train(config, lambda steps, leads: Reporter())
+    quietly(config)
     folder = tmp_path / "runs" / "tiny"
     found = accumulated(folder)
     told = numbers_by_name(folder)
@@ -66,7 +64,7 @@ def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
-    train(config, lambda steps, leads: Reporter())
+    quietly(config)
     (run,) = (tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*")
     (kept,) = run.glob("*.wandb")
     wanted = (b"train/loss", b"held_out/held_out_bits", b"final/seconds")
@@ -83,5 +81,5 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     with pytest.raises(
         ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock-torch\[wandb\]'"
     ):
-        train(config, lambda steps, leads: Reporter())
+        quietly(config)
     assert not (tmp_path / "runs").exists()

@@ -16,20 +16,14 @@ from penstock.stage.module import StageModule
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, NumberTokenizer
-from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import build_model, default_text_note
-from penstock.train.run_log import Reporter
 from tests.support import hf_folders, hf_models
 from tests.support.tiny_run import WORDS, text_folder, tiny
-from tests.support.trainer import run
+from tests.support.trainer import quietly, run
 
 ONE = {"steps": 1}
-
-
-def quietly(steps: int, leads: bool) -> Reporter:
-    return Reporter()
 
 
 def of(**model: object) -> Config:
@@ -95,7 +89,7 @@ def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):
         return {name: parameter.detach() for name, parameter in stage.whole_model_parameters()}
 
     text_folder(tmp_path)
-    train(config_of(1), quietly)
+    quietly(config_of(1))
     saved = load_file(tmp_path / "runs" / "tiny" / "model.safetensors")
     again, other = weights_of(1), weights_of(2)
     assert all(torch.allclose(saved[name], again[name], rtol=0, atol=1e-20) for name in saved)
@@ -107,8 +101,7 @@ def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):
 def test_a_run_is_sampled_from_its_own_folder(tmp_path: Path):
     folder = hf_folders.folder(tmp_path, "llama", tied=False)
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
-    outcome = train(config, quietly)
-    assert outcome is not None
+    outcome = quietly(config)
     assert outcome.unit == "token"
     assert outcome.bigram_bits is None
     assert 0 < outcome.held_out_bits < 2 * math.log2(hf_models.VOCABULARY)
@@ -122,8 +115,7 @@ def test_tokens_come_from_numpy_files_where_there_is_no_tokenizer(tmp_path: Path
     config = tiny(
         tmp_path, tmp_path / "tokens.npy", model={"path": str(folder)}, sample={"prompt": "3 4"}, train=ONE
     )
-    outcome = train(config, quietly)
-    assert outcome is not None
+    outcome = quietly(config)
     assert outcome.sample.startswith("3 4")
 
 
@@ -131,7 +123,7 @@ def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path
     folder = hf_folders.folder(tmp_path, "llama", tied=False, tokenizer=False)
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
     with pytest.raises(DataError, match=r"file_\d.txt is text, but there is no tokenizer.json beside"):
-        train(config, quietly)
+        quietly(config)
     assert not (tmp_path / "runs").exists()
 
 
@@ -142,13 +134,12 @@ def test_a_config_without_tokenizer_trains_on_the_bytes_of_the_default_text(tmp_
     path = str(tmp_path / "net" / "config.json")
     text = text_folder(tmp_path)
     with pytest.raises(DataError, match=r"there is no tokenizer.json beside"):
-        train(tiny(tmp_path, text, model={"config": path}), quietly)
+        quietly(tiny(tmp_path, text, model={"config": path}))
     config = tiny(tmp_path, text, model={"config": path}, data={"path": ""}, train={"steps": 1})
     assert "so the tokens are the bytes of the source of Python's" in str(
         default_text_note(config, build_model(config))
     )
-    outcome = train(config, quietly)
-    assert outcome is not None
+    outcome = quietly(config)
     assert outcome.unit == "token"
     assert all(int(token) < 300 for token in outcome.sample.split())
 
@@ -157,8 +148,7 @@ def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
     net = hf_models.model("llama", vocab_size=256)
     net.save_pretrained(tmp_path / "bytes")
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(tmp_path / "bytes")}, train=ONE)
-    outcome = train(config, quietly)
-    assert outcome is not None
+    outcome = quietly(config)
     assert outcome.unit == "byte"
     assert 0 < outcome.bigram_bits < 8
 
