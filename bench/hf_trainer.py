@@ -1,10 +1,13 @@
-"""`penstock.PipelineTrainer` beside transformers' Trainer and TRL's SFTTrainer: the same numbers, and the time of a step.
+"""`penstock.PipelineTrainer` beside transformers' Trainer and TRL's trainers: the same numbers, and the time of a step.
 
 A small random Llama and a tokenizer trained on the spot see the same rows for 20 steps in float32, with plain Trainer in one
 process and with a pipeline of two ranks: as threads, as processes, and as processes with two replicas beside each other.
-Chats go through TRL's SFTTrainer with assistant masks. The table has the largest relative difference of a loss and of a
+Chats go through TRL's SFTTrainer, with assistant masks or packed, pairs through its RewardTrainer and its DPOTrainer (with
+adapters, and without a reference model); a classifier has a loss with a weight for each row, and QLoRA a base of 4 bits. The
+table has the largest relative difference of a loss and of a
 gradient norm over all steps, and the distance of the final weights over their norm. Steps are timed in turn: plain Trainer
-with two threads of torch, and the pipelines with one for each rank.
+with two threads of torch, and the pipelines with one for each rank; and QLoRA in two processes beside the same processes one
+after the other (one microbatch), which is what ``device_map`` does.
 
     python -m bench.hf_trainer [--quick] [--json]
 """
@@ -31,7 +34,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
     LlamaConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
@@ -49,8 +55,13 @@ DATA = 12 * ROWS
 CASES: dict[str, dict[str, Any]] = {
     "full training": {},
     "LoRA": {"lora": True},
-    "chats, assistant masks": {"chats": True},
+    "chats, assistant masks": {"kind": "chats"},
     "accumulation 2": {"accumulated": 2},
+    "chats, packed": {"kind": "packed"},
+    "rewards": {"kind": "rewards"},
+    "preferences, LoRA": {"kind": "preferences", "lora": True},
+    "classifier, own loss": {"kind": "classes"},
+    "QLoRA, 4 bits": {"quantised": True, "lora": True},
 }
 LAYOUTS = {"threads 2": (1, 2), "processes 2": (2, 2), "pp 2 x dp 2": (4, 2)}
 """Name of a layout → number of processes, and of ranks of a pipeline."""
@@ -61,8 +72,24 @@ TEMPLATE = (
 )
 
 
-class PipelineSFTTrainer(penstock.PipelineTrainerMixin, trl.SFTTrainer):
-    """TRL's trainer of chats with a pipeline."""
+class Weighted(transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
+    """Trainer of a classifier whose rows weigh by their class."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+        loss = (losses * (1 + labels)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+KINDS = {
+    "texts": transformers.Trainer, "chats": trl.SFTTrainer, "packed": trl.SFTTrainer, "rewards": trl.RewardTrainer,
+    "preferences": trl.DPOTrainer, "classes": Weighted,
+}  # fmt: skip
+CONFIGS = {
+    "chats": trl.SFTConfig, "packed": trl.SFTConfig, "rewards": trl.RewardConfig, "preferences": trl.DPOConfig,
+}  # fmt: skip
 
 
 class StepTimes(TrainerCallback):
@@ -114,16 +141,30 @@ def make_tokenizer(folder: Path) -> None:
     whole.save_pretrained(folder)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, width: int, blocks: int, lora: bool) -> Any:
-    """Return a random Llama, the same on every call."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, width: int, blocks: int, labels: int, lora: bool, quantised: str
+) -> Any:
+    """Return a random Llama, the same on every call.
+
+    Args:
+        labels: classes of a classifier; 0 for a causal language model.
+        quantised: folder from which it is read with a base of 4 bits; empty if its weights are not quantised.
+    """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=blocks,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
-            pad_token_id=1,
-        )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=blocks,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
+        pad_token_id=1, num_labels=max(labels, 1),
     )  # fmt: skip
+    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    model = kind.from_config(config)
+    if quantised:
+        model.save_pretrained(quantised)
+        bits = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        model = kind.from_pretrained(quantised, quantization_config=bits, device_map={"": "cpu"})
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if not lora:
         return model
     torch.manual_seed(1)
@@ -154,14 +195,17 @@ def job(
     rows: int = ROWS,
     repeats: int = 1,
     lora: bool = False,
-    chats_alone: bool = False,
+    quantised: bool = False,
+    kind: str = "texts",
     accumulated: int = 1,
 ) -> dict[str, Any]:
     """Train in one process of a run; returns losses, gradient norms, and the seconds of a step."""
     quiet()
     torch.set_num_threads(2 if pipeline is None and width > 32 else 1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-    model = make_model(tokenizer, width, blocks, lora)
+    labels = {"rewards": 1, "classes": 3}.get(kind, 0)
+    base = f"{folder}-base-{rank}" if quantised else ""
+    model = make_model(tokenizer, width, blocks, labels, lora, base)
     times = StepTimes()
     options: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": rows // replicas, "gradient_accumulation_steps": accumulated,
@@ -171,18 +215,19 @@ def job(
     given: dict[str, Any] = {"model": model, "callbacks": [times]}
     if pipeline is not None:
         given["pipeline"] = pipeline
-    if chats_alone:
-        kind = trl.SFTTrainer if pipeline is None else PipelineSFTTrainer
-        given["args"] = trl.SFTConfig(folder, max_length=256, assistant_only_loss=True, **options)
-        given["train_dataset"] = datasets.Dataset.from_list(chats(DATA))
+    given |= data_of(kind, tokenizer, repeats)
+    if kind in CONFIGS:
+        own = {"assistant_only_loss": True} if kind == "chats" else {}
+        own |= {"packing": True} if kind == "packed" else {}
+        # Longer chats are cut, where rows are packed into one of this length.
+        given["args"] = CONFIGS[kind](folder, max_length=64 if kind == "packed" else 256, **own, **options)
         given["processing_class"] = tokenizer
     else:
-        kind = transformers.Trainer if pipeline is None else penstock.PipelineTrainer
-        texts = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in chats(DATA)]
         given["args"] = TrainingArguments(folder, **options)
-        given["train_dataset"] = [{"input_ids": tokenizer(repeats * text)["input_ids"]} for text in texts]
-        given["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    trainer = kind(**given)
+    trainer_class = KINDS[kind]
+    if pipeline is not None:
+        trainer_class = type("Piped", (penstock.PipelineTrainerMixin, trainer_class), {})
+    trainer = trainer_class(**given)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     trainer.save_model(folder)
@@ -194,8 +239,41 @@ def job(
     }
 
 
+def data_of(kind: str, tokenizer: PreTrainedTokenizerFast, repeats: int) -> dict[str, Any]:
+    """Return the data of a trainer, and its collator if it has one of its own.
+
+    Args:
+        repeats: how often each text is written.
+    """
+    rows = chats(DATA)
+    if kind in ("chats", "packed"):
+        return {"train_dataset": datasets.Dataset.from_list(rows)}
+    if kind in ("rewards", "preferences"):
+        pairs = [
+            {"prompt": f"{n} + {3 * n} = ", "chosen": f"{4 * n} " * (1 + n % 3), "rejected": f"{n} "}
+            for n in range(DATA)
+        ]
+        found = datasets.Dataset.from_list(pairs)
+        return {"train_dataset": found.remove_columns("prompt") if kind == "rewards" else found}
+    texts = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in rows]
+    tokens = [{"input_ids": tokenizer(repeats * text)["input_ids"]} for text in texts]
+    if kind == "classes":
+        tokens = [{**row, "labels": n % 3} for n, row in enumerate(tokens)]
+        return {"train_dataset": tokens, "data_collator": DataCollatorWithPadding(tokenizer)}
+    return {
+        "train_dataset": tokens,
+        "data_collator": DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    }
+
+
 def run(
-    pool: LocalProcesses, layout: str, tokenizer: str, folder: Path, steps: int, **options: Any
+    pool: LocalProcesses,
+    layout: str,
+    tokenizer: str,
+    folder: Path,
+    steps: int,
+    microbatches: int = 4,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train with a layout, or with plain Trainer for "plain", and return the figures of the first process."""
     if layout == "plain":
@@ -203,7 +281,7 @@ def run(
     else:
         processes, ranks = LAYOUTS[layout]
         replicas = max(1, processes // ranks)
-        pipeline = {"ranks": ranks, "microbatches": 4 // replicas, "report": False}
+        pipeline = {"ranks": ranks, "microbatches": microbatches // replicas, "report": False}
     given = (tokenizer, str(folder), pipeline, replicas, steps, options)
     first: dict[str, Any] = pool.run(processes, _started, *given)[0]
     return first
@@ -236,10 +314,9 @@ def measure(options: argparse.Namespace) -> Figures:
         make_tokenizer(Path(tokenizer))
         yield f"{'largest difference from plain Trainer':41} {'loss':>8} {'grad norm':>10} {'weights':>8}"
         for case, changes in CASES.items():
-            given = {"chats_alone" if name == "chats" else name: value for name, value in changes.items()}
-            expected = run(pool, "plain", tokenizer, root / case / "plain", steps, **given)
+            expected = run(pool, "plain", tokenizer, root / case / "plain", steps, **changes)
             for layout in LAYOUTS:
-                found = run(pool, layout, tokenizer, root / case / layout, steps, **given)
+                found = run(pool, layout, tokenizer, root / case / layout, steps, **changes)
                 ours, theirs = (weights(root / case / name) for name in (layout, "plain"))
                 row = {
                     "loss": largest(found["losses"], expected["losses"]),
@@ -269,6 +346,26 @@ def measure(options: argparse.Namespace) -> Figures:
                 "over plain": ratio(times[layout], times["plain"]),
             }
             yield f"{layout:41} {row['seconds']:8.3f} {row['over plain']:10.2f}"
+        of_stages: dict[str, Any] = large | {"quantised": True, "lora": True}
+
+        def in_turn(microbatches: int) -> Callable[[], float]:
+            def once() -> float:
+                count = 4 if options.quick else 8
+                folder = root / f"in turn {microbatches}"
+                found = run(pool, "processes 2", tokenizer, folder, count, microbatches, **of_stages)
+                return float(found["seconds"])
+
+            return once
+
+        names = {"stage after stage": in_turn(1), "8 microbatches": in_turn(8)}
+        times = alternate(names, options.rounds)
+        yield "seconds of a step of QLoRA, 2 processes; over stage after stage"
+        for name in names:
+            figures["step"][name] = row = {
+                "seconds": statistics.median(times[name]),
+                "over stage after stage": ratio(times[name], times["stage after stage"]),
+            }
+            yield f"{name:41} {row['seconds']:8.3f} {row['over stage after stage']:10.2f}"
     return figures
 
 

@@ -163,12 +163,17 @@ def test_what_is_more_than_low_rank_matrices_within_layers_is_refused(number: in
         penstock.from_transformers(peft.get_peft_model(hf_models.model("llama"), config))
 
 
+def both_active(model: Any) -> None:
+    model.add_adapter("second", peft_models.config())
+    model.base_model.set_adapter(["default", "second"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda model: model.merge_adapter(), "merged into the base; call unmerge_adapter"),
         (lambda model: model.base_model.disable_adapter_layers(), "disabled; call enable_adapter_layers"),
-        (lambda model: model.add_adapter("second", peft_models.config()), "one adapter, got default, second"),
+        (both_active, "one adapter of the model must be active, got default, second"),
     ],
 )
 def test_merged_disabled_and_several_adapters_are_refused(change: Callable[[Any], object], said: str, bases):

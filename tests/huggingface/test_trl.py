@@ -118,7 +118,7 @@ def made(
         sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     else:
         kind = type(f"Piped{name}", (penstock.PipelineTrainerMixin, kind), {})
-    adapted = options.pop("adapted", False)
+    adapted = options.pop("adapted", "")
     args = getattr(trl, name.replace("Trainer", "Config"))(
         str(folder / "out"), max_steps=2, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
         disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
@@ -135,9 +135,11 @@ def made(
         net = AutoModelForCausalLM.from_pretrained(tiny)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(1)
+    if adapted == "before":
+        net = peft.get_peft_model(net, lora)
     return kind(
         model=net, args=args, processing_class=tokenizer, train_dataset=datasets.Dataset.from_list(DATA[name]),
-        **({"peft_config": lora} if adapted else {}), **({} if pipeline is None else {"pipeline": pipeline}),
+        **({"peft_config": lora} if adapted == "by TRL" else {}), **({} if pipeline is None else {"pipeline": pipeline}),
     )  # fmt: skip
 
 
@@ -169,11 +171,11 @@ DATA: dict[str, Any] = {
     ("name", "schedule", "options"),
     [
         ("RewardTrainer", "1f1b", {}),
-        ("DPOTrainer", "zb-v", {"adapted": True}),
+        ("DPOTrainer", "zb-v", {"adapted": "before"}),
         ("SFTTrainer", "1f1b", {"packing": True, "max_length": 32}),
         *exhaustive(
             ("DPOTrainer", "1f1b", {"precompute_ref_log_probs": True}),
-            ("DPOTrainer", "zb-h1", {"loss_type": ["ipo"], "adapted": True}),
+            ("DPOTrainer", "zb-h1", {"loss_type": ["ipo"], "adapted": "by TRL"}),
             ("KTOTrainer", "1f1b", {"loss_type": "apo_zero_unpaired"}),
             ("SFTTrainer", "1f1b", {"padding_free": True, "max_length": None}),
         ),
@@ -191,7 +193,7 @@ def test_losses_norms_and_metrics_are_those_of_trl_alone(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("RewardTrainer", {}), *exhaustive(("DPOTrainer", {"adapted": True}), ("SFTTrainer", {}))],
+    [("RewardTrainer", {}), *exhaustive(("DPOTrainer", {"adapted": "by TRL"}), ("SFTTrainer", {}))],
 )
 def test_processes_and_replicas_log_the_metrics_of_trl_alone(
     tmp_path: Path, processes: LocalProcesses, name: str, options: dict[str, Any]

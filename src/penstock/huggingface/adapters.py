@@ -32,23 +32,25 @@ def base_with_adapters(model: Any) -> Any:
     """Return the library's model within a ``PeftModel``; its modules have the adapters.
 
     Raises:
-        ConfigError: if it has no adapter, several, or other ones than LoRA, rsLoRA and DoRA, or they are merged or disabled.
+        ConfigError: if no adapter is active, or several, or they are others than LoRA, rsLoRA and DoRA, or merged or
+            disabled.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    names = list(model.peft_config)
-    if len(names) != 1:
+    names, active = list(model.peft_config), list(model.active_adapters)
+    if len(active) != 1:
         raise ConfigError(
-            f"the model must have one adapter, got {', '.join(names) or 'none'}; delete_adapter others"
+            f"one adapter of the model must be active, got {', '.join(active) or 'none'} of {', '.join(names) or 'none'}; "
+            "set_adapter one"
         )
-    config = model.peft_config[names[0]]
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise ConfigError(f"adapters must be of peft's type LORA, got {kind}; use peft.LoraConfig")
-    if (key := next((key for key in _REFUSED if getattr(config, key, None)), None)) is not None:
-        raise ConfigError(
-            f"{key} of the LoraConfig is set, and such adapters cannot be split; leave it unset"
-        )
+    for config in model.peft_config.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA":
+            raise ConfigError(f"adapters must be of peft's type LORA, got {kind}; use peft.LoraConfig")
+        if (key := next((key for key in _REFUSED if getattr(config, key, None)), None)) is not None:
+            raise ConfigError(
+                f"{key} of the LoraConfig is set, and such adapters cannot be split; leave it unset"
+            )
     base = model.get_base_model()
     adapted = [module for module in base.modules() if isinstance(module, BaseTunerLayer)]
     if any(module.merged for module in adapted):

@@ -57,8 +57,8 @@ class _Found(BaseException):
 class _NeedsReference(BaseException):
     """End of a run of ``compute_loss`` at a call without gradients that has no answer yet."""
 
-    def __init__(self, call: dict[str, Any], no_adapters: bool) -> None:
-        self.call, self.no_adapters = call, no_adapters
+    def __init__(self, call: dict[str, Any], adapters: tuple[str, ...]) -> None:
+        self.call, self.adapters = call, adapters
 
 
 @dataclass
@@ -68,12 +68,12 @@ class _Asked:
     Attributes:
         call: arguments of the call with gradients; None before it.
         needs: arguments of the first call without gradients that has no answer; None if all have one.
-        no_adapters: whether adapters were disabled in that call.
+        adapters: adapters that were active in that call.
     """
 
     call: dict[str, Any] | None = None
     needs: dict[str, Any] | None = None
-    no_adapters: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass
@@ -143,6 +143,7 @@ class TrainerLoss:
 
             self._adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
             self._leave_adapters(trainer.model)
+        self._trained = self._active
 
     @property
     def replays(self) -> bool:
@@ -206,7 +207,7 @@ class TrainerLoss:
 
         def answer(call: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
-                if called and self._is_same_input(call, part.call) and not self._without_adapters:
+                if called and self._is_same_input(call, part.call) and not self._has_others:
                     return self._output(call, device)
                 if (found := next(references, None)) is None:
                     raise self._another_number()
@@ -302,31 +303,61 @@ class TrainerLoss:
     # Adapters
 
     @property
-    def _without_adapters(self) -> bool:
-        """Whether ``compute_loss`` has disabled the adapters."""
-        return getattr(self._replaying, "no_adapters", False) or (not self.replays and self._disabled)
+    def _active(self) -> tuple[str, ...]:
+        """The adapters that are active; none where they are disabled."""
+        if not self._adapted or self._adapted[0].disable_adapters:
+            return ()
+        return tuple(self._adapted[0].active_adapters)
 
     @property
-    def _disabled(self) -> bool:
-        return any(module.disable_adapters for module in self._adapted)
+    def _has_others(self) -> bool:
+        """Whether ``compute_loss`` has disabled the adapters, or set others."""
+        wanted: tuple[str, ...] | None = getattr(self._replaying, "adapters", None)
+        return (self._active if wanted is None else wanted) != self._trained
 
     def _leave_adapters(self, peft_model: Any) -> None:
-        """Let ``disable_adapter`` change nothing on the last stage: other stages run meanwhile, with the adapters."""
+        """Let what disables or sets adapters change nothing on the last stage: other stages run with them meanwhile."""
         disable: Callable[[], AbstractContextManager[None]] = peft_model.disable_adapter
+        set_one: Callable[..., None] = peft_model.set_adapter
 
         @functools.wraps(disable)
         def disable_adapter() -> AbstractContextManager[None]:
-            return self._as_if_disabled() if self.replays else disable()
+            return self._as_if(()) if self.replays else disable()
 
-        peft_model.__dict__["disable_adapter"] = disable_adapter
+        @functools.wraps(set_one)
+        def set_adapter(name: Any, *args: Any, **kwargs: Any) -> None:
+            if self.replays:
+                self._replaying.adapters = (name,) if isinstance(name, str) else tuple(name)
+            else:
+                set_one(name, *args, **kwargs)
+
+        peft_model.__dict__.update(disable_adapter=disable_adapter, set_adapter=set_adapter)
 
     @contextmanager
-    def _as_if_disabled(self) -> Iterator[None]:
-        self._replaying.no_adapters = True
+    def _as_if(self, adapters: tuple[str, ...]) -> Iterator[None]:
+        before = getattr(self._replaying, "adapters", None)
+        self._replaying.adapters = adapters
         try:
             yield
         finally:
-            self._replaying.no_adapters = False
+            self._replaying.adapters = before
+
+    @contextmanager
+    def _with_adapters(self, adapters: tuple[str, ...]) -> Iterator[None]:
+        """Return a context in which other adapters are active, or none."""
+        peft_model = self._trainer.model
+        if adapters == self._active:
+            yield
+        elif not adapters:
+            with peft_model.disable_adapter():
+                yield
+        else:
+            before = peft_model.active_adapter
+            peft_model.set_adapter(adapters[0])
+            try:
+                yield
+            finally:
+                peft_model.set_adapter(before)
 
     # What compute_loss asks the model
 
@@ -345,8 +376,7 @@ class TrainerLoss:
                 raise self._another_number()
             if asked[0].call is not None:
                 self._has_later = True
-            disabled = asked[0].no_adapters
-            with self._trainer.model.disable_adapter() if disabled else nullcontext():
+            with self._with_adapters(asked[0].adapters):
                 outputs = self._evaluate_parts(needs)
             for part, output in zip(counted, outputs, strict=True):
                 part.references.append(output)
@@ -368,15 +398,11 @@ class TrainerLoss:
             if asked.call is None and not _same_random_state(before, _random_state()):
                 raise self._draws()
             if not torch.is_grad_enabled():
-                if (
-                    asked.call is not None
-                    and self._is_same_input(call, asked.call)
-                    and not self._without_adapters
-                ):
+                if asked.call is not None and self._is_same_input(call, asked.call) and not self._has_others:
                     return self._nothing(call)
                 if (found := next(answers, None)) is not None:
                     return found
-                raise _NeedsReference(call, self._disabled)
+                raise _NeedsReference(call, self._active)
             if asked.call is not None:
                 raise self._twice()
             asked.call = call
@@ -391,7 +417,7 @@ class TrainerLoss:
             pass
         except _NeedsReference as found:
             asked.needs = found.call
-            asked.no_adapters = found.no_adapters
+            asked.adapters = found.adapters
             if any(_has_nan(value) for value in found.call.values()):
                 raise ConfigError(
                     f"{self._name}.compute_loss calls the model without gradients on what its call with gradients has "
@@ -567,7 +593,7 @@ class TrainerLoss:
         try:
             yield
         finally:
-            self._replaying.on = False
+            self._replaying.on, self._replaying.adapters = False, None
 
     def _flush_logs(self) -> None:
         """Log on every process what the last stages have logged in a step."""

@@ -83,8 +83,8 @@ def require_known_step(kind: type, mixin: type) -> None:
         if "_prepare_inputs" in vars(base) and package_of(base) == "trl":
             raise ConfigError(
                 f"{base.__name__} generates answers with the model while it trains, and each stage has a part of it; "
-                "generate with another copy of the model, and use penstock.Pipeline with a loop of your own: docs/models.md has "
-                "one in the shape of GRPO"
+                "generate with another copy of the model, and use penstock.Pipeline with a loop of your own: docs/models.md "
+                "has one in the shape of GRPO"
             )
 
 
