@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rewards": {"kind": "rewards"},
     "preferences, LoRA": {"kind": "preferences", "lora": True},
     "classifier, own loss": {"kind": "classes"},
-    "QLoRA, 4 bits": {"quantised": True, "lora": True},
+    "QLoRA, 4 bits": {"quantised": "base of width 32", "lora": True},
 }
 LAYOUTS = {"threads 2": (1, 2), "processes 2": (2, 2), "pp 2 x dp 2": (4, 2)}
 """Name of a layout → number of processes, and of ranks of a pipeline."""
@@ -159,7 +159,6 @@ def make_model(
     kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
     model = kind.from_config(config)
     if quantised:
-        model.save_pretrained(quantised)
         bits = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
         )
@@ -195,7 +194,7 @@ def job(
     rows: int = ROWS,
     repeats: int = 1,
     lora: bool = False,
-    quantised: bool = False,
+    quantised: str = "",
     kind: str = "texts",
     accumulated: int = 1,
 ) -> dict[str, Any]:
@@ -204,8 +203,7 @@ def job(
     torch.set_num_threads(2 if pipeline is None and width > 32 else 1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     labels = {"rewards": 1, "classes": 3}.get(kind, 0)
-    base = f"{folder}-base-{rank}" if quantised else ""
-    model = make_model(tokenizer, width, blocks, labels, lora, base)
+    model = make_model(tokenizer, width, blocks, labels, lora, quantised)
     times = StepTimes()
     options: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": rows // replicas, "gradient_accumulation_steps": accumulated,
@@ -282,6 +280,13 @@ def run(
         processes, ranks = LAYOUTS[layout]
         replicas = max(1, processes // ranks)
         pipeline = {"ranks": ranks, "microbatches": microbatches // replicas, "report": False}
+    if "quantised" in options:
+        # A folder beside the tokenizer's, written once: processes read it.
+        width = options.get("width", 32)
+        options["quantised"] = base = str(Path(tokenizer).parent / options["quantised"])
+        if not Path(base).exists():
+            words = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+            make_model(words, width, 4, 0, False, "").save_pretrained(base)
     given = (tokenizer, str(folder), pipeline, replicas, steps, options)
     first: dict[str, Any] = pool.run(processes, _started, *given)[0]
     return first
@@ -306,6 +311,7 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Train every case with every layout, and time steps."""
+    quiet()
     steps = 3 if options.quick else 20
     figures: dict[str, Any] = {"differences": {}, "step": {}}
     with LocalProcesses(4) as pool, TemporaryDirectory() as scratch:
@@ -327,7 +333,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 yield (
                     f"{case:25} {layout:15} {row['loss']:8.1e} {row['grad norm']:10.1e} {row['weights']:8.1e}"
                 )
-        large = {"width": 64} if options.quick else {"width": 128, "repeats": 3}
+        large: dict[str, Any] = {"width": 64} if options.quick else {"width": 128, "repeats": 3}
 
         def timed(layout: str) -> Callable[[], float]:
             def once() -> float:
@@ -346,7 +352,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 "over plain": ratio(times[layout], times["plain"]),
             }
             yield f"{layout:41} {row['seconds']:8.3f} {row['over plain']:10.2f}"
-        of_stages: dict[str, Any] = large | {"quantised": True, "lora": True}
+        of_stages: dict[str, Any] = large | {"quantised": f"base of width {large['width']}", "lora": True}
 
         def in_turn(microbatches: int) -> Callable[[], float]:
             def once() -> float:

@@ -8,28 +8,29 @@ reference, are evaluations of the pipeline before the step.
 
 from __future__ import annotations
 
-import copy
-import functools
-import random
-import sys
 import threading
 import warnings
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.huggingface.adapter_switch import AdapterSwitch
 from penstock.huggingface.model_calls import ModelCalls
+from penstock.huggingface.model_outputs import plain_output, restored_output
 from penstock.huggingface.own_forward import OwnForward, Reached
 from penstock.huggingface.part_collator import EXAMPLES, PARTS, TOGETHER
+from penstock.huggingface.thrown_away_run import (
+    isolated,
+    random_state,
+    restore_random_state,
+    same_random_state,
+)
 from penstock.huggingface.trainer_batch import joined, without_offsets
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
@@ -44,8 +45,6 @@ _CONSTANT = {
     "output_attentions": False,
 }
 """Arguments that stages have a value of their own for, and the only one that may be given; None for any."""
-_SMALL = 1000
-"""Entries up to which a list or dict of a trainer counts as one of its metrics, and is copied; data sets are larger."""
 _NEAR = 1e-3
 """Relative difference of two losses that another length of padding and order of sums explain."""
 
@@ -110,6 +109,7 @@ class TrainerLoss:
 
     Attributes:
         pipe: the pipeline, which is made with this loss.
+        adapters: the adapters of the model.
     """
 
     pipe: Pipeline
@@ -130,25 +130,13 @@ class TrainerLoss:
         self._replicas, self._autocast = replicas, autocast
         self._fused = getattr(forward, "__func__", None)
         self._calls = ModelCalls(model, model.forward if forward is None else forward)
-        self._replaying = threading.local()
         self._lock = threading.Lock()
         self._parts: list[_Part] = []
         self._of_libraries = of_libraries
         self._has_later: bool | None = None
         self._logs: list[dict[str, Any]] = []
         self._named = {*own.named, *own.images}
-        self._adapted: list[Any] = []
-        if trainer.model is not model:
-            from peft.tuners.tuners_utils import BaseTunerLayer
-
-            self._adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-            self._leave_adapters(trainer.model)
-        self._trained = self._active
-
-    @property
-    def replays(self) -> bool:
-        """Whether this thread runs ``compute_loss`` on the last stage, within a step."""
-        return getattr(self._replaying, "on", False)
+        self.adapters = AdapterSwitch(trainer.model, model)
 
     def step(
         self,
@@ -207,7 +195,7 @@ class TrainerLoss:
 
         def answer(call: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
-                if called and self._is_same_input(call, part.call) and not self._has_others:
+                if called and self._is_same_input(call, part.call) and not self.adapters.has_others:
                     return self._output(call, device)
                 if (found := next(references, None)) is None:
                     raise self._another_number()
@@ -222,7 +210,7 @@ class TrainerLoss:
         with (
             self._lock,
             self._calls.answering(answer),
-            self._in_replay(),
+            self.adapters.replaying(),
             torch.autocast(device, enabled=False),
         ):
             loss = self._compute(trainer, part)
@@ -243,7 +231,7 @@ class TrainerLoss:
 
     def log(self, logs: dict[str, Any]) -> bool:
         """Keep what ``compute_loss`` logs until the step has ended; return whether it was called from there."""
-        if not self.replays:
+        if not self.adapters.replays:
             return False
         self._logs.append(logs)
         return True
@@ -287,7 +275,7 @@ class TrainerLoss:
         model.eval()
         try:
             with torch.no_grad(), self.evaluating():
-                losses = [float(self._compute(self._isolated(), part)) * part.weight for part in parts]
+                losses = [float(self._compute(isolated(self._trainer), part)) * part.weight for part in parts]
         finally:
             model.train(trains)
         mean = losses[0] + losses[1]
@@ -299,65 +287,6 @@ class TrainerLoss:
                 "the mean of those of its microbatches. This is said once",
                 stacklevel=2,
             )
-
-    # Adapters
-
-    @property
-    def _active(self) -> tuple[str, ...]:
-        """The adapters that are active; none where they are disabled."""
-        if not self._adapted or self._adapted[0].disable_adapters:
-            return ()
-        return tuple(self._adapted[0].active_adapters)
-
-    @property
-    def _has_others(self) -> bool:
-        """Whether ``compute_loss`` has disabled the adapters, or set others."""
-        wanted: tuple[str, ...] | None = getattr(self._replaying, "adapters", None)
-        return (self._active if wanted is None else wanted) != self._trained
-
-    def _leave_adapters(self, peft_model: Any) -> None:
-        """Let what disables or sets adapters change nothing on the last stage: other stages run with them meanwhile."""
-        disable: Callable[[], AbstractContextManager[None]] = peft_model.disable_adapter
-        set_one: Callable[..., None] = peft_model.set_adapter
-
-        @functools.wraps(disable)
-        def disable_adapter() -> AbstractContextManager[None]:
-            return self._as_if(()) if self.replays else disable()
-
-        @functools.wraps(set_one)
-        def set_adapter(name: Any, *args: Any, **kwargs: Any) -> None:
-            if self.replays:
-                self._replaying.adapters = (name,) if isinstance(name, str) else tuple(name)
-            else:
-                set_one(name, *args, **kwargs)
-
-        peft_model.__dict__.update(disable_adapter=disable_adapter, set_adapter=set_adapter)
-
-    @contextmanager
-    def _as_if(self, adapters: tuple[str, ...]) -> Iterator[None]:
-        before = getattr(self._replaying, "adapters", None)
-        self._replaying.adapters = adapters
-        try:
-            yield
-        finally:
-            self._replaying.adapters = before
-
-    @contextmanager
-    def _with_adapters(self, adapters: tuple[str, ...]) -> Iterator[None]:
-        """Return a context in which other adapters are active, or none."""
-        peft_model = self._trainer.model
-        if adapters == self._active:
-            yield
-        elif not adapters:
-            with peft_model.disable_adapter():
-                yield
-        else:
-            before = peft_model.active_adapter
-            peft_model.set_adapter(adapters[0])
-            try:
-                yield
-            finally:
-                peft_model.set_adapter(before)
 
     # What compute_loss asks the model
 
@@ -376,7 +305,7 @@ class TrainerLoss:
                 raise self._another_number()
             if asked[0].call is not None:
                 self._has_later = True
-            with self._with_adapters(asked[0].adapters):
+            with self.adapters.with_adapters(asked[0].adapters):
                 outputs = self._evaluate_parts(needs)
             for part, output in zip(counted, outputs, strict=True):
                 part.references.append(output)
@@ -392,17 +321,21 @@ class TrainerLoss:
     def _ask(self, part: _Part) -> _Asked:
         asked, answers = _Asked(), iter(part.references)
 
-        before = _random_state()
+        before = random_state()
 
         def answer(call: dict[str, Any]) -> Any:
-            if asked.call is None and not _same_random_state(before, _random_state()):
+            if asked.call is None and not same_random_state(before, random_state()):
                 raise self._draws()
             if not torch.is_grad_enabled():
-                if asked.call is not None and self._is_same_input(call, asked.call) and not self._has_others:
+                if (
+                    asked.call is not None
+                    and self._is_same_input(call, asked.call)
+                    and not self.adapters.has_others
+                ):
                     return self._nothing(call)
                 if (found := next(answers, None)) is not None:
                     return found
-                raise _NeedsReference(call, self._active)
+                raise _NeedsReference(call, self.adapters.active)
             if asked.call is not None:
                 raise self._twice()
             asked.call = call
@@ -412,7 +345,7 @@ class TrainerLoss:
 
         try:
             with self._calls.answering(answer):
-                self._compute(self._isolated(), part)
+                self._compute(isolated(self._trainer), part)
         except _Found:
             pass
         except _NeedsReference as found:
@@ -434,20 +367,12 @@ class TrainerLoss:
                 f"{self._name}.compute_loss returns without a call of the model with gradients, model(**inputs), so that "
                 "there is nothing to run in a pipeline"
             )
-        _restore_random_state(before)
+        restore_random_state(before)
         return asked
 
     def _compute(self, trainer: Any, part: _Part) -> Any:
         with trainer.compute_loss_context_manager():
             return trainer.compute_loss(trainer.model, dict(part.inputs), num_items_in_batch=part.items)
-
-    def _isolated(self) -> Any:
-        """Return the trainer with metrics of its own, so that a run that is thrown away leaves nothing."""
-        isolated = copy.copy(self._trainer)
-        for name, value in vars(isolated).items():
-            vars(isolated)[name] = _copied(value)
-        isolated.log = lambda *_, **__: None
-        return isolated
 
     def _nothing(self, call: Mapping[str, Any]) -> Any:
         """Return what the forward returns for a hidden state of NaN, without any parameter."""
@@ -519,8 +444,8 @@ class TrainerLoss:
                 "needs them; take a schedule such as '1f1b'"
             )
         device = self._trainer.args.device
-        told = RunGroup.of(self.pipe.world).each(lambda: {n: _plain(v) for n, v in make().items()})
-        return {n: _restored(value, device) for each in told for n, value in each.items()}
+        told = RunGroup.of(self.pipe.world).each(lambda: {n: plain_output(v) for n, v in make().items()})
+        return {n: restored_output(value, device) for each in told for n, value in each.items()}
 
     # Arguments and outputs
 
@@ -587,14 +512,6 @@ class TrainerLoss:
             output = self._own.output(rest, forward)
         return convert_to_fp32(output) if self._autocast else output
 
-    @contextmanager
-    def _in_replay(self) -> Iterator[None]:
-        self._replaying.on = True
-        try:
-            yield
-        finally:
-            self._replaying.on, self._replaying.adapters = False, None
-
     def _flush_logs(self) -> None:
         """Log on every process what the last stages have logged in a step."""
         logs, self._logs = self._logs, []
@@ -627,51 +544,10 @@ class TrainerLoss:
         )
 
 
-def _copied(value: Any, depth: int = 3) -> Any:
-    """Return a copy of small lists and dicts, such as metrics; other values themselves."""
-    if not depth or type(value) not in (dict, list, set, deque, defaultdict) or len(value) > _SMALL:
-        return value
-    made = copy.copy(value)
-    if isinstance(made, dict):
-        made.update({key: _copied(inner, depth - 1) for key, inner in value.items()})
-    elif isinstance(made, list | deque):
-        for n, inner in enumerate(value):
-            made[n] = _copied(inner, depth - 1)
-    return made
-
-
 def _filled(value: Any, more: int) -> Any:
     if not more or not isinstance(value, Tensor) or not value.dim():
         return value
     return torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
-
-
-_CLASS = "class of the output"
-
-
-def _plain(value: Any) -> Any:
-    """Return an output of a model as what processes send each other: tensors on the CPU, in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, ModelOutput):
-        kind = type(value)
-        return {_CLASS: f"{kind.__module__}:{kind.__name__}", **{k: _plain(v) for k, v in value.items()}}
-    return value
-
-
-def _restored(value: Any, device: torch.device) -> Any:
-    """Return the output that was sent as `_plain` gives it, with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list):
-        return tuple(_restored(inner, device) for inner in value)
-    if isinstance(value, dict) and _CLASS in value:
-        module, _, name = value.pop(_CLASS).partition(":")
-        kind = getattr(sys.modules[module], name)
-        return kind(**{key: _restored(inner, device) for key, inner in value.items()})
-    return value
 
 
 def _has_nan(value: Any) -> bool:
@@ -693,26 +569,6 @@ def _require_same(call: Mapping[str, Any], before: Mapping[str, Any]) -> None:
                 f"compute_loss calls the model with another {name} on the last stage than before the step; what it gives "
                 "the model must follow from its inputs alone. Make what is random, or counted, in the data collator"
             )
-
-
-_RandomState = tuple[Tensor, Any, Any]
-
-
-def _random_state() -> _RandomState:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _same_random_state(one: _RandomState, other: _RandomState) -> bool:
-    arrays = zip(one[2], other[2], strict=True)
-    return (
-        torch.equal(one[0], other[0]) and one[1] == other[1] and all(np.array_equal(a, b) for a, b in arrays)
-    )
-
-
-def _restore_random_state(state: _RandomState) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])
 
 
 def _described(value: object) -> str:
