@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from functools import partial
 from pathlib import Path
@@ -175,3 +176,16 @@ def test_processes_and_replicas_train_as_trainer_does(tmp_path: Path, processes:
         changes = {"replicas": size // ranks}
         told = processes.run(size, hf_trainer.run, make, tmp_path / "piped", pipeline, changes, timeout=300)
         hf_trainer.assert_as_plain(tmp_path, told, plain, name)
+
+
+def test_the_model_is_itself_after_training(tmp_path: Path):
+    made = own_losses.make(tmp_path, PIPELINE, kind="against base")
+    made.train()
+    made.evaluate()
+    own = {*vars(made.model), *vars(made.model.get_base_model())}
+    assert not own & {"forward", "disable_adapter", "set_adapter"}
+    again = pickle.loads(pickle.dumps(made.model))
+    ids = own_losses.rows_of("against base")[0]["input_ids"][None]
+    with torch.no_grad():
+        made.model.base_model.model.model.embed_tokens.weight.zero_()
+        assert not torch.equal(again(input_ids=ids).logits, made.model(input_ids=ids).logits)

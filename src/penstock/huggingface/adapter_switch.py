@@ -24,7 +24,6 @@ class AdapterSwitch:
             from peft.tuners.tuners_utils import BaseTunerLayer
 
             self._adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-            self._leave_adapters()
         self._trained = self.active
 
     @property
@@ -54,8 +53,15 @@ class AdapterSwitch:
         wanted: tuple[str, ...] | None = getattr(self._replaying, "adapters", None)
         return (self.active if wanted is None else wanted) != self._trained
 
-    def _leave_adapters(self) -> None:
-        """Let what disables or sets adapters change nothing on the last stage: other stages run with them meanwhile."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Return a context in which what disables or sets adapters changes nothing on the last stage.
+
+        Other stages run with the adapters meanwhile.
+        """
+        if not self._adapted:
+            yield
+            return
         disable: Callable[[], AbstractContextManager[None]] = self._outer.disable_adapter
         set_one: Callable[..., None] = self._outer.set_adapter
 
@@ -70,7 +76,12 @@ class AdapterSwitch:
             else:
                 set_one(name, *args, **kwargs)
 
-        self._outer.__dict__.update(disable_adapter=disable_adapter, set_adapter=set_adapter)
+        attributes = vars(self._outer)
+        attributes.update(disable_adapter=disable_adapter, set_adapter=set_adapter)
+        try:
+            yield
+        finally:
+            del attributes["disable_adapter"], attributes["set_adapter"]
 
     @contextmanager
     def _as_if(self, adapters: tuple[str, ...]) -> Iterator[None]:

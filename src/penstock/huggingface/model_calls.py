@@ -11,28 +11,23 @@ from typing import Any
 
 from torch import nn
 
-
-def plain_forward(forward: Any) -> Any:
-    """Return the forward that `ModelCalls` of an earlier trainer has replaced; another one itself."""
-    while getattr(forward, "__globals__", {}).get("__name__") == __name__:
-        forward = forward.__wrapped__
-    return forward
-
-
 Answer = Callable[[dict[str, Any]], Any]
 """Function from the arguments of a call, by their names, to what it returns."""
 
 
 class ModelCalls:
-    """The forward of a model, which is called as ever unless a thread answers its calls otherwise.
+    """The calls of a model's forward, which a thread may answer while it is `watched`."""
 
-    Args:
-        model: the model; gets a forward in the place of its own.
-        forward: what it runs when nothing else answers.
-    """
-
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._thread = threading.local()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Return a context in which the calls reach `answering`; the model is left as it was, so that it can be copied."""
+        attributes = vars(self._model)
+        before = attributes.get("forward")
+        forward: Callable[..., Any] = self._model.forward
         signature = inspect.signature(forward)
 
         @functools.wraps(forward)
@@ -43,12 +38,13 @@ class ModelCalls:
             by_name = dict(signature.bind_partial(*args).arguments) if args else {}
             return answer({**by_name, **kwargs})
 
-        model.__dict__["forward"] = answered
-
-    @property
-    def answered(self) -> bool:
-        """Whether this thread answers the calls."""
-        return getattr(self._thread, "answer", None) is not None
+        attributes["forward"] = answered
+        try:
+            yield
+        finally:
+            attributes.pop("forward")
+            if before is not None:
+                attributes["forward"] = before
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:

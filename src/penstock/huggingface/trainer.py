@@ -21,7 +21,6 @@ from penstock.huggingface.forward_layers import forward_of
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.heads import CAUSAL, IMAGES, head_of
 from penstock.huggingface.loss import StepLoss
-from penstock.huggingface.model_calls import plain_forward
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.part_collator import EXAMPLES, PARTS, PartCollator, counted, divided_by_rows
@@ -156,8 +155,10 @@ class PipelineTrainerMixin:
             base = base.get_base_model()
         # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate wraps it for
         # an earlier run. One of the user's stays, and is refused below.
-        forward = plain_forward(vars(base).get("_original_forward", vars(base).get("forward")))
+        forward = vars(base).get("_original_forward", vars(base).get("forward"))
+        fused = None
         if _is_of_libraries(forward, type(base)):
+            fused = None if getattr(forward, "__func__", None) is type(base).forward else forward
             vars(base).pop("forward", None)
         require_plain_gradients(base)
         self._whole_model = base
@@ -170,7 +171,7 @@ class PipelineTrainerMixin:
                 trainer,
                 base,
                 forward_of(layers),
-                forward if forward is not None and _is_of_libraries(forward, type(base)) else None,
+                fused,
                 replicas=self._replicas,
                 autocast=torch.bfloat16 if settings.bf16 else None,
                 of_libraries=is_of_libraries(trainer, PipelineTrainerMixin),
@@ -189,6 +190,8 @@ class PipelineTrainerMixin:
         )
         if self._own_loss is not None:
             self._own_loss.pipe = self.pipe
+            if fused is not None:
+                vars(base)["forward"] = fused
         names = self.pipe.layers[0].batch
         self._takes = sorted(names.others) if names is not None else []
         self._first_step = True

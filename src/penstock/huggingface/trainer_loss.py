@@ -129,7 +129,7 @@ class TrainerLoss:
         self._trainer, self._model, self._own = trainer, model, own
         self._replicas, self._autocast = replicas, autocast
         self._fused = getattr(forward, "__func__", None)
-        self._calls = ModelCalls(model, model.forward if forward is None else forward)
+        self._calls = ModelCalls(model)
         self._lock = threading.Lock()
         self._parts: list[_Part] = []
         self._of_libraries = of_libraries
@@ -159,10 +159,11 @@ class TrainerLoss:
             for part, n in zip(parts, examples, strict=True)
         ]
         try:
-            self._ask_all()
-            x, named = self._microbatches([part.call for part in self._parts])
-            numbers = Microbatches([*range(len(self._parts))])
-            loss = self.pipe.step(x, numbers, **named).loss
+            with self._calls.watched(), self.adapters.watched():
+                self._ask_all()
+                x, named = self._microbatches([part.call for part in self._parts])
+                numbers = Microbatches([*range(len(self._parts))])
+                loss = self.pipe.step(x, numbers, **named).loss
             assert loss is not None, "a step has a loss"
         finally:
             self._parts = []
@@ -226,7 +227,7 @@ class TrainerLoss:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Return a context in which calls of the model are evaluations of the pipeline, on every process alike."""
-        with self._calls.answering(self._evaluated):
+        with self._calls.watched(), self.adapters.watched(), self._calls.answering(self._evaluated):
             yield
 
     def log(self, logs: dict[str, Any]) -> bool:
