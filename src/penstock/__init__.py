@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from penstock.stage.microbatches import Microbatches as Microbatches
     from penstock.stage.named import add_loss as add_loss
     from penstock.stage.named import give as give
+    from penstock.stage.token_groups import by_tokens as by_tokens
     from penstock.trace.events import Trace as Trace
     from penstock.trace.expert_load import ExpertLoad as ExpertLoad
     from penstock.train.callbacks.callback import Callback as Callback
@@ -137,6 +138,7 @@ _HOME = {
     "WaitTimeoutError": "penstock.base.errors",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
+    "by_tokens": "penstock.stage.token_groups",
     "causal_lm_loss": "penstock.stage.compute.causal_lm_loss",
     "check": "penstock.schedule.check",
     "from_transformers": "penstock.huggingface.from_transformers",
