@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import BatchError, describe_error
+from penstock.huggingface.token_budget import TokenBudget
 from penstock.stage.microbatches import even_cuts
 
 PARTS = "parts"
@@ -26,7 +27,8 @@ class PartCollator:
 
     Args:
         collator: the data collator.
-        parts: number of microbatches of a batch, of all replicas.
+        parts: number of microbatches of a batch, of all replicas; or the tokens that each may have, by which examples of
+            about the same length become a part.
         main_input: name of the tensor by which Trainer counts the tokens of a run.
         compares: whether the first batch also has its first two parts as one (default False).
     """
@@ -34,7 +36,7 @@ class PartCollator:
     def __init__(
         self,
         collator: Callable[[list[Any]], Mapping[str, Any]],
-        parts: int,
+        parts: int | TokenBudget,
         main_input: str,
         compares: bool = False,
     ) -> None:
@@ -44,24 +46,30 @@ class PartCollator:
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the microbatches, the number of examples in each, and the token ids and masks of all in one dimension."""
         examples = list(examples)
-        cuts = even_cuts(len(examples), min(self.parts, len(examples)))
-        parts = [self._collated(examples[cut.start : cut.stop], n, len(cuts)) for n, cut in enumerate(cuts)]
+        groups: Sequence[Sequence[int]]
+        if isinstance(self.parts, TokenBudget):
+            groups, count = self.parts.groups(examples, self.collator)
+        else:
+            groups, count = even_cuts(len(examples), min(self.parts, len(examples))), self.parts
+        parts = [
+            self._collated([examples[i] for i in group], n, len(groups)) for n, group in enumerate(groups)
+        ]
         _require_same_keys(parts)
-        missing = self.parts - len(cuts)
+        missing = count - len(groups)
         flat = {
             name: torch.cat([part[name].flatten() for part in parts])
             for name in (self.main_input, "attention_mask")
             if all(isinstance(part.get(name), Tensor) for part in parts)
         }
         together = {}
-        if self._compares and len(cuts) > 1:
-            together = {TOGETHER: self._collated(examples[: cuts[1].stop], 0, 1)}
+        if self._compares and len(groups) > 1:
+            together = {TOGETHER: self._collated([examples[i] for i in (*groups[0], *groups[1])], 0, 1)}
         self._compares = False
         return {
             **flat,
             **together,
             PARTS: parts + [dict(parts[-1]) for _ in range(missing)],
-            EXAMPLES: [len(cut) for cut in cuts] + [0] * missing,
+            EXAMPLES: [len(group) for group in groups] + [0] * missing,
         }
 
     def _collated(self, examples: list[Any], number: int, count: int) -> dict[str, Any]:

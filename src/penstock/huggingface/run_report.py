@@ -37,9 +37,13 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         trace_every: updates between two traces; 0 for the first and the last update alone.
         dtype: precision of the run.
         mean_of_tokens: whether the loss is the mean over tokens, so that it can be told in bits per token.
+        varies: whether batches may have more microbatches than the pipeline's own number (default False).
     """
 
-    def __init__(self, pipe: Pipeline, *, trace_every: int, dtype: str, mean_of_tokens: bool) -> None:
+    def __init__(
+        self, pipe: Pipeline, *, trace_every: int, dtype: str, mean_of_tokens: bool, varies: bool = False
+    ) -> None:
+        self._varies = varies
         self._pipe, self._every, self._dtype, self._in_bits = pipe, trace_every, dtype, mean_of_tokens
         self._group = RunGroup.of(pipe.world)
         self._open = ExitStack()
@@ -82,7 +86,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
 
     def _begin(self, run: Path, state: Any, device: torch.device) -> None:
         pipe = self._pipe
-        to_stderr(plan_line(pipe))
+        to_stderr(plan_line(pipe, self._varies))
         run.mkdir(parents=True, exist_ok=True)
         drop_after(run, state.global_step)
         go_back(run, state.global_step)
@@ -102,15 +106,21 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         self._page = self._open.enter_context(RunPage(run, state.max_steps, to_stderr))
 
 
-def plan_line(pipe: Pipeline) -> str:
-    """Return a line about a pipeline, with the idle time of its schedule where all stages cost the same."""
+def plan_line(pipe: Pipeline, varies: bool = False) -> str:
+    """Return a line about a pipeline, with the idle time of its schedule where all stages cost the same.
+
+    Args:
+        varies: whether batches may have more microbatches (default False).
+    """
     schedule = pipe.schedule
     costs = Costs.of(schedule.placement, 1, 1, 1)  # a backward takes twice as long as a forward
     figures = measure(schedule, costs, simulate(check(schedule).program, costs))
     kind = "processes" if pipe.in_processes else "threads"
+    least, most = ("at least ", "at most ") if varies else ("", "")
+    counted = f"{least}{plural(pipe.microbatches, 'microbatch')} of a batch each"
     return (
-        f"pipeline: {_layout(pipe)} ({kind}), {plural(schedule.stages, 'stage')}, {plural(pipe.microbatches, 'microbatch')} "
-        f"of a batch each; with stages of equal cost {figures.bubble_of_makespan:.1%} of the ranks' time is idle"
+        f"pipeline: {_layout(pipe)} ({kind}), {plural(schedule.stages, 'stage')}, {counted}; with stages of equal cost "
+        f"{most}{figures.bubble_of_makespan:.1%} of the ranks' time is idle"
     )
 
 

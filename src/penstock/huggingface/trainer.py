@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -25,6 +26,8 @@ from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_o
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
 from penstock.huggingface.part_collator import EXAMPLES, PARTS, PartCollator, counted, divided_by_rows
 from penstock.huggingface.run_report import RunReport
+from penstock.huggingface.token_budget import NAME as TOKENS
+from penstock.huggingface.token_budget import TokenBudget, attention_share, read_budget
 from penstock.huggingface.trainer_batch import PartsBatch, TrainerBatch
 from penstock.huggingface.trainer_loss import TrainerLoss
 from penstock.huggingface.trainer_refusals import (
@@ -60,13 +63,15 @@ class PipelineTrainerMixin:
     computed by chunks (`penstock.LinearCrossEntropy`), and the logits exist only where metrics of an evaluation need them.
 
     Args:
-        pipeline: keyword arguments of `Pipeline`: ``microbatches`` (required), ``ranks``, ``schedule``, ``virtual_stages``,
-            ``split``, ``recompute``, ``timeout``, ``execution``. A batch whose rows do not divide into the microbatches is
-            filled up with rows that count for nothing. Two more are about what a run leaves in ``output_dir``:
-            ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and ``trace_every=50`` keeps the
-            trace of every 50th update beside the first and the last. ``optimizer=[{"match": r"layers.*proj.weight",
-            "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an optimizer of their own, as `PipelineOptimizer`
-            takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
+        pipeline: keyword arguments of `Pipeline`: ``microbatches``, ``ranks``, ``schedule``, ``virtual_stages``, ``split``,
+            ``recompute``, ``timeout``, ``execution``. A batch with fewer examples than microbatches is filled up with ones
+            that count for nothing. ``tokens_per_microbatch=4096`` in place of ``microbatches`` sorts the examples of a batch
+            by length into as many microbatches as it takes for each to have at most so many tokens, padding included, and at
+            least as many as there are ranks, which is the number of an evaluation. Two more are about what a run leaves in
+            ``output_dir``: ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and
+            ``trace_every=50`` keeps the trace of every 50th update beside the first and the last.
+            ``optimizer=[{"match": r"layers.*proj.weight", "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an
+            optimizer of their own, as `PipelineOptimizer` takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
             replicas, see `MeshShape`; ``cp=2`` divides the tokens of each sample over two processes, for which the data
             collator must pad to a multiple of ``2 * cp`` tokens.
         given, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
@@ -97,7 +102,7 @@ class PipelineTrainerMixin:
         options = dict(pipeline)
         require_options(options)
         reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
-        collate = options.pop("collate", "parts")
+        collate = options.get("collate", "parts")
         if collate not in ("parts", "batch"):
             raise ConfigError(
                 f"pipeline['collate'] must be 'parts', where the data collator makes each microbatch of a part of the "
@@ -128,6 +133,8 @@ class PipelineTrainerMixin:
                 f"ranks x {name} processes"
             )
         self._in_processes = processes > 1
+        budget = read_budget(options, self._replicas, self._cp)
+        options.pop("collate", None)
         # Trainers of TRL have another order of arguments.
         every = [*given, *kwargs.values()]
         args = next((one for one in every if isinstance(one, transformers.TrainingArguments)), None)
@@ -164,6 +171,9 @@ class PipelineTrainerMixin:
         self._whole_model = base
         self._index, self._updates, self._logits_asked = 0, -1, True
         layers = from_transformers(trainer.model)
+        self._budget: TokenBudget | None = None
+        if budget is not None:
+            self._budget = replace(budget, attention=attention_share(layers, base.config))
         self._own_loss: TrainerLoss | None = None
         self._loss: StepLoss | None = None
         if computes_own_loss(trainer, base, PipelineTrainerMixin, self._cp):
@@ -204,6 +214,7 @@ class PipelineTrainerMixin:
                 mean_of_tokens=self._loss is not None
                 and self._loss.own.head == CAUSAL
                 and not settings.label_smoothing_factor,
+                varies=self._budget is not None,
             )
             trainer.add_callback(self._report)
         self._whole_optimizer: WholeOptimizer | None = None
@@ -239,7 +250,7 @@ class PipelineTrainerMixin:
         trainer: Any = self
         collator = trainer.data_collator
         if self._collates_parts:
-            parts = self.pipe.microbatches * self._replicas
+            parts = self._budget or self.pipe.microbatches * self._replicas
             compares = self._own_loss is not None and not is_of_libraries(trainer, PipelineTrainerMixin)
             main_input = self._whole_model.main_input_name
             trainer.data_collator = PartCollator(collator, parts, main_input, compares)
@@ -309,6 +320,11 @@ class PipelineTrainerMixin:
         if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
+        if self._budget is not None and PARTS not in inputs:
+            raise ConfigError(
+                f"pipeline[{TOKENS!r}] divides batches in the trainer's own data loader, and get_train_dataloader returns "
+                "another; make yours of super().get_train_dataloader(), or give pipeline['microbatches'] in its place"
+            )
         accumulated = trainer.current_gradient_accumulation_steps
         self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
         if self.pipe.replicas > 1:
@@ -325,7 +341,8 @@ class PipelineTrainerMixin:
         assert self._loss is not None
         batch = self._batch(inputs)
         self._loss.divisor = self._divisor(batch, num_items_in_batch, accumulated)
-        found = self.pipe.step(batch.ids, batch.target, **batch.named).loss
+        count = batch.count // self._replicas
+        found = self.pipe.step(batch.ids, batch.target, microbatches=count, **batch.named).loss
         assert found is not None, "the batch has labels"
         return found.detach()
 

@@ -32,6 +32,7 @@ class TrainerBatch:
         named: the other inputs of the model's forward.
         rows: rows before it was filled up.
         targets: number of targets that count.
+        count: number of microbatches.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TrainerBatch:
                 "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False) for a causal language model"
             )
         values = without_offsets(values)
-        self.rows = len(values["input_ids"])
+        self.rows, self.count = len(values["input_ids"]), microbatches
         self.targets = loss.count(values["labels"]) * int(counts)
         for name in IMAGE_INPUTS if microbatches > 1 else ():
             if name in values and len(values[name]) != self.rows:
@@ -104,11 +105,13 @@ class PartsBatch:
 
     Attributes:
         ids, target, named, targets: those of `TrainerBatch`, of all microbatches.
+        count: number of microbatches.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Any]], examples: Sequence[int], loss: ModelLoss) -> None:
         batches = [TrainerBatch(part, 1, loss, bool(n)) for part, n in zip(parts, examples, strict=True)]
         rows = [batch.rows for batch in batches]
+        self.count = len(rows)
         self.ids, self.target = (
             joined([b.ids for b in batches], rows),
             joined([b.target for b in batches], rows),

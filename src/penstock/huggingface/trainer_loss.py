@@ -163,7 +163,7 @@ class TrainerLoss:
                 self._ask_all()
                 x, named = self._microbatches([part.call for part in self._parts])
                 numbers = Microbatches([*range(len(self._parts))])
-                loss = self.pipe.step(x, numbers, **named).loss
+                loss = self.pipe.step(x, numbers, microbatches=self._of_replica, **named).loss
             assert loss is not None, "a step has a loss"
         finally:
             self._parts = []
@@ -389,8 +389,8 @@ class TrainerLoss:
         """Evaluate a call of each microbatch that counts, and return what each returns, on every process."""
         every = [*calls, *[calls[-1]] * (len(self._parts) - len(calls))]
         x, named = self._microbatches(every)
-        result = self.pipe.evaluate(x, outputs=self.pipe.holds_last, **named)
-        count = self.pipe.microbatches
+        count = self._of_replica
+        result = self.pipe.evaluate(x, outputs=self.pipe.holds_last, microbatches=count, **named)
 
         def outputs() -> dict[int, Any]:
             if not self.pipe.holds_last:
@@ -520,6 +520,11 @@ class TrainerLoss:
             logs = [each for told in RunGroup.of(self.pipe.world).each(lambda: logs) for each in told]
         for each in logs:
             self._trainer.log(each)
+
+    @property
+    def _of_replica(self) -> int:
+        """Number of microbatches of each replica in a step."""
+        return len(self._parts) // self._replicas
 
     @property
     def _name(self) -> str:

@@ -11,6 +11,7 @@ import transformers
 from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.library import package_of
 from penstock.huggingface.loss import StepLoss, has_library_loss
+from penstock.huggingface.token_budget import NAME as TOKENS
 from penstock.runtime.pipeline import Pipeline
 
 _OURS = {
@@ -30,15 +31,24 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, instead in _OURS.items():
         if name in options:
             raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-    allowed = [*signature(Pipeline).parameters, "report", "trace_every", "collate", "optimizer", "ep", "cp"]
+    more = [TOKENS, "report", "trace_every", "collate", "optimizer", "ep", "cp"]
+    allowed = [*signature(Pipeline).parameters, *more]
     for name in options:
         if name not in allowed:
             raise ConfigError(
-                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, report, "
-                "trace_every, collate, optimizer, ep and cp"
+                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, "
+                f"{', '.join(more[:-1])} and {more[-1]}"
             )
-    if "microbatches" not in options:
-        raise ConfigError('pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}')
+    if "microbatches" not in options and TOKENS not in options:
+        raise ConfigError(
+            'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}, or how many tokens each may '
+            f'have, padding included, as in {{"ranks": 2, "{TOKENS}": 4096}}'
+        )
+    if "microbatches" in options and TOKENS in options:
+        raise ConfigError(
+            f"give pipeline['microbatches'] or pipeline[{TOKENS!r}], not both: with the latter a batch has as many "
+            "microbatches as its examples need, and at least as many as there are ranks"
+        )
 
 
 def require_same_loss(trainer: Any, model: Any, loss: StepLoss) -> None:

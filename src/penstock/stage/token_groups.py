@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 
 from penstock.base.counts import is_count, plural, require_count
 from penstock.base.errors import BatchError, ConfigError
@@ -43,7 +42,8 @@ def by_tokens(
     """
     for name, value in (("tokens", tokens), ("least", least), ("replicas", replicas)):
         require_count(name, value)
-    if isinstance(attention, bool) or not isinstance(attention, Real) or not 0 <= attention < float("inf"):
+    known: object = attention
+    if isinstance(known, bool) or not isinstance(known, int | float) or not 0 <= known < float("inf"):
         raise ConfigError(f"attention must be a number of at least 0, got {attention!r}")
     for n, length in enumerate(lengths):
         if not is_count(length):
