@@ -71,9 +71,9 @@ class PipelineTrainerMixin:
             ``output_dir``: ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and
             ``trace_every=50`` keeps the trace of every 50th update beside the first and the last.
             ``optimizer=[{"match": r"layers.*proj.weight", "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an
-            optimizer of their own, as `PipelineOptimizer` takes it; Trainer's learning-rate schedule holds for it, too. ``ep=2`` divides the experts of a mixture over the
-            replicas, see `MeshShape`; ``cp=2`` divides the tokens of each sample over two processes, for which the data
-            collator must pad to a multiple of ``2 * cp`` tokens.
+            optimizer of their own, as `PipelineOptimizer` takes it; Trainer's learning-rate schedule holds for it, too.
+            ``ep=2`` divides the experts of a mixture over the replicas, see `MeshShape`; ``cp=2`` divides the tokens of each
+            sample over two processes, for which the data collator must pad to a multiple of ``2 * cp`` tokens.
         given, kwargs: arguments of the Trainer. ``activation_checkpointing=True``, once called
             ``gradient_checkpointing``, becomes ``recompute="full"``, unless `pipeline` says otherwise.
 
