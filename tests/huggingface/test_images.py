@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from penstock.huggingface.small_config import small_config
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.layers import whole_name
 from tests.support import image_models
-from tests.support.hf_models import assert_same_step, plainly, taken
+from tests.support.hf_models import assert_same, assert_same_step, piped, plainly, plainly_each, taken
 from tests.support.hf_trainer import PIPELINE, arguments, assert_as_plain, assert_trained_alike, run, trainer
+from tests.support.image_models import collate
 from tests.support.lanes import exhaustive, slow
 
 # Attention in both directions over an image, several parts of one, and a tower that reads the sizes of images.
@@ -31,6 +33,9 @@ FAMILIES = [*FAST, *slow("llava", "smolvlm"), *exhaustive(
 # The tower of a small model is most of it.
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* of the model's parameters:UserWarning")
 PARTS = 4
+# Patches of all images in one tensor; in two families images change the hidden state between blocks, too.
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "glm46v", "glm_ocr", "exaone4_5", "qwen3_5_moe")
+GRID_FAMILIES = [*GRIDS[:2], *slow(*GRIDS[2:4]), *exhaustive(*GRIDS[4:])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,6 +80,37 @@ def test_several_images_in_a_row_are_given_as_microbatches():
         assert found[name] is gradient or torch.equal(found[name], gradient), name
 
 
+@pytest.mark.parametrize("family", GRID_FAMILIES)
+def test_patches_of_all_images_are_given_as_microbatches(family: str):
+    """A row has one image, two, or none, and a microbatch no image at all; positions follow from ids and grids."""
+    net = image_models.model(family)
+    rows = image_models.rows_with_grids(net, 8, without=1)
+    for row in rows[4:6]:
+        row["input_ids"][row["mm_token_type_ids"] == 1] = 7
+        row["mm_token_type_ids"][:] = 0
+    takes = signature(net.forward).parameters
+    rows = [{name: value for name, value in row.items() if name in {*takes}} for row in rows]
+    parts = [collate(rows[n : n + 2]) for n in range(0, 8, 2)]
+    del parts[2]["pixel_values"], parts[2]["image_grid_thw"]
+    expected = plainly_each(net, parts)
+    net.model.rope_deltas = torch.full((2, 1), 5)  # of text that was generated before
+    whole: dict[str, Any] = {
+        name: torch.cat([part[name] for part in parts])
+        for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+        if name in takes
+    }
+    images = {
+        name: penstock.Microbatches([part.get(name) for part in parts])
+        for name in ("pixel_values", "image_grid_thw")
+    }
+    assert_same(piped(net, whole | images, schedule="zb-v"), expected)
+    with (
+        penstock.Pipeline(net, ranks=2, microbatches=PARTS) as pipe,
+        pytest.raises(BatchError, match=r"keyword input \w+ has \d+ rows"),
+    ):
+        pipe.step(collate(rows))
+
+
 def test_as_many_images_as_rows_but_not_one_in_each_are_refused():
     net = image_models.model("llava")
     whole = image_models.batch(net, rows=8)
@@ -106,7 +142,7 @@ def test_adapters_are_trained_with_images():
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("qwen3_vl", "patches of all images of a batch are one tensor"),
+        ("lfm2_vl", "has no image_size, and its model takes no image_grid_thw"),
         ("mllama", "its forward calls 3 of 4 blocks"),
         ("blip-2", "Blip2ForConditionalGeneration cannot be cut"),
         ("aria", "no form of a row's image is known that it reads"),
@@ -118,13 +154,10 @@ def test_families_that_cannot_be_cut_are_refused_by_name(family: str, reason: st
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", *exhaustive("qwen2_5_vl")])
-def test_patches_of_all_images_in_one_tensor_are_refused(family: str):
+def test_a_model_of_full_size_is_proved_by_a_small_one(family: str):
     with torch.device("meta"):
         net = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family]())
-    with pytest.raises(
-        SplitError, match="has no image_size, so the patches of all images of a batch are one tensor"
-    ):
-        penstock.from_transformers(net)
+    assert len(penstock.from_transformers(net)) == net.config.text_config.num_hidden_layers + 2
 
 
 def test_configs_and_folders_are_refused_with_the_way_out(tmp_path: Path):
@@ -163,12 +196,10 @@ def test_a_family_without_images_refuses_them():
 
 
 def rows_of(net: Any, count: int) -> list[dict[str, Tensor]]:
+    if net.config.model_type in GRIDS:
+        return image_models.rows_with_grids(net, count)
     whole = image_models.batch(net, rows=count)
     return [{name: value[n] for name, value in whole.items()} for n in range(count)]
-
-
-def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
 
 
 def trainer_of(family: str, folder: Path, pipeline: dict[str, Any] | None, **changes: Any) -> Any:
@@ -178,7 +209,9 @@ def trainer_of(family: str, folder: Path, pipeline: dict[str, Any] | None, **cha
     return trainer(net, args, pipeline, **data)
 
 
-@pytest.mark.parametrize("family", ["gemma3", *exhaustive("llava")])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "qwen2_5_vl", *slow("qwen3_5"), *exhaustive("llava", "qwen2_vl")]
+)
 def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str):
     """7 rows do not divide into 4 microbatches, and the last batch has 1."""
     changes = {"per_device_train_batch_size": 7, "gradient_accumulation_steps": 2, "max_steps": 1}
@@ -195,11 +228,11 @@ def test_the_trainer_refuses_label_smoothing(tmp_path: Path):
 def test_the_trainer_refuses_another_number_of_images_than_rows(tmp_path: Path):
     ours = trainer_of("llava", tmp_path, PIPELINE | {"collate": "batch"})
     ours.data_collator = lambda rows: (whole := collate(rows)) | {"pixel_values": whole["pixel_values"][:1]}
-    with pytest.raises(ConfigError, match="gives 1 pixel_values for 8 rows"):
+    with pytest.raises(ConfigError, match="gives 1 images for 8 rows with"):
         ours.train()
 
 
-@pytest.mark.parametrize("family", [*slow("llava_next"), *exhaustive("smolvlm")])
+@pytest.mark.parametrize("family", [*slow("llava_next", "qwen2_vl"), *exhaustive("smolvlm", "qwen3_5")])
 def test_processes_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, family: str):
     make, pipeline = partial(trainer_of, family), {"ranks": 2, "microbatches": 2, "report": False}
     plain = run(0, make, tmp_path / "plain", None, {})

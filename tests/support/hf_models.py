@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -136,11 +136,22 @@ def plainly(
     autocast: bool = False,
 ) -> Step:
     """Plain transformers over one microbatch after the other: the model's own losses, weighed by their targets."""
-    counts = [count(labels) for labels in whole["labels"].chunk(parts)]
+    each = [{name: value.chunk(parts)[n] for name, value in whole.items()} for n in range(parts)]
+    return plainly_each(net, each, count, autocast)
+
+
+def plainly_each(
+    net: Any,
+    parts: Sequence[dict[str, Tensor]],
+    count: Callable[[Tensor], Any] = penstock.valid_tokens,
+    autocast: bool = False,
+) -> Step:
+    """Plain transformers over microbatches, as `plainly` runs it over those of a batch."""
+    counts = [count(part["labels"]) for part in parts]
     losses, logits, loss = [], [], 0.0
-    for n, targets in enumerate(counts):
+    for part, targets in zip(parts, counts, strict=True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            output = net(**{name: value.chunk(parts)[n] for name, value in whole.items()}, use_cache=False)
+            output = net(**part, use_cache=False)
         share = float(targets / sum(counts))
         (output.loss * share).backward()
         losses.append(output.loss.item())

@@ -21,6 +21,9 @@ PARTS = {
 """Families with several parts of an image, or several images, in dimension 1 of ``pixel_values``: how many are given."""
 SIZED = ("lighton_ocr", "llava_next", "llava_next_video", "llava_onevision", "mistral3")
 """Families that take ``image_sizes``."""
+GRIDS = [(1, 4, 12), (1, 4, 4), (1, 8, 4), (1, 2, 10), (1, 2, 14)]
+"""Times, rows and columns of patches of images: of the first row's one, the second's two, the third's two, and so on."""
+BY_IMAGE = ("pixel_values", "image_grid_thw", "image_sizes")
 
 
 def model(family: str, **changes: Any) -> Any:
@@ -76,3 +79,49 @@ def batch(net: Any, rows: int = 8, seed: int = 1) -> dict[str, Tensor]:
     if "token_type_ids" in signature(net.forward).parameters:
         whole["token_type_ids"] = is_image.long()
     return whole
+
+
+def rows_with_grids(
+    net: Any, rows: int, seed: int = 1, without: int | None = None
+) -> list[dict[str, Tensor]]:
+    """Return rows of a family that takes patches and grids: one image or two in each, and labels on a part of the text.
+
+    Args:
+        without: the row that has none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    token, vision = image_token(net), net.config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    found = []
+    for n in range(rows):
+        grids = torch.tensor([GRIDS[:1], GRIDS[1:3], GRIDS[3:]][n % 3])
+        if n == without:
+            grids = grids[:0]
+        ids = torch.randint(3, 64, (TEXT + 12,), generator=generator)
+        start = 2
+        for tokens in (grids.prod(1) // vision.spatial_merge_size**2).tolist():
+            ids[start : start + tokens] = token
+            start += tokens + 1
+        mask = (torch.arange(len(ids)) < len(ids) - n % 4).long()
+        is_image = ids == token
+        found.append(
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "labels": torch.where((mask == 1) & ~is_image, ids, -100),
+                "mm_token_type_ids": is_image.long(),
+                "pixel_values": torch.randn(int(grids.prod(1).sum()), width, generator=generator),
+                "image_grid_thw": grids,
+            }
+        )
+    return found
+
+
+def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch of rows, with the images of all in one tensor."""
+    return {
+        name: (torch.cat if name in BY_IMAGE and "image_grid_thw" in examples[0] else torch.stack)(
+            [one[name] for one in examples]
+        )
+        for name in examples[0]
+    }

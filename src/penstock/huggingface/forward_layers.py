@@ -15,6 +15,9 @@ from penstock.parallel.context.attention import current_part
 from penstock.stage.layers import INTERNAL, Layer, Live, follow, live_copy
 from penstock.stage.named import give
 
+POSITIONS = "multimodal_positions"
+"""What the first layer gives the others: positions that follow from the token ids and the grids of images."""
+
 
 class _OwnLayer(Live, nn.Module):
     """Modules around the blocks, under their paths in the model; the mode follows the module with the blocks."""
@@ -51,7 +54,7 @@ class OwnEmbedding(_OwnLayer):
 
     def __init__(self, own: OwnForward, modules: Mapping[str, nn.Module]) -> None:
         super().__init__(own, modules)
-        self.gives = ("input_ids",) if own.pools else ()
+        self.gives = ("input_ids",) if own.pools else (POSITIONS,) if own.has_grids else ()
 
     def forward(
         self,
@@ -63,9 +66,11 @@ class OwnEmbedding(_OwnLayer):
         return self._hidden(input_ids, _by_name(attention_mask, position_ids, token_type_ids))
 
     def _hidden(self, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Any:
-        hidden = self.own.embed(self, input_ids, named)
-        if self.gives:
+        hidden, positions = self.own.embed(self, input_ids, named)
+        if self.own.pools:
             give("input_ids", input_ids)
+        if self.own.has_grids:
+            give(POSITIONS, positions)
         router_loss = self.own.router_loss
         return hidden if router_loss is None else (hidden, *router_loss.zeros(hidden.device))
 
@@ -83,8 +88,11 @@ class OwnImageEmbedding(OwnEmbedding):
         pixel_values: Tensor | None = None,
         image_sizes: Tensor | None = None,
         pixel_attention_mask: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
     ) -> Any:
-        images = dict(zip(IMAGE_INPUTS, (pixel_values, image_sizes, pixel_attention_mask), strict=True))
+        values = pixel_values, image_sizes, pixel_attention_mask, image_grid_thw, mm_token_type_ids
+        images = dict(zip(IMAGE_INPUTS, values, strict=True))
         given = [name for name, value in images.items() if value is not None]
         if strange := [name for name in given if name not in self.own.images]:
             raise BatchError(
@@ -94,7 +102,7 @@ class OwnImageEmbedding(OwnEmbedding):
             raise ConfigError(
                 f"{given[0]} is given, and images are not divided over the tokens of a sample (cp); leave cp at 1"
             )
-        if given and self.own.divides_images:
+        if given and self.own.divides_images and not self.own.has_grids:
             _require_image_in_every_row(input_ids, image_token(self.own.model.config))
         named = _by_name(attention_mask, position_ids, token_type_ids)
         return self._hidden(input_ids, named | images)
@@ -121,11 +129,14 @@ class OwnHead(_OwnLayer):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         input_ids: Tensor | None = None,
+        multimodal_positions: Tensor | None = None,
     ) -> Tensor:
         if self.own.router_loss is not None:
             hidden_states, count, probability = hidden_states
             tokens = hidden_states.shape[:2].numel()
             self.own.router_loss.add_to_loss(count, probability, tokens, attention_mask)
+        if multimodal_positions is not None:
+            position_ids = multimodal_positions
         named = _by_name(attention_mask, position_ids, token_type_ids)
         ids = input_ids if self.own.pools else None
         if self.own.keeps_hidden:
@@ -147,7 +158,10 @@ class OwnBlock(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        multimodal_positions: Tensor | None = None,
     ) -> Any:
+        if multimodal_positions is not None:
+            position_ids = multimodal_positions
         named = _by_name(attention_mask, position_ids, token_type_ids)
         router_loss = self.own.router_loss
         if router_loss is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,13 @@ class Run:
         self.rests: list[Rest] = []
         self.modules: list[tuple[str, int]] = []
         self.device: torch.device | None = None
+        self.positions: Tensor | None = None
         self._hidden: Any = None
+
+    def observe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the module with the blocks, and keep the positions that it is given."""
+        self.positions = kwargs.get("position_ids")
+        return forward(*args, **kwargs)
 
     def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if number != len(self.calls):

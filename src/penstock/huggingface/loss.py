@@ -44,13 +44,14 @@ class ModelLoss:
         head: its head, one of `HEADS`.
 
     Attributes:
+        config: the model's config.
         shifts: whether a causal model's labels are the tokens' own, which it shifts (default True).
     """
 
     ignore_index = IGNORED
 
     def __init__(self, model: Any, head: str) -> None:
-        self._loss, self._config = model.loss_function, model.config
+        self._loss, self.config = model.loss_function, model.config
         self.head = CAUSAL if head == IMAGES else head
         self.shifts = self.head == CAUSAL
 
@@ -62,7 +63,7 @@ class ModelLoss:
                 logits=logits,
                 labels=labels,
                 **({} if self.shifts else {"shift_labels": labels}),
-                vocab_size=self._config.get_text_config().vocab_size,
+                vocab_size=self.config.get_text_config().vocab_size,
                 num_items_in_batch=divisor,
             )
             return loss
@@ -70,14 +71,14 @@ class ModelLoss:
             logits=logits,
             labels=labels,
             pooled_logits=logits,
-            config=self._config,
+            config=self.config,
             num_items_in_batch=divisor,
         )
         # The library takes a number of targets for cross entropy alone, and has found out by now which loss it is.
         if (
             divisor is None
             or self.head != SEQUENCE
-            or self._config.problem_type == "single_label_classification"
+            or self.config.problem_type == "single_label_classification"
         ):
             return loss
         return loss * (len(labels) / divisor)

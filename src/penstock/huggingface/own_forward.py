@@ -38,8 +38,10 @@ from penstock.stage.layers import has_forward_hooks
 
 NAMED = ("attention_mask", "position_ids", "token_type_ids")
 """Named inputs of a step that a model's forward may take."""
-IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_attention_mask")
-"""Named inputs with an entry for each row's image, which the forward needs before the first block alone."""
+IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_attention_mask", "image_grid_thw", "mm_token_type_ids")
+"""Named inputs about images, which the forward needs before the first block alone."""
+GRIDS = "image_grid_thw"
+"""The one that says how many of all patches each image has; positions follow from it and the token ids."""
 
 
 class Reached(NamedTuple):
@@ -75,10 +77,12 @@ class OwnForward:
         before, after: paths of modules with parameters that run before the first block, and after the last or never.
         named: names of `NAMED` that the forward takes.
         images: names of `IMAGE_INPUTS` that the forward takes; none if it takes no images.
+        has_grids: whether it takes `GRIDS`, so that later stages get the positions from the first.
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
         trains: whether the layers are for a run, where what fails is the batch, and not for a proof (default False).
-        divides_images: whether images are divided into microbatches by rows (default True).
+        divides_images: whether images are divided into microbatches by rows, each of which must then have one (default
+            True).
         keeps_hidden: whether the last layer returns the hidden state, from which `output` makes what the forward returns
             (default False).
         head: the last layer of this process that has run; None before.
@@ -129,8 +133,14 @@ class OwnForward:
         """Return self, as copies of a layer share the forward."""
         return self
 
-    def embed(self, layer: nn.Module, input_ids: Tensor, named: Mapping[str, Tensor | None]) -> Tensor:
-        """Return the hidden state that the forward gives the first block.
+    @property
+    def has_grids(self) -> bool:
+        return GRIDS in self.images
+
+    def embed(
+        self, layer: nn.Module, input_ids: Tensor, named: Mapping[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden state that the forward gives the first block, and positions that it computes by the ids.
 
         Args:
             layer: module with the modules of `before` by their paths.
@@ -144,7 +154,7 @@ class OwnForward:
         hidden: Tensor = self._run(
             run, layer, self.before, layer.training, None, input_ids=input_ids, **self._given(named)
         )
-        return hidden
+        return hidden, run.positions
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
     def call(self, number: int, hidden: Tensor, named: Mapping[str, Tensor | None]) -> Call:
@@ -425,6 +435,12 @@ class OwnForward:
                 children[name] = self._support(full, training if self._is_pattern or not training else None)
         bare = _bare(module, children, training)
         bare.__dict__["_parameters"] = parameters
+        if "rope_deltas" in vars(
+            bare
+        ):  # of an earlier call with images, by which a run without ids would count positions
+            bare.__dict__["rope_deltas"] = None
+        if self.has_grids and module is self.parent:
+            bare.__dict__["forward"] = partial(run.observe, partial(type(module).forward, bare))
         return bare
 
     def _refusal(self, reason: str) -> SplitError:

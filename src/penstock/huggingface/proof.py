@@ -20,7 +20,7 @@ from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.forward_layers import image_token, own_layers
 from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
 from penstock.huggingface.loss import ModelLoss
-from penstock.huggingface.own_forward import OwnForward
+from penstock.huggingface.own_forward import GRIDS, OwnForward
 from penstock.huggingface.quantised import without_quantisation
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
@@ -99,7 +99,7 @@ class _Sample:
 
     def __init__(self, config: Any, head: str, images: bool) -> None:
         if images:
-            _image_shape(config)
+            _require_images(config)
         torch.manual_seed(_SEED)
         self.model: Any = empty_model(config, head).float()
         self.loss: Callable[[Tensor, Tensor], Tensor] = (
@@ -113,11 +113,12 @@ class _Sample:
         tokens = self.model.get_input_embeddings().weight.shape[0]
         self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
         self.images: dict[str, Tensor] = {}
-        token = image_token(config)
+        token = -1 if (found := image_token(config)) is None else found
         self.ids[self.ids == token] = 0
         if images:
             self.images, places = _images(self.model, len(self.ids))
             self.ids = torch.cat([self.ids[:, :1], places, self.ids[:, 1:]], 1)
+            self.images["mm_token_type_ids"] = self.ids.eq(token).long()
         self.mask = torch.ones_like(self.ids)
         self.mask[1, -2:] = 0
         self.labels = _labels(self.ids, self.mask * (self.ids != token), self.model.config, head)
@@ -130,7 +131,7 @@ class _Sample:
         if self.images:
             named["token_type_ids"] = (self.labels == IGNORED).long()
         takes = signature(self.model.forward).parameters
-        return {name: value for name, value in named.items() if name in takes} | self.images
+        return {name: value for name, value in (named | self.images).items() if name in takes}
 
     def _adds_router_loss(self) -> bool:
         # Of other models, the layers are refused with the reason.
@@ -224,20 +225,26 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
+def _require_images(config: Any) -> None:
+    """Raise SplitError if images have no tokens in the rows."""
+    if getattr(config, "vision_config", None) is None or image_token(config) is None:
+        raise SplitError(
+            f"images cannot be cut: {type(config).__name__} has no vision_config, or no image_token_id"
+        )
+
+
 def _image_shape(config: Any) -> tuple[int, int, int]:
     """Return channels, height and width of an image.
 
     Raises:
-        SplitError: if images have no fixed size, or no tokens in the rows.
+        SplitError: if images have no fixed size.
     """
-    vision, name = getattr(config, "vision_config", None), type(config).__name__
-    if vision is None or image_token(config) is None:
-        raise SplitError(f"images cannot be cut: {name} has no vision_config, or no image_token_id")
+    vision, name = config.vision_config, type(config).__name__
     size = getattr(vision, "image_size", None)
     if size is None:
         raise SplitError(
-            f"images cannot be cut: the vision_config of {name} has no image_size, so the patches of all images of a batch "
-            "are one tensor, which cannot be divided by rows"
+            f"images cannot be cut: the vision_config of {name} has no image_size, and its model takes no {GRIDS} beside "
+            "the patches of all images, so no form of a row's image is known"
         )
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return getattr(vision, "num_channels", 3), height, width
@@ -248,9 +255,12 @@ def _images(model: Any, rows: int) -> tuple[dict[str, Tensor], Tensor]:
 
     A row's image has three dimensions, or four with several parts; the first form is taken that the model can read.
     """
-    shape, token = _image_shape(model.config), image_token(model.config)
-    assert token is not None, "the shape of an image has been asked for"
+    token = image_token(model.config)
+    assert token is not None, "it has been asked for"
     takes = signature(model.forward).parameters
+    if GRIDS in takes:
+        return _patches(model.config.vision_config, rows, token)
+    shape = _image_shape(model.config)
     reasons: list[str] = []
     for parts in ((), (1,), (5,), (10,), (40,)):
         pixels = {"pixel_values": torch.randn(rows, *parts, *shape)}
@@ -268,3 +278,18 @@ def _images(model: Any, rows: int) -> tuple[dict[str, Tensor], Tensor]:
     raise SplitError(
         f"{type(model).__name__} cannot be cut with images: no form of a row's image is known that it reads: {reasons[0]}"
     )
+
+
+def _patches(vision: Any, rows: int, token: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random patches of all images with the grid of each, and token ids of their places, (rows, tokens).
+
+    The first row has one image, and the others two, of other shapes and as many tokens together.
+    """
+    merged = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    sides = [(2, 6), *[(2, 2), (4, 2)] * (rows - 1)]
+    grids = torch.tensor([(1, height * merged, width * merged) for height, width in sides])
+    one = [token] * 12 + [0]
+    two = [token] * 4 + [0] + [token] * 8
+    pixels = torch.randn(int(grids.prod(1).sum()), width)
+    return {"pixel_values": pixels, GRIDS: grids}, torch.tensor([one, *[two] * (rows - 1)])

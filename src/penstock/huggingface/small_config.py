@@ -92,6 +92,8 @@ _SIZES: dict[str, int] = {
     "laurel_rank": 4,
     "rotary_dim": 4,
     "projection_dim": 32,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
     "mm_tokens_per_image": 4,
     "image_token_id": 1,
     "image_token_index": 1,
@@ -114,7 +116,7 @@ def small_config(config: Any, layers: int = 4, dropout: float = 0.0, **changes: 
 
 
 def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> dict[str, Any]:
-    alias = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
+    alias = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth"}
     count = next((table[key] for key in sorted(alias) if isinstance(table.get(key), int)), layers)
     count = getattr(config, "num_hidden_layers", count)
     few = min(layers, count) if isinstance(count, int) else layers
@@ -134,6 +136,15 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key] = None if value is None else 0
         elif key == "image_size" and "patch_size" in table:
             result[key] = _few_patches(value, table["patch_size"])
+        elif key in ("fullatt_block_indexes", "deepstack_visual_indexes") and isinstance(value, list):
+            result[key] = [*range(min(len(value), few))]
+        elif key == "rope_parameters" and "mrope_section" in getattr(
+            config, "ignore_keys_at_rope_validation", ()
+        ):
+            half = int(
+                4 * ((value or {}).get("partial_rotary_factor") or 1)
+            )  # of a head's width that is rotated
+            result[key] = (value or {}) | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
         elif key.startswith("vision_feature_layer") and isinstance(value, list):
             result[key] = [max(-few, min(few, layer)) for layer in value]
         elif key == "per_layer_config" and isinstance(value, dict):

@@ -171,6 +171,7 @@ class PipelineTrainerMixin:
         self._whole_model = base
         self._index, self._updates, self._logits_asked = 0, -1, True
         layers = from_transformers(trainer.model)
+        forward_of(layers).divides_images = False  # they belong to examples, or are divided by their tokens
         self._budget: TokenBudget | None = None
         if budget is not None:
             self._budget = replace(budget, attention=attention_share(layers, base.config))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError
 from penstock.huggingface.heads import CAUSAL, SEQUENCE
+from penstock.huggingface.image_division import BY_IMAGE, divided_images
 from penstock.huggingface.loss import ModelLoss
-from penstock.huggingface.own_forward import IMAGE_INPUTS
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.compute.shifted_loss import next_targets
 from penstock.stage.microbatches import Microbatches
@@ -48,20 +48,10 @@ class TrainerBatch:
         values = without_offsets(values)
         self.rows, self.count = len(values["input_ids"]), microbatches
         self.targets = loss.count(values["labels"]) * int(counts)
-        for name in IMAGE_INPUTS if microbatches > 1 else ():
-            if name in values and len(values[name]) != self.rows:
-                raise ConfigError(
-                    f"the data collator gives {len(values[name])} {name} for {self.rows} rows, and a batch is divided into "
-                    "microbatches by rows; give every row one image"
-                )
-        # The model would broadcast what it gets for one row, such as positions.
-        values = {
-            name: value.expand(self.rows, *value.shape[1:])
-            if isinstance(value, Tensor) and value.dim() and len(value) == 1
-            else value
-            for name, value in values.items()
-        }
         more = -self.rows % microbatches
+        if microbatches > 1:
+            values = divided_images(values["input_ids"], values, loss.config, self.rows + more, microbatches)
+        values = for_every_row(values, self.rows)
         if more:
             values = {
                 name: torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
@@ -80,6 +70,16 @@ class TrainerBatch:
         if loss.head == CAUSAL and not loss.shifts:
             self.target = next_targets(labels, IGNORED)
         self.named = values
+
+
+def for_every_row(values: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return inputs with what is given for one row, such as positions, for each; the model would broadcast it."""
+    return {
+        name: value.expand(rows, *value.shape[1:])
+        if isinstance(value, Tensor) and value.dim() and len(value) == 1 and name not in BY_IMAGE
+        else value
+        for name, value in values.items()
+    }
 
 
 def without_offsets(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,11 +112,12 @@ class PartsBatch:
         batches = [TrainerBatch(part, 1, loss, bool(n)) for part, n in zip(parts, examples, strict=True)]
         rows = [batch.rows for batch in batches]
         self.count = len(rows)
-        self.ids, self.target = (
-            joined([b.ids for b in batches], rows),
-            joined([b.target for b in batches], rows),
-        )
         self.named = {name: joined([b.named[name] for b in batches], rows) for name in batches[0].named}
+        ids = [b.ids for b in batches]
+        # Rows of two microbatches cannot be compared as one without what is given for each.
+        apart = any(isinstance(value, Microbatches) for value in self.named.values())
+        self.ids = Microbatches(ids) if apart else joined(ids, rows)
+        self.target = joined([b.target for b in batches], rows)
         self.targets = torch.stack([batch.targets for batch in batches]).sum()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.huggingface.adapter_switch import AdapterSwitch
+from penstock.huggingface.image_division import divided_images
 from penstock.huggingface.model_calls import ModelCalls
 from penstock.huggingface.model_outputs import plain_output, restored_output
 from penstock.huggingface.own_forward import OwnForward, Reached
@@ -31,7 +32,7 @@ from penstock.huggingface.thrown_away_run import (
     restore_random_state,
     same_random_state,
 )
-from penstock.huggingface.trainer_batch import joined, without_offsets
+from penstock.huggingface.trainer_batch import for_every_row, joined, without_offsets
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.microbatches import Microbatches
@@ -415,8 +416,8 @@ class TrainerLoss:
         ids, named, rest = self._divided(call)
         rows, count = len(ids), self.pipe.microbatches * self._replicas
         more = max(0, count - rows)
-        x, filled = _filled(ids, more), {n: _filled(v, more) for n, v in named.items()}
-        self._own.divides_images = True
+        divided = divided_images(ids, named, self._model.config, rows + more, count)
+        x, filled = _filled(ids, more), {n: _filled(v, more) for n, v in divided.items()}
         result = self.pipe.evaluate(x, outputs=self.pipe.holds_last, **filled)
         here: dict[int, Tensor] = {}
         if self.pipe.holds_last:
@@ -454,8 +455,6 @@ class TrainerLoss:
         """Return the token ids and the named inputs of the stages for calls of all microbatches."""
         divided = [self._divided(call) for call in calls]
         rows = [len(ids) for ids, _, _ in divided]
-        # Images belong to what the collator was given with them.
-        self._own.divides_images = False
         ids = Microbatches([ids for ids, _, _ in divided])
         return ids, {name: joined([named[name] for _, named, _ in divided], rows) for name in divided[0][1]}
 
@@ -485,14 +484,7 @@ class TrainerLoss:
                 f"{self._name}.compute_loss calls the model with {strange[0]!r}, and the stages take input_ids, labels, "
                 f"{', '.join(sorted(self._named))} alone; remove it in the data collator or in compute_loss"
             )
-        # The model would broadcast what it gets for one row, such as positions.
-        named = {
-            name: value.expand(len(ids), *value.shape[1:])
-            if isinstance(value, Tensor) and value.dim() and len(value) == 1
-            else value
-            for name, value in named.items()
-        }
-        return ids, named, values
+        return ids, for_every_row(named, len(ids)), values
 
     def _is_same_input(self, call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Return whether two calls give the stages the same, so that the last hidden state is the same."""
