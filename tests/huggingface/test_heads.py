@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering
+from transformers import CONFIG_MAPPING, BertForMultipleChoice
 
 import penstock
 from penstock.base.errors import SplitError
@@ -153,8 +153,10 @@ def test_adapters_and_the_head_are_trained(tmp_path: Path, kind: str, task: str)
 
 
 def test_what_cannot_be_split_is_refused_by_name():
-    with pytest.raises(SplitError, match="LlamaForQuestionAnswering is not a causal language model, nor one"):
-        penstock.from_transformers(AutoModelForQuestionAnswering.from_config(hf_models.config("llama")))
+    with pytest.raises(
+        SplitError, match="BertForMultipleChoice is not a causal language model, nor any other"
+    ):
+        penstock.from_transformers(BertForMultipleChoice(small_config(CONFIG_MAPPING["bert"]())))
     net = model("one label")
     net.config.pad_token_id = None
     with pytest.raises(SplitError, match="no pad_token_id, by which"):

@@ -47,6 +47,11 @@ class Run:
         form: what blocks return, one of `FORMS`.
         stop: index of the stub that ends the run; None if it runs to its end.
         last: hidden state that the last stub returns; None for its input.
+
+    Attributes:
+        positions: positions that the module with the blocks was given, if it is observed.
+        probe: what modules with parameters before the first block return in a run without them; None for NaN of a shape that
+            follows from their input.
     """
 
     def __init__(self, count: int, form: int, stop: int | None, last: Tensor | None = None) -> None:
@@ -56,6 +61,7 @@ class Run:
         self.modules: list[tuple[str, int]] = []
         self.device: torch.device | None = None
         self.positions: Tensor | None = None
+        self.probe: Tensor | None = None
         self._hidden: Any = None
 
     def observe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +128,8 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.run.modules.append((self.path, len(self.run.calls)))
+        if self.run.probe is not None and not self.run.calls:
+            return self.run.probe
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         dtype = next(self.module.parameters()).dtype
         if not tensors:

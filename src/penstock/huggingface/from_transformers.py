@@ -63,7 +63,8 @@ def from_transformers(model: object, *, seed: int = 0, check: bool = True) -> li
 
     The first layer takes token ids, int64 (batch, sequence); layers pass on the hidden state, (batch, sequence, width);
     the last returns logits, (batch, sequence, vocabulary); (batch, sequence, labels) for token classification and (batch,
-    labels) for sequence classification. Masks and positions are named inputs of a step:
+    labels) for sequence and image classification, whose first layer takes ``pixel_values``; (batch, sequence, 2), of starts
+    and ends, for question answering, with targets (batch, 2). Masks and positions are named inputs of a step:
     ``pipe.step(ids, labels, attention_mask=mask)``, 1 for a token and 0 for padding, on the left or on the right. Without
     a mask, ``position_ids`` that restart at 0 mark sequences packed into one row, which then do not attend to each other.
     Parameters have the names of the library's model.
@@ -84,8 +85,9 @@ def from_transformers(model: object, *, seed: int = 0, check: bool = True) -> li
     Args:
         model: one of
 
-            - a model, as ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForSequenceClassification``
-              or ``AutoModelForTokenClassification`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
+            - a model, as ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForMaskedLM``,
+              ``AutoModelForSequenceClassification``, ``AutoModelForTokenClassification``, ``AutoModelForQuestionAnswering``
+              or ``AutoModelForImageClassification`` makes it, or a ``PeftModel`` of one with LoRA: its own modules and
               parameters are used;
             - a config, or the path of a ``config.json``: each process builds only its own layers, with weights by the
               library's rules, drawn from `seed` and the names of the modules alone;
@@ -365,7 +367,7 @@ def _layers(model: Any, head: str, make: Make) -> list[Layer]:
         loss = chunked_loss(model) or causal_lm_loss, valid_tokens
     elif has_library_loss(model):
         loss = (own_loss := ModelLoss(model, head)), own_loss.count
-    batch = BatchNames("input_ids", "labels", frozenset(own.named + own.images), loss)
+    batch = BatchNames(own.first, "labels", frozenset(own.named + own.images), loss)
     return [
         Layer(first, partial(around, embedding_of(own), own.before), "embedding", batch=batch),
         *(Layer(path, partial(block, n)) for n, path in enumerate(own.paths)),

@@ -9,11 +9,15 @@ from penstock.forward.frames import OWN_HEAD
 
 CAUSAL, SEQUENCE, TOKEN = "CausalLM", "SequenceClassification", "TokenClassification"
 IMAGES = "ImageTextToText"
+MASKED, QUESTIONS, IMAGE_CLASSES = "MaskedLM", "QuestionAnswering", "ImageClassification"
 HEADS = {
     CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"),
     SEQUENCE: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model for sequence classification"),
     TOKEN: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "model for token classification"),
     IMAGES: ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "model of images and text"),
+    MASKED: ("MODEL_FOR_MASKED_LM_MAPPING", "masked language model"),
+    QUESTIONS: ("MODEL_FOR_QUESTION_ANSWERING_MAPPING", "model for question answering"),
+    IMAGE_CLASSES: ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "model for image classification"),
 }
 """Heads that can be split, as names of classes end: the library's table of classes, and a name."""
 
@@ -53,8 +57,8 @@ def head_of(model: Any) -> str:
             )
         return head
     raise SplitError(
-        f"a {type(model).__name__} is not a causal language model, nor one of images and text, nor one for sequence or "
-        f"token classification; give what {', '.join(f'AutoModelFor{head}' for head in HEADS)} makes; {OWN_HEAD}"
+        f"a {type(model).__name__} is not a causal language model, nor any other that is split; "
+        f"give what {', '.join(f'AutoModelFor{head}' for head in HEADS)} makes; {OWN_HEAD}"
     )
 
 

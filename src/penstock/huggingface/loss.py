@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.base.errors import ConfigError
-from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, head_of
+from penstock.base.errors import BatchError, ConfigError
+from penstock.huggingface.heads import (
+    CAUSAL,
+    IMAGE_CLASSES,
+    IMAGES,
+    MASKED,
+    QUESTIONS,
+    SEQUENCE,
+    head_of,
+)
 from penstock.stage.compute.linear_cross_entropy import IGNORED, LinearCrossEntropy
 
 _MANY_CLASSES = 32_000
@@ -45,6 +54,8 @@ class ModelLoss:
 
     Attributes:
         config: the model's config.
+        first: name of the model's first input.
+        passes_items: whether the model's forward passes a number of targets on to its loss (default False).
         shifts: whether a causal model's labels are the tokens' own, which it shifts (default True).
     """
 
@@ -52,17 +63,20 @@ class ModelLoss:
 
     def __init__(self, model: Any, head: str) -> None:
         self._loss, self.config = model.loss_function, model.config
-        self.head = CAUSAL if head == IMAGES else head
+        self.head = {IMAGES: CAUSAL, IMAGE_CLASSES: SEQUENCE}.get(head, head)
+        self.first, self.passes_items = model.main_input_name, False
         self.shifts = self.head == CAUSAL
 
     def __call__(self, logits: Tensor, labels: Tensor, divisor: Tensor | int | None = None) -> Tensor:
         """Return the mean over the targets; with a divisor, their sum divided by it."""
         loss: Tensor
-        if self.head == CAUSAL:
+        if self.head == QUESTIONS:
+            return self._of_answers(logits, labels, divisor)
+        if self.head in (CAUSAL, MASKED):
             loss = self._loss(
                 logits=logits,
                 labels=labels,
-                **({} if self.shifts else {"shift_labels": labels}),
+                **({} if self.shifts or self.head == MASKED else {"shift_labels": labels}),
                 vocab_size=self.config.get_text_config().vocab_size,
                 num_items_in_batch=divisor,
             )
@@ -83,9 +97,24 @@ class ModelLoss:
             return loss
         return loss * (len(labels) / divisor)
 
+    def _of_answers(self, logits: Tensor, labels: Tensor, divisor: Tensor | int | None) -> Tensor:
+        if not isinstance(labels, FakeTensor) and bool((labels >= logits.shape[1]).any()):
+            raise BatchError(
+                f"an answer begins or ends at {int(labels.max())}, outside of its row of {logits.shape[1]} tokens, and the "
+                "model would leave it out of its mean; give the position of a token, such as 0 for no answer"
+            )
+        loss: Tensor = self._loss(*logits.unbind(-1), *labels.unbind(-1))
+        return loss if divisor is None else loss * (len(labels) / divisor)
+
+    def takes_items(self, labels: Tensor) -> bool:
+        """Return whether the model divides its loss of labels by a number of targets that it is given."""
+        if self.head == SEQUENCE and (self.config.num_labels == 1 or labels.is_floating_point()):
+            return False  # the library has no such loss for numbers
+        return self.head == CAUSAL or (self.passes_items and self.head != QUESTIONS)
+
     def count(self, labels: Tensor) -> Tensor:
-        """Return the number of targets: labels that are not -100, or rows where labels are numbers with a fraction."""
-        if labels.is_floating_point():
+        """Return the number of targets: labels that are not -100, or rows where labels are numbers or answers."""
+        if labels.is_floating_point() or self.head == QUESTIONS:
             return torch.tensor(len(labels), device=labels.device)
         return ((labels[:, 1:] if self.shifts else labels) != IGNORED).sum()
 
@@ -107,6 +136,10 @@ class StepLoss:
             raise ConfigError(
                 "label_smoothing_factor must be 0 with a model of images and text: Trainer does not shift the labels of its "
                 "class, so that each token would be trained to predict itself"
+            )
+        if head == QUESTIONS and smoother is not None:
+            raise ConfigError(
+                "label_smoothing_factor must be 0 with a model for question answering: Trainer smooths labels alone"
             )
         self.own, self.smoother = ModelLoss(model, head), smoother
         self.own.shifts &= shifts

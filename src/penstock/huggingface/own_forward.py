@@ -77,6 +77,7 @@ class OwnForward:
         before, after: paths of modules with parameters that run before the first block, and after the last or never.
         named: names of `NAMED` that the forward takes.
         images: names of `IMAGE_INPUTS` that the forward takes; none if it takes no images.
+        first: name of the input that the first layer takes: ``input_ids``, or ``pixel_values`` of a model of images alone.
         has_grids: whether it takes `GRIDS`, so that later stages get the positions from the first.
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
@@ -107,7 +108,10 @@ class OwnForward:
         self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
         self._around = _around(self.blocks)
         taken = inspect.signature(model.forward).parameters
+        self.first = "input_ids" if "input_ids" in taken or "pixel_values" not in taken else "pixel_values"
         self.images = tuple(name for name in IMAGE_INPUTS if name in taken and "pixel_values" in taken)
+        if self.first == "pixel_values":
+            self.images = ()
         self._require_plain()
         self.parameters = tuple(
             f"{path}.{name}".lstrip(".")
@@ -148,11 +152,15 @@ class OwnForward:
         """
         if current_division() is not None:
             require_known_attention(self.model.config.get_text_config())
+        if self.first != "input_ids" and current_part() is not None:
+            raise ConfigError(
+                "images are not divided over the tokens of a sample (cp), and this model has no others; leave cp at 1"
+            )
         if "position_ids" in self.named and named.get("position_ids") is None and (part := current_part()):
             named = {**named, "position_ids": part.positions(input_ids.shape[1], input_ids.device)[None]}
         run = Run(self.count, self._form, stop=0)
         hidden: Tensor = self._run(
-            run, layer, self.before, layer.training, None, input_ids=input_ids, **self._given(named)
+            run, layer, self.before, layer.training, None, **{self.first: input_ids}, **self._given(named)
         )
         return hidden, run.positions
 
@@ -181,13 +189,13 @@ class OwnForward:
             layer: module with the modules of `after` by their paths.
             input_ids: token ids if the model pools; what is embedded is NaN all the same.
         """
-        if self.pools and current_part() is not None:
+        output = self._output(layer, hidden, named, input_ids)
+        logits: Tensor = logits_of(output)
+        if (self.pools or hasattr(output, "start_logits")) and current_part() is not None:
             raise ConfigError(
                 f"{type(self.model).__name__} has logits of each row, which a process with some of its tokens (cp) "
                 "cannot compute; leave cp at 1"
             )
-        output = self._output(layer, hidden, named, input_ids)
-        logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits
 
     def ends(self, reached: Reached) -> None:
@@ -216,16 +224,50 @@ class OwnForward:
         forward: Callable[..., Any] | None = None,
     ) -> Any:
         run = Run(self.count, self._form, stop=None, last=hidden)
-        start = {"inputs_embeds": _probe(hidden)} if input_ids is None else {"input_ids": input_ids}
+        start = self._start(run, _probe(hidden)) if input_ids is None else {"input_ids": input_ids}
         own, training = ((), False) if layer is None else (self.after, layer.training)
         of_call = {name: value for name, value in (call or {}).items() if name not in self._constants}
         given = {**start, **self._given(named), **of_call}
         return self._run(run, layer, own, training, forward, **given)
 
+    def passes_items(self, labels: Tensor) -> bool:
+        """Return whether the forward gives its ``loss_function`` the number of targets that it is called with.
+
+        It runs with the model's own modules after the blocks, so it is asked before stages free what they do not need.
+
+        Args:
+            labels: labels of one row of four tokens.
+        """
+        given: dict[str, Any] = {}
+
+        def forward(shell: Any, **inputs: Any) -> Any:
+            def stop(*_: Any, **kwargs: Any) -> None:
+                given.update(kwargs)
+                raise Stopped(None)
+
+            shell.__dict__["_loss_function"] = stop
+            return type(shell).forward(shell, **inputs)
+
+        width = vision_of(self.model.config.get_text_config()).hidden_size
+        hidden = nan((1, 4, width), self.model.dtype, labels.device)
+        ids = torch.ones((1, 4), dtype=torch.int64, device=labels.device) if self.pools else None
+        devices = [labels.device] if labels.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # a head may have dropout
+            self._output(self.model, hidden, {}, ids, {"labels": labels, "num_items_in_batch": 1}, forward)
+        return "num_items_in_batch" in given
+
     def hidden_of(self, output: Any) -> Tensor:
         """Return the hidden state in what a block has returned."""
         hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
         return hidden
+
+    def _start(self, run: Run, probe: Tensor) -> dict[str, Tensor]:
+        """Return what starts a run without the first input, in which a probe is in the place of what is embedded."""
+        if self.first == "input_ids":
+            return {"inputs_embeds": probe}
+        run.probe = probe
+        shape = image_shape(self.model.config)
+        return {self.first: nan((len(probe), *shape), probe.dtype, probe.device)}
 
     def _given(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         return {name: value for name, value in named.items() if value is not None}
@@ -246,7 +288,7 @@ class OwnForward:
             length = division.part.whole_length(hidden.shape[1])
             probe = probe[:, :1].expand(-1, length, *probe.shape[2:])  # takes no memory of a whole sample
         run = Run(self.count, self._form, stop=self.count - 1)
-        reached = self._run(run, None, (), False, None, inputs_embeds=probe, **copies)
+        reached = self._run(run, None, (), False, None, **self._start(run, probe), **copies)
         if reached.shape != probe.shape:
             raise self._refusal(f"its blocks take {tuple(reached.shape)}, not {tuple(probe.shape)}")
         self._require_known(run, reached)
@@ -286,9 +328,14 @@ class OwnForward:
         for form in FORMS:
             run = Run(self.count, form, stop=None)
             self._form = form
+            start = {"input_ids": tokens}
+            if self.first != "input_ids":
+                image_shape(self.model.config)
+                width = vision_of(self.model.config).hidden_size
+                start = self._start(run, nan((1, 4, width), self.model.dtype, device))
             try:
                 with torch.no_grad():
-                    output = self._run(run, None, (), False, None, input_ids=tokens)
+                    output = self._run(run, None, (), False, None, **start)
             except SplitError as error:
                 if furthest is None or len(run.calls) > furthest[0]:
                     furthest = len(run.calls), error
@@ -300,9 +347,9 @@ class OwnForward:
                     leaf in run.rests for leaf in _leaves([call.args, call.kwargs]) if isinstance(leaf, Rest)
                 ):
                     raise self._refusal("its blocks take more than the hidden state from the block before")
-            if not isinstance(logits := getattr(output, "logits", None), Tensor):
+            if not isinstance(logits := logits_of(output), Tensor):
                 raise self._refusal("its forward returns no logits")
-            self.pools = logits.dim() == 2
+            self.pools = logits.dim() == 2 and self.first == "input_ids"
             return self._sides(run)
         assert furthest is not None
         raise furthest[1]
@@ -448,6 +495,34 @@ class OwnForward:
         return SplitError(f"{name} cannot be cut: {reason.removeprefix(f'{name} cannot be cut: ')}")
 
 
+def vision_of(config: Any) -> Any:
+    """Return the config with the sizes of a model of images alone."""
+    return getattr(config, "vision_config", config)
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Return channels, height and width of an image of a model of images alone.
+
+    Raises:
+        SplitError: if its config does not say.
+    """
+    vision = vision_of(config)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", None)
+    if size is None or channels is None or not isinstance(getattr(vision, "hidden_size", None), int):
+        raise SplitError(
+            f"a model of {type(config).__name__} cannot be cut: it has no image_size, num_channels or hidden_size"
+        )
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return channels, height, width
+
+
+def logits_of(output: Any) -> Any:
+    """Return the logits that a forward has returned: of answers, those of starts and ends, (rows, tokens, 2)."""
+    if hasattr(output, "start_logits"):
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    return output.logits if hasattr(output, "logits") else None
+
+
 def _bare(module: nn.Module, children: Mapping[str, nn.Module | None], training: bool) -> nn.Module:
     """Return a shallow copy of a module with other children."""
     bare = type(module).__new__(type(module))
@@ -489,7 +564,12 @@ def _around(path: str) -> tuple[str, ...]:
 
 def _blocks_of(model: Any) -> str:
     """Return the path of the list of blocks: of those nearest to the token table, the one with most parameters."""
-    table = model.get_input_embeddings()
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise SplitError(
+            f"{type(model).__name__} cannot be cut: it says of no module that it embeds its input"
+        ) from error
     at = next((_around(path) for path, module in model.named_modules() if module is table), ())
     lists: dict[str, tuple[int, int]] = {}
     for path, module in model.named_modules():

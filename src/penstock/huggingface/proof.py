@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError, SplitError, describe_error
 from penstock.huggingface.forward_layers import image_token, own_layers
-from penstock.huggingface.heads import CAUSAL, IMAGES, SEQUENCE, TOKEN, empty_model
+from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUENCE, TOKEN, empty_model
 from penstock.huggingface.loss import ModelLoss
-from penstock.huggingface.own_forward import GRIDS, OwnForward
+from penstock.huggingface.own_forward import GRIDS, OwnForward, image_shape, logits_of
 from penstock.huggingface.quantised import without_quantisation
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
@@ -68,6 +68,9 @@ def require_equal(config: Any, weights: int, head: str = CAUSAL, images: bool = 
         kernel = config._attn_implementation
         small._attn_implementation = kernel if kernel in _CPU_KERNELS else None
         small.dtype = torch.float32
+        small.architectures = (
+            config.architectures
+        )  # of several classes with one head, the library chooses by them
         key = json.dumps(
             [kind, head, images, small.to_dict(), str(small._attn_implementation)],
             sort_keys=True,
@@ -110,8 +113,12 @@ class _Sample:
             for parameter in self.model.parameters():  # zeros and ones would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         self.model.train()
-        tokens = self.model.get_input_embeddings().weight.shape[0]
-        self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
+        self.first: str = self.model.main_input_name
+        if self.first == "pixel_values":
+            self.ids = torch.randn(_SHAPE[0], *image_shape(config))
+        else:
+            tokens = self.model.get_input_embeddings().weight.shape[0]
+            self.ids = torch.randint(min(3, tokens - 1), tokens, _SHAPE)
         self.images: dict[str, Tensor] = {}
         token = -1 if (found := image_token(config)) is None else found
         self.ids[self.ids == token] = 0
@@ -120,13 +127,16 @@ class _Sample:
             self.ids = torch.cat([self.ids[:, :1], places, self.ids[:, 1:]], 1)
             self.images["mm_token_type_ids"] = self.ids.eq(token).long()
         self.mask = torch.ones_like(self.ids)
-        self.mask[1, -2:] = 0
+        if self.first == "input_ids":
+            self.mask[1, -2:] = 0
         self.labels = _labels(self.ids, self.mask * (self.ids != token), self.model.config, head)
         if head == SEQUENCE and (padding := self.model.config.get_text_config().pad_token_id) is not None:
             self.ids[self.mask == 0] = padding
         self.expected = self._whole()
 
     def _named(self) -> dict[str, Tensor]:
+        if self.first != "input_ids":
+            return {}
         named = {"attention_mask": self.mask}
         if self.images:
             named["token_type_ids"] = (self.labels == IGNORED).long()
@@ -144,8 +154,15 @@ class _Sample:
         pixels = named.get("pixel_values")
         if pixels is not None:
             pixels = named["pixel_values"] = pixels.clone().requires_grad_()
-        output = self.model(input_ids=self.ids, labels=self.labels, use_cache=False, **named)
-        loss = self.loss(output.logits, self.labels)
+        labels: dict[str, Tensor] = {"labels": self.labels}
+        if hasattr(self.loss, "head") and self.loss.head == QUESTIONS:
+            labels = dict(zip(("start_positions", "end_positions"), self.labels.unbind(1), strict=True))
+        constants = {"use_cache": False} if self.first == "input_ids" else {}
+        output = self.model(**{self.first: self.ids}, **labels, **constants, **named)
+        logits = logits_of(output)
+        if not isinstance(logits, Tensor):
+            raise SplitError(f"{type(self.model).__name__} cannot be cut: its forward returns no logits")
+        loss = self.loss(logits, self.labels)
         if self._adds_router_loss():
             loss = loss + self.model.router_aux_loss_coef * output.aux_loss
         loss.backward()
@@ -153,7 +170,7 @@ class _Sample:
             raise SplitError(
                 f"{type(self.model).__name__} cannot be cut with images: they do not reach its loss"
             )
-        return output.logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
+        return logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
 
     def _gradients(self) -> dict[str, Tensor | None]:
         found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
@@ -213,8 +230,12 @@ def _labels(ids: Tensor, mask: Tensor, config: Any, head: str) -> Tensor:
     count: int = config.num_labels
     if head == TOKEN:
         return torch.where(mask == 1, ids % count, IGNORED)
+    if head == MASKED:
+        return torch.where((mask == 1) & (torch.arange(ids.shape[1]) % 2 == 0), ids, IGNORED)
+    if head == QUESTIONS:
+        return torch.tensor([[1, 3]] + [[2, 4]] * (len(ids) - 1))
     if config.problem_type == "single_label_classification" or (config.problem_type is None and count > 1):
-        return ids[:, 0] % count
+        return torch.arange(len(ids)) % count
     return torch.rand(len(ids), count) if count > 1 else torch.rand(len(ids))
 
 

@@ -130,6 +130,8 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
             result[key]["model_type"] = inner.model_type
         elif key in alias and isinstance(value, int):
             result[key] = min(value, few)
+        elif key in ("out_features", "out_indices", "stage_names"):
+            continue  # of a backbone, by the number of its layers
         elif _is_dropout(key) and isinstance(value, int | float):
             result[key] = type(value)(dropout)
         elif key in _TOKENS:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, QuestionAnsweringModelOutput
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, PenstockError, describe_error
 from penstock.huggingface.forward_layers import forward_of
 from penstock.huggingface.from_transformers import from_transformers
-from penstock.huggingface.heads import CAUSAL, IMAGES, head_of
+from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUENCE, TOKEN, head_of
 from penstock.huggingface.loss import StepLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
@@ -190,6 +190,8 @@ class PipelineTrainerMixin:
         else:
             self._loss = StepLoss(base, trainer.label_smoother, self._cp == 1)
             require_same_loss(self, self._whole_model, self._loss)
+            if (labels := _labels_of_row(self._loss.own.head, base.device)) is not None:
+                self._loss.own.passes_items = forward_of(layers).passes_items(labels)
         self.pipe = Pipeline(
             layers,
             self._own_loss or self._loss,
@@ -364,7 +366,8 @@ class PipelineTrainerMixin:
             batch = TrainerBatch(inputs, self.pipe.microbatches * self._replicas, self._loss.own)
         if strange := [name for name in batch.named if name not in self._takes]:
             raise ConfigError(
-                f"the data collator gives {strange[0]!r}, and the stages take input_ids, labels, {', '.join(self._takes)} "
+                f"the data collator gives {strange[0]!r}, and the stages take {self._loss.own.first}, labels, "
+                f"{', '.join(self._takes)} "
                 "alone; remove it in the data collator"
             )
         return batch
@@ -375,7 +378,7 @@ class PipelineTrainerMixin:
         """Return what the losses of a batch's targets are divided by, as Trainer divides them."""
         loss = self._loss
         assert loss is not None
-        if counted is not None and (loss.own.head == CAUSAL or loss.smoother is not None):
+        if counted is not None and (batch.takes_items or loss.smoother is not None):
             return counted
         scaled = self._is_scaled(counted)
         targets = batch.targets.clamp(min=1)
@@ -441,6 +444,11 @@ class PipelineTrainerMixin:
         if not return_outputs:
             return result.loss
         logits = self._joined(result)[: batch.rows] if keep else None
+        if logits is not None and self._loss.own.head == QUESTIONS:
+            start, end = logits.unbind(-1)
+            return result.loss, QuestionAnsweringModelOutput(
+                loss=result.loss, start_logits=start, end_logits=end
+            )
         return result.loss, CausalLMOutput(loss=result.loss, logits=logits)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -539,6 +547,12 @@ class PipelineTrainerMixin:
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
     """``transformers.Trainer`` that trains a model by a pipeline; see `PipelineTrainerMixin`."""
+
+
+def _labels_of_row(head: str, device: torch.device) -> Tensor | None:
+    """Return labels of one row of four tokens; None of a head whose loss is known to take a number of targets, or not to."""
+    shape = {MASKED: (1, 4), TOKEN: (1, 4), SEQUENCE: (1,)}.get(head)
+    return None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 def _generate(model: Any, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

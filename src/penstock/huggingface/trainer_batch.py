@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.huggingface.heads import CAUSAL, SEQUENCE
+from penstock.huggingface.heads import CAUSAL, QUESTIONS, SEQUENCE
 from penstock.huggingface.image_division import BY_IMAGE, divided_images
 from penstock.huggingface.loss import ModelLoss
 from penstock.stage.compute.linear_cross_entropy import IGNORED
@@ -27,30 +27,35 @@ class TrainerBatch:
         counts: whether its targets count (default True).
 
     Attributes:
-        ids: int64, (rows, tokens).
+        ids: int64, (rows, tokens); of a model of images alone, the images.
         target: labels; of a filled batch with a label for each row, also which rows count, bool (rows).
         named: the other inputs of the model's forward.
         rows: rows before it was filled up.
         targets: number of targets that count.
         count: number of microbatches.
+        takes_items: whether the model divides its loss by a number of targets that Trainer gives it.
     """
 
     def __init__(
         self, inputs: Mapping[str, Any], microbatches: int, loss: ModelLoss, counts: bool = True
     ) -> None:
         values = {name: value for name, value in inputs.items() if value is not None}
-        missing = [name for name in ("input_ids", "labels") if name not in values]
+        answers = "start_positions", "end_positions"
+        if loss.head == QUESTIONS and {*answers} <= values.keys():
+            values["labels"] = torch.stack([values.pop(name).flatten() for name in answers], 1)
+        missing = [name for name in (loss.first, "labels") if name not in values]
         if missing:
             raise ConfigError(
                 f"the data collator gives {', '.join(values)} and no {' and no '.join(missing)}; take one that makes "
                 "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False) for a causal language model"
             )
         values = without_offsets(values)
-        self.rows, self.count = len(values["input_ids"]), microbatches
+        self.rows, self.count = len(values[loss.first]), microbatches
+        self.takes_items = loss.takes_items(values["labels"])
         self.targets = loss.count(values["labels"]) * int(counts)
         more = -self.rows % microbatches
         if microbatches > 1:
-            values = divided_images(values["input_ids"], values, loss.config, self.rows + more, microbatches)
+            values = divided_images(values[loss.first], values, loss.config, self.rows + more, microbatches)
         values = for_every_row(values, self.rows)
         if more:
             values = {
@@ -59,10 +64,13 @@ class TrainerBatch:
                 else value
                 for name, value in values.items()
             }
-        self.ids, labels = values.pop("input_ids"), values.pop("labels")
+        self.ids, labels = values.pop(loss.first), values.pop("labels")
         self.target: Tensor | tuple[Tensor, Tensor] = labels
         counted = self.rows if counts else 0
-        if counted < len(labels) and loss.head == SEQUENCE:  # numbers have no value that is ignored
+        if counted < len(labels) and loss.head in (
+            SEQUENCE,
+            QUESTIONS,
+        ):  # numbers have no value that is ignored
             self.target = labels, torch.arange(len(labels), device=labels.device) < counted
         elif counted < len(labels):
             labels = self.target = labels.clone()
@@ -104,7 +112,7 @@ class PartsBatch:
         examples: number of examples in each; one with none fills up the batch and counts for nothing.
 
     Attributes:
-        ids, target, named, targets: those of `TrainerBatch`, of all microbatches.
+        ids, target, named, targets, takes_items: those of `TrainerBatch`, of all microbatches.
         count: number of microbatches.
     """
 
@@ -118,6 +126,7 @@ class PartsBatch:
         apart = any(isinstance(value, Microbatches) for value in self.named.values())
         self.ids = Microbatches(ids) if apart else joined(ids, rows)
         self.target = joined([b.target for b in batches], rows)
+        self.takes_items = batches[0].takes_items
         self.targets = torch.stack([batch.targets for batch in batches]).sum()
 
 

@@ -37,7 +37,12 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.microbatches import Microbatches
 
-_OF_HEAD = frozenset({"labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep"})
+_OF_HEAD = frozenset(
+    {
+        *("labels", "start_positions", "end_positions", "shift_labels"),
+        *("num_items_in_batch", "fused_lm_head", "logits_to_keep"),
+    }
+)
 """Arguments of a forward that nothing before the last block needs."""
 _CONSTANT = {
     "use_cache": None,
@@ -381,7 +386,8 @@ class TrainerLoss:
         x, named, rest = self._divided(call)
         config = self._model.config.get_text_config()
         width, dtype = config.hidden_size, self._model.dtype
-        hidden = torch.full((*x.shape, width), float("nan"), dtype=dtype, device=x.device)
+        shape = x.shape if self._own.first == "input_ids" else (len(x), 4)
+        hidden = torch.full((*shape, width), float("nan"), dtype=dtype, device=x.device)
         return self._made(Reached(None, hidden, self._of_last(named), x if self._own.pools else None), rest)
 
     # Evaluations
@@ -461,9 +467,9 @@ class TrainerLoss:
     def _divided(self, call: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
         """Return a call's token ids, the named inputs of stages, and what the last one alone takes."""
         values = without_offsets({name: value for name, value in call.items() if value is not None})
-        if not isinstance(ids := values.pop("input_ids", None), Tensor):
+        if not isinstance(ids := values.pop(self._own.first, None), Tensor):
             raise ConfigError(
-                f"{self._name}.compute_loss calls the model without input_ids, by which a batch is divided; got "
+                f"{self._name}.compute_loss calls the model without {self._own.first}, by which a batch is divided; got "
                 f"{', '.join(call)}"
             )
         for name, only in _CONSTANT.items():
@@ -481,14 +487,14 @@ class TrainerLoss:
         named = {name: values.pop(name) for name in sorted(self._named & values.keys())}
         if strange := sorted(values.keys() - _OF_HEAD):
             raise ConfigError(
-                f"{self._name}.compute_loss calls the model with {strange[0]!r}, and the stages take input_ids, labels, "
-                f"{', '.join(sorted(self._named))} alone; remove it in the data collator or in compute_loss"
+                f"{self._name}.compute_loss calls the model with {strange[0]!r}, and the stages take {self._own.first}, "
+                f"labels, {', '.join(sorted(self._named))} alone; remove it in the data collator or in compute_loss"
             )
         return ids, for_every_row(named, len(ids)), values
 
     def _is_same_input(self, call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Return whether two calls give the stages the same, so that the last hidden state is the same."""
-        return all(call.get(name) is other.get(name) for name in {"input_ids", *self._named})
+        return all(call.get(name) is other.get(name) for name in {self._own.first, *self._named})
 
     def _of_last(self, named: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in named.items() if name in self._own.named}
