@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Trainer
 
 import penstock
 from penstock.base.errors import BatchError, ConfigError, SplitError, StageError
@@ -33,7 +33,7 @@ FAMILIES = [*FAST, *slow("llava", "smolvlm"), *exhaustive(
 # The tower of a small model is most of it.
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* of the model's parameters:UserWarning")
 PARTS = 4
-# Patches of all images in one tensor; in two families images change the hidden state between blocks, too.
+# Patches of all images in one tensor.
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "glm46v", "glm_ocr", "exaone4_5", "qwen3_5_moe")
 GRID_FAMILIES = [*GRIDS[:2], *slow(*GRIDS[2:4]), *exhaustive(*GRIDS[4:])]
 
@@ -142,6 +142,10 @@ def test_adapters_are_trained_with_images():
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
+        (
+            "qwen3_vl",
+            r"features to the hidden state after its first blocks, too \(deepstack_visual_indexes\)",
+        ),
         ("lfm2_vl", "has no image_size, and its model takes no image_grid_thw"),
         ("mllama", "its forward calls 3 of 4 blocks"),
         ("blip-2", "Blip2ForConditionalGeneration cannot be cut"),
@@ -217,6 +221,68 @@ def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str):
     changes = {"per_device_train_batch_size": 7, "gradient_accumulation_steps": 2, "max_steps": 1}
     theirs, ours = (trainer_of(family, tmp_path, pipeline, **changes) for pipeline in (None, PIPELINE))
     assert_trained_alike(ours, theirs)
+
+
+def several(net: Any, count: int) -> list[dict[str, Tensor]]:
+    """Return rows with one image, two or three, padded to one length."""
+    whole = image_models.batch(net, rows=3 * count)
+    rows = []
+    for n in range(count):
+        images = slice(3 * n, 3 * n + 1 + n % 3)
+        row = {name: value[images].flatten() for name, value in whole.items() if value.dim() == 2}
+        fills = {"input_ids": 0, "attention_mask": 0, "labels": -100, "token_type_ids": 0}
+        width = 3 * whole["input_ids"].shape[1]
+        row = {name: torch.cat([v, v.new_full((width - len(v),), fills[name])]) for name, v in row.items()}
+        rows.append(row | {"pixel_values": whole["pixel_values"][images]})
+    return rows
+
+
+def with_all_images(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: (torch.cat if name == "pixel_values" else torch.stack)([one[name] for one in examples])
+        for name in examples[0]
+    }
+
+
+@pytest.mark.parametrize("family", ["llava", *slow("gemma3")])
+def test_rows_with_several_images_train_and_evaluate_as_in_trainer(tmp_path: Path, family: str):
+    net = image_models.model(family)
+    data = {"train_dataset": several(net, 8), "eval_dataset": several(net, 10)}
+    args = arguments(tmp_path, optim="sgd", learning_rate=0.1, max_steps=2, per_device_train_batch_size=7)
+    pair = [
+        trainer(image_models.model(family), args, pipeline, data_collator=with_all_images, **data)
+        for pipeline in (None, PIPELINE)
+    ]
+    assert_trained_alike(pair[1], pair[0])
+
+
+class OwnLossTrainer(penstock.PipelineTrainer):
+    """A trainer with a loss of its own, of which calls of the model are replayed on the last stage."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        output = model(**inputs)
+        loss = 2 * output.loss
+        return (loss, output) if return_outputs else loss
+
+
+class PlainOwnLossTrainer(Trainer):
+    compute_loss = OwnLossTrainer.compute_loss
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_gets_patches_of_all_images(tmp_path: Path):
+    net = image_models.model("qwen2_vl")
+    rows = image_models.rows_with_grids(net, 8)
+    for row in rows:  # as many targets in each, so that means of parts have the batch's mean
+        row["labels"][:-4] = -100
+        row["labels"][-4:] = row["input_ids"][-4:] = 5
+    args = arguments(tmp_path, optim="sgd", learning_rate=0.1, max_steps=2)
+    pair = [
+        trainer(image_models.model("qwen2_vl"), args, pipeline, kind, train_dataset=rows, eval_dataset=rows,
+                data_collator=collate)
+        for pipeline, kind in ((None, PlainOwnLossTrainer), (PIPELINE, OwnLossTrainer))
+    ]  # fmt: skip
+    assert_trained_alike(pair[1], pair[0])
 
 
 def test_the_trainer_refuses_label_smoothing(tmp_path: Path):

@@ -248,6 +248,11 @@ def _without_dropout(model: nn.Module) -> None:
 
 def _require_images(config: Any) -> None:
     """Raise SplitError if images have no tokens in the rows."""
+    if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+        raise SplitError(
+            f"{type(config).__name__} cannot be cut with images: it adds their features to the hidden state after its first "
+            "blocks, too (deepstack_visual_indexes), which later stages do not have"
+        )
     if getattr(config, "vision_config", None) is None or image_token(config) is None:
         raise SplitError(
             f"images cannot be cut: {type(config).__name__} has no vision_config, or no image_token_id"
