@@ -21,7 +21,10 @@ def test_losses_of_rows_with_one_divisor_sum_to_the_whole_batchs_mean(kind: str)
         "regression": logits.roll(1, 0).flatten(),
     }[kind]
     config = SimpleNamespace(problem_type=kind, num_labels=labels)
-    loss = ModelLoss(SimpleNamespace(loss_function=ForSequenceClassificationLoss, config=config), SEQUENCE)
+    model = SimpleNamespace(
+        loss_function=ForSequenceClassificationLoss, config=config, main_input_name="input_ids"
+    )
+    loss = ModelLoss(model, SEQUENCE)
     whole = loss(logits, target)
     parts = [loss(x, y, divisor=rows) for x, y in ((logits[:2], target[:2]), (logits[2:], target[2:]))]
     torch.testing.assert_close(sum(parts), whole)

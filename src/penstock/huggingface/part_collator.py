@@ -57,7 +57,7 @@ class PartCollator:
         _require_same_keys(parts)
         missing = count - len(groups)
         flat = {
-            name: torch.cat([part[name].flatten() for part in parts])
+            name: _flat([part[name] for part in parts])
             for name in (self.main_input, "attention_mask")
             if all(isinstance(part.get(name), Tensor) for part in parts)
         }
@@ -81,6 +81,13 @@ class PartCollator:
                 f"{describe_error(error)}. Each part becomes a microbatch; a collator that needs the whole batch is asked "
                 "for by pipeline={'collate': 'batch'}"
             ) from error
+
+
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    """Return as many numbers as tensors have: theirs if they are tokens, and zeros without memory if they are pixels."""
+    if values[0].is_floating_point():
+        return torch.zeros((), dtype=torch.int8).expand(sum(value.numel() for value in values))
+    return torch.cat([value.flatten() for value in values])
 
 
 def _require_same_keys(parts: Sequence[Mapping[str, Any]]) -> None:
