@@ -332,3 +332,41 @@ def test_a_model_that_fails_by_itself_is_refused():
     net.blocks[3] = Tired()
     with pipeline(net, size) as pipe, pytest.raises(SplitError, match=r"no more.*check_split=False"):
         pipe.step(*own_models.batch())
+
+
+WIDTH = 8
+
+
+class Queries(nn.Module):
+    """A parameter that two layers take as their input, so that its gradient is a sum already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, WIDTH) * 0.3)
+        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.softmax(x @ self.keys(self.queries).t(), -1) @ self.values(self.queries)
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList([Queries()])
+
+    def run(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(-self.run(self.stem(x))))
+
+
+def test_sums_within_a_layer_that_is_called_twice_may_have_another_order():
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net, x = CalledTwice(), torch.randn(4, WIDTH)
+        with penstock.Pipeline(net, nn.functional.mse_loss, ranks=2, microbatches=1) as pipe:
+            pipe.step(x, torch.zeros_like(x))

@@ -45,11 +45,14 @@ def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
     places = buffer_places([module])
     buffers = get_buffers(places)
     values = [buffer.clone() for buffer in buffers]
+    versions = [None if buffer.is_inference() else buffer._version for buffer in buffers]
 
     def restore() -> None:
         with torch.no_grad():
-            for (owner, name), buffer, value in zip(places, buffers, values, strict=True):
+            for (owner, name), buffer, value, version in zip(places, buffers, values, versions, strict=True):
                 setattr(owner, name, buffer)
-                buffer.copy_(value)
+                # Some cannot be written to, as those that expand() makes.
+                if version is None or buffer._version != version:
+                    buffer.copy_(value)
 
     return restore
