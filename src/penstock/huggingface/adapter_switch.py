@@ -28,7 +28,7 @@ class AdapterSwitch:
 
     @property
     def replays(self) -> bool:
-        """Whether this thread runs ``compute_loss`` on the last stage, within a step."""
+        """True within a step, in a thread that runs ``compute_loss`` on the last stage."""
         return getattr(self._replaying, "on", False)
 
     @contextmanager
@@ -49,7 +49,7 @@ class AdapterSwitch:
 
     @property
     def has_others(self) -> bool:
-        """Whether ``compute_loss`` has disabled the adapters, or set others."""
+        """True if ``compute_loss`` has disabled the adapters, or set others."""
         wanted: tuple[str, ...] | None = getattr(self._replaying, "adapters", None)
         return (self.active if wanted is None else wanted) != self._trained
 

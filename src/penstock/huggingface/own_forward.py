@@ -45,7 +45,7 @@ GRIDS = "image_grid_thw"
 
 
 class Reached(NamedTuple):
-    """What a last layer has got.
+    """Inputs of a last layer.
 
     Attributes:
         layer: the last layer; None in a run without parameters, where what the forward returns is NaN.
@@ -82,7 +82,7 @@ class OwnForward:
         parameters: names of parameters of the modules around the blocks themselves, which only images need.
         pools: whether the model has logits of each row, not of each token.
         trains: whether the layers are for a run, where what fails is the batch, and not for a proof (default False).
-        divides_images: whether images are divided into microbatches by rows, each of which must then have one (default
+        divides_images: whether images are divided into microbatches by rows, so that each must have one (default
             True).
         keeps_hidden: whether the last layer returns the hidden state, from which `output` makes what the forward returns
             (default False).

@@ -74,7 +74,7 @@ def read_budget(options: dict[str, Any], replicas: int, cp: object) -> TokenBudg
         The budget; None if the options have ``microbatches``.
 
     Raises:
-        ConfigError: if it is no number of tokens, or cannot be with another option.
+        ConfigError: if it is not a positive number of tokens, or cannot be with another option.
     """
     if NAME not in options:
         return None
@@ -103,7 +103,7 @@ def read_budget(options: dict[str, Any], replicas: int, cp: object) -> TokenBudg
                 f"pipeline[{name!r}] cannot be used with it: {instead}; or give pipeline['microbatches'] in its place"
             )
     ranks = options.get("ranks", 1)
-    # Of what is no number of ranks, the pipeline tells.
+    # The pipeline refuses what is not a number of ranks.
     budget = TokenBudget(
         tokens, schedule, options.get("virtual_stages"), ranks if is_count(ranks) else 1, replicas
     )

@@ -179,7 +179,7 @@ class TrainerLoss:
     def _part(
         self, part: Mapping[str, Any], examples: int, total: int, items: Any, scaled: bool, accumulated: int
     ) -> _Part:
-        """Return a microbatch with the weight with which its loss adds to that of the batch.
+        """Return a microbatch with the weight of its loss in that of the batch.
 
         With w the part of the examples, and a loss of a / num_items_in_batch + b, where a is a sum over its targets and b a
         mean over its examples, w times the loss for w * num_items_in_batch is a / num_items_in_batch + w * b.

@@ -102,7 +102,7 @@ def computes_own_loss(trainer: Any, model: Any, mixin: type, cp: int) -> bool:
     """Return whether a trainer's loss is computed by its ``compute_loss``; otherwise it is the model's own, or smoothed.
 
     Raises:
-        ConfigError: if it is, and samples are divided over processes (cp), each of which has the outputs of some tokens.
+        ConfigError: if it is, and samples are divided over processes (cp), so that each has the outputs of some tokens.
     """
     by_function = trainer.compute_loss_func is not None or not has_library_loss(model)
     owner = _owner_of_loss(type(trainer), mixin)

@@ -49,7 +49,7 @@ class Unseen(nn.Module):
 LAYERS = {
     "checkpoint": KINDS["checkpoint"].build,
     "reentrant checkpoint": KINDS["checkpoint_reentrant"].build,
-    "half in a checkpoint": KINDS["checkpoint_of_a_part"].build,
+    "half in a checkpoint": KINDS["checkpoint_of_apart"].build,
     "hooks on saved tensors": Offloaded,
     "gradient penalty": KINDS["forces"].build,
     "torch.func.grad": KINDS["func_grad"].build,

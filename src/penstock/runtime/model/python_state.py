@@ -121,7 +121,7 @@ def _restore_tensor(tensor: Tensor) -> _Restore:
 def _restore_parameter(parameter: nn.Parameter) -> tuple[_Restore, list[Any]]:
     """Return a function that gives a parameter of a library's class, such as quantised weights, back its memory.
 
-    Some pack their weights anew for an evaluation, with the numbers by which they are read in attributes.
+    Some pack their weights in another way for an evaluation, with the numbers by which they are read in attributes.
     """
     memory, attributes = parameter.data, _restore_dict(vars(parameter))
 
