@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer
+from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification, Trainer
 
 import penstock
 from penstock.runtime.workers.pool import LocalProcesses
@@ -58,8 +59,8 @@ def test_a_function_of_outputs_and_labels_is_the_loss(tmp_path: Path):
     assert_same_weights(made[0].model, made[1].model)
 
 
-def test_the_first_batch_tells_a_loss_that_is_no_mean_over_examples(tmp_path: Path):
-    for kind, told in (("contrastive", 1), ("weighted", 0)):
+def test_the_first_batches_tell_a_loss_that_is_no_mean_over_examples(tmp_path: Path):
+    for kind, told in (("contrastive", 1), ("mean of tokens", 1), ("weighted", 0)):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             own_losses.make(tmp_path, PIPELINE, kind=kind, max_steps=2).train()
@@ -81,6 +82,95 @@ def test_metrics_that_the_loss_keeps_are_not_kept_twice(tmp_path: Path):
     made = trainer(own_losses.classifier(), arguments(tmp_path, max_steps=2), PIPELINE, kind, **given)
     made.train()
     assert made.seen == [2] * 4 * 2
+
+
+class Stateful(own_losses.Weighted):
+    """Counts classes in a tensor and batches in a module, and writes into its inputs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.classes, self.calls = torch.zeros(3), 0
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.classes += torch.bincount(inputs["labels"], minlength=3)
+        inputs["labels"].add_(1).remainder_(3)
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        self.norm(outputs.logits.detach())
+        return (loss * (1 + 0.1 * self.calls), outputs) if return_outputs else loss * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a mean over examples")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_the_loss_writes_is_written_once_a_microbatch(tmp_path: Path, recompute: str):
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    made = []
+    for pipeline in (PIPELINE | {"recompute": recompute}, None):
+        kind = Stateful if pipeline is None else type("Piped", (penstock.PipelineTrainerMixin, Stateful), {})
+        changes = accumulated if pipeline is None else {}
+        args = arguments(tmp_path, **changes)
+        made.append(
+            trainer(
+                own_losses.classifier(), args, pipeline, kind, train_dataset=own_losses.rows_of("weighted")
+            )
+        )
+        made[-1].loss_is_scaled_for_ga = False
+        made[-1].train()
+    ours, theirs = made
+    assert ours.calls == theirs.calls == 12
+    assert torch.equal(ours.classes, theirs.classes)
+    assert ours.norm.num_batches_tracked == theirs.norm.num_batches_tracked
+    assert_same_weights(ours.model, theirs.model)
+
+
+class Prepared(own_losses.Weighted):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        inputs["input_ids"][:, 0] = 42
+        return inputs
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs["labels"].clone()
+        loss, outputs = super().compute_loss(model, {**inputs}, True, **kwargs)
+        again = F.cross_entropy(outputs.logits, labels)
+        return (loss + again, outputs) if return_outputs else loss + again
+
+
+def test_inputs_are_prepared_as_those_of_accumulated_batches(tmp_path: Path):
+    data = {"train_dataset": own_losses.rows_of("weighted"), "eval_dataset": own_losses.rows_of("weighted")}
+    kinds = (type("Piped", (penstock.PipelineTrainerMixin, Prepared), {}), Prepared)
+    assert_trained_alike(
+        *(
+            trainer(own_losses.classifier(), arguments(tmp_path), each, kind, **data)
+            for kind, each in zip(kinds, (PIPELINE, None), strict=True)
+        )
+    )
+
+
+class Doubled(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+def test_labels_reach_the_head_of_an_encoder_with_a_pooler(tmp_path: Path):
+    def bert() -> Any:
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=hf_trainer.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+            num_attention_heads=4, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return BertForSequenceClassification(config)
+
+    data = {"train_dataset": own_losses.rows_of("weighted"), "eval_dataset": own_losses.rows_of("weighted")}
+    kinds = (type("Piped", (penstock.PipelineTrainerMixin, Doubled), {}), Doubled)
+    assert_trained_alike(
+        *(
+            trainer(bert(), arguments(tmp_path), each, kind, **data)
+            for kind, each in zip(kinds, (PIPELINE, None), strict=True)
+        )
+    )
 
 
 def calls_twice(model: Any, inputs: Any) -> Tensor:

@@ -62,8 +62,17 @@ class Contrastive(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class MeanOfTokens(Trainer):
+    """The mean over the tokens of a batch, whatever is counted."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
 KINDS: dict[str, type[Trainer]] = {
     "weighted": Weighted, "distilled": Distilled, "against base": AgainstBase, "contrastive": Contrastive,
+    "mean of tokens": MeanOfTokens,
 }  # fmt: skip
 
 

@@ -17,7 +17,9 @@ PARTS = "parts"
 EXAMPLES = "examples"
 """Key of the number of examples in each of them."""
 TOGETHER = "together"
-"""Key of what the collator makes of the first two parts as one, in the first batch of a run that compares them."""
+"""Key of what the collator makes of all examples as one, in the first batches of a run that compares them."""
+_COMPARED = 3
+"""Batches that are compared: in one with examples of equal length, a mean over tokens is one over examples."""
 
 
 class PartCollator:
@@ -30,7 +32,7 @@ class PartCollator:
         parts: number of microbatches of a batch, of all replicas; or the tokens that each may have, by which examples of
             about the same length become a part.
         main_input: name of the tensor by which Trainer counts the tokens of a run.
-        compares: whether the first batch also has its first two parts as one (default False).
+        compares: whether the first batches also have all their examples as one (default False).
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class PartCollator:
         compares: bool = False,
     ) -> None:
         self.collator, self.parts, self.main_input = collator, parts, main_input
-        self._compares = compares
+        self._compared = 0 if compares else _COMPARED
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the microbatches, the number of examples in each, and the token ids and masks of all in one dimension."""
@@ -62,9 +64,9 @@ class PartCollator:
             if all(isinstance(part.get(name), Tensor) for part in parts)
         }
         together = {}
-        if self._compares and len(groups) > 1:
-            together = {TOGETHER: self._collated([examples[i] for i in (*groups[0], *groups[1])], 0, 1)}
-        self._compares = False
+        if self._compared < _COMPARED and len(groups) > 1:
+            together = {TOGETHER: self._collated([examples[i] for group in groups for i in group], 0, 1)}
+            self._compared += 1
         return {
             **flat,
             **together,

@@ -5,23 +5,38 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from penstock.runtime.model.python_state import python_state_kept
 
 _SMALL = 1000
 """Entries up to which a list or dict of a trainer counts as one of its metrics, and is copied; data sets are larger."""
 
 
-def isolated(trainer: Any) -> Any:
-    """Return a trainer with metrics of its own, so that a run that is thrown away leaves nothing."""
+@contextmanager
+def thrown_away(trainer: Any, model: Any) -> Iterator[Any]:
+    """Return a context with a trainer of which a run leaves nothing: neither metrics nor writes into its tensors.
+
+    Args:
+        model: the model that the pipeline trains, whose state the pipeline keeps.
+    """
     made = copy.copy(trainer)
     for name, value in vars(made).items():
         vars(made)[name] = _copied(value)
     made.log = lambda *_, **__: None
-    return made
+    own = {id(module) for module in model.modules()}
+    kept: list[Any] = [value for value in vars(made).values() if isinstance(value, Tensor)]
+    for value in vars(made).values():
+        if isinstance(value, nn.Module):
+            kept += [module for module in value.modules() if id(module) not in own]
+    with python_state_kept(kept):
+        yield made
 
 
 def _copied(value: Any, depth: int = 3) -> Any:
@@ -49,9 +64,3 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     return (
         torch.equal(one[0], other[0]) and one[1] == other[1] and all(np.array_equal(a, b) for a, b in arrays)
     )
-
-
-def restore_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])

@@ -24,7 +24,14 @@ from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUEN
 from penstock.huggingface.loss import StepLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
-from penstock.huggingface.part_collator import EXAMPLES, PARTS, PartCollator, counted, divided_by_rows
+from penstock.huggingface.part_collator import (
+    EXAMPLES,
+    PARTS,
+    TOGETHER,
+    PartCollator,
+    counted,
+    divided_by_rows,
+)
 from penstock.huggingface.run_report import RunReport
 from penstock.huggingface.token_budget import NAME as TOKENS
 from penstock.huggingface.token_budget import TokenBudget, attention_share, read_budget
@@ -35,6 +42,7 @@ from penstock.huggingface.trainer_refusals import (
     is_of_libraries,
     require_known_step,
     require_options,
+    require_own_parameters,
     require_plain_gradients,
     require_same_loss,
     require_supported_arguments,
@@ -322,7 +330,9 @@ class PipelineTrainerMixin:
         self.pipe.train()
         if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
             trainer.optimizer.train()
-        inputs = trainer._prepare_inputs(inputs)
+        inputs = self._prepared(inputs)
+        if self._first_step and self._in_processes:
+            require_own_parameters(trainer)
         if self._budget is not None and PARTS not in inputs:
             raise ConfigError(
                 f"pipeline[{TOKENS!r}] divides batches in the trainer's own data loader, and get_train_dataloader returns "
@@ -337,17 +347,28 @@ class PipelineTrainerMixin:
                 inputs = divided_by_rows(inputs, self.pipe.microbatches * self._replicas)
             scaled = self._is_scaled(num_items_in_batch)
             loss = own_loss.step(inputs[PARTS], inputs[EXAMPLES], num_items_in_batch, scaled, accumulated)
-            if self._first_step:
-                own_loss.compare_together(inputs, num_items_in_batch)
-                self._first_step = False
+            own_loss.compare_together(inputs, num_items_in_batch)
+            self._first_step = False
             return loss
         assert self._loss is not None
+        self._first_step = False
         batch = self._batch(inputs)
         self._loss.divisor = self._divisor(batch, num_items_in_batch, accumulated)
         count = batch.count // self._replicas
         found = self.pipe.step(batch.ids, batch.target, microbatches=count, **batch.named).loss
         assert found is not None, "the batch has labels"
         return found.detach()
+
+    def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what Trainer makes of a batch, with its parts as of accumulated batches."""
+        trainer: Any = self
+        if PARTS not in inputs:
+            prepared: dict[str, Any] = trainer._prepare_inputs(inputs)
+            return prepared
+        made = {**inputs, PARTS: [trainer._prepare_inputs(part) for part in inputs[PARTS]]}
+        if TOGETHER in inputs:
+            made[TOGETHER] = trainer._prepare_inputs(inputs[TOGETHER])
+        return made
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the targets of batches as Trainer counts those of accumulated ones: by microbatch."""

@@ -8,6 +8,7 @@ reference, are evaluations of the pipeline before the step.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +20,14 @@ import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import Tensor
 
-from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.errors import ConfigError
 from penstock.huggingface.adapter_switch import AdapterSwitch
 from penstock.huggingface.image_division import divided_images
 from penstock.huggingface.model_calls import ModelCalls
 from penstock.huggingface.model_outputs import plain_output, restored_output
 from penstock.huggingface.own_forward import OwnForward, Reached
 from penstock.huggingface.part_collator import EXAMPLES, PARTS, TOGETHER
-from penstock.huggingface.thrown_away_run import (
-    isolated,
-    random_state,
-    restore_random_state,
-    same_random_state,
-)
+from penstock.huggingface.thrown_away_run import random_state, same_random_state, thrown_away
 from penstock.huggingface.trainer_batch import for_every_row, joined, without_offsets
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
@@ -91,6 +87,7 @@ class _Part:
         items: what ``compute_loss`` gets as ``num_items_in_batch``.
         call: arguments of its call with gradients.
         references: what its calls without gradients return.
+        ran: whether ``compute_loss`` has run on the last stage.
     """
 
     inputs: Mapping[str, Any]
@@ -98,6 +95,7 @@ class _Part:
     items: Any
     call: dict[str, Any] = field(default_factory=dict)
     references: list[Any] = field(default_factory=list)
+    ran: bool = False
 
 
 class TrainerLoss:
@@ -119,6 +117,8 @@ class TrainerLoss:
     """
 
     pipe: Pipeline
+    runs_once = True
+    """True for a stage: the loss and the last layer are not recomputed, since it keeps metrics."""
 
     def __init__(
         self,
@@ -140,6 +140,7 @@ class TrainerLoss:
         self._parts: list[_Part] = []
         self._of_libraries = of_libraries
         self._has_later: bool | None = None
+        self._told = False
         self._logs: list[dict[str, Any]] = []
         self._named = {*own.named, *own.images}
         self.adapters = AdapterSwitch(trainer.model, model)
@@ -202,7 +203,7 @@ class TrainerLoss:
 
         def answer(call: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
-                if called and self._is_same_input(call, part.call) and not self.adapters.has_others:
+                if called and self._is_same_input(call, called[0]) and not self.adapters.has_others:
                     return self._output(call, device)
                 if (found := next(references, None)) is None:
                     raise self._another_number()
@@ -219,8 +220,11 @@ class TrainerLoss:
             self._calls.answering(answer),
             self.adapters.replaying(),
             torch.autocast(device, enabled=False),
+            # A schedule may ask for a microbatch's forward again.
+            thrown_away(trainer, self._model) if part.ran else nullcontext(trainer) as of_run,
         ):
-            loss = self._compute(trainer, part)
+            loss = self._compute(of_run, part)
+        part.ran = True
         if not called:
             raise self._another_number()
         if not isinstance(loss, Tensor) or loss.dim():
@@ -234,7 +238,15 @@ class TrainerLoss:
     def evaluating(self) -> Iterator[None]:
         """Return a context in which calls of the model are evaluations of the pipeline, on every process alike."""
         with self._calls.watched(), self.adapters.watched(), self._calls.answering(self._evaluated):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "meta tensor" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{self._name}.compute_loss reads weights of the model, and in an evaluation in processes each has "
+                    "those of its own stages alone; give such a term to the optimizer (weight_decay), or run ranks as threads"
+                ) from error
 
     def log(self, logs: dict[str, Any]) -> bool:
         """Keep what ``compute_loss`` logs until the step has ended; return whether it was called from there."""
@@ -264,36 +276,49 @@ class TrainerLoss:
             metrics["train"]["num_tokens"] = [sum(count for _, _, count in told)]
 
     def compare_together(self, batch: Mapping[str, Any], items: Any) -> None:
-        """Warn if the loss of two parts together is not the mean of their own, as with negatives within a batch.
+        """Warn once if a batch's loss is not the mean of its parts' losses, as with negatives within a batch.
 
         Args:
-            batch: the first batch, with what the collator makes of its first two parts together.
+            batch: one of the first batches, with what the collator makes of all its examples together.
             items: what Trainer gives as ``num_items_in_batch``.
         """
-        if TOGETHER not in batch:
+        if TOGETHER not in batch or self._told:
             return
-        one, other = batch[EXAMPLES][:2]
-        inputs, sizes = [*batch[PARTS][:2], batch[TOGETHER]], [one, other, one + other]
-        parts = [
-            self._part(part, n, one + other, items, True, 1) for part, n in zip(inputs, sizes, strict=True)
-        ]
+        total = sum(batch[EXAMPLES])
+        given = [(part, n) for part, n in zip(batch[PARTS], batch[EXAMPLES], strict=True) if n]
+        given += [given[0], (batch[TOGETHER], total)]
+        parts = [self._part(part, n, total, items, True, 1) for part, n in given]
         model = self._trainer.model
         trains = model.training
         model.eval()
         try:
             with torch.no_grad(), self.evaluating():
-                losses = [float(self._compute(isolated(self._trainer), part)) * part.weight for part in parts]
+                *each, again, whole = [self._loss_alone(part) for part in parts]
         finally:
             model.train(trains)
-        mean = losses[0] + losses[1]
-        if abs(mean - losses[2]) > _NEAR * max(abs(mean), abs(losses[2])):
+        # Not of a loss that draws, which has another value each time, nor one that reads weights of other processes.
+        if any(math.isnan(loss) for loss in (*each, whole)) or again != each[0]:
+            return
+        mean = sum(each)
+        if abs(mean - whole) > _NEAR * max(abs(mean), abs(whole)):
+            self._told = True
             warnings.warn(
-                f"{self._name}.compute_loss gives {losses[2]:.6g} for two microbatches together, and {mean:.6g} as the mean "
-                "of both: it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with "
-                "negatives within a batch, class weights, or a mean over the tokens of a batch). A batch's loss is then "
-                "the mean of those of its microbatches. This is said once",
+                f"{self._name}.compute_loss gives {whole:.6g} for a batch, and {mean:.6g} as the mean of its microbatches: "
+                "it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with negatives "
+                "within a batch, class weights, a sum over the batch, or a mean over its tokens). The pipeline trains with "
+                "the mean of the microbatches. This is said once, and compared in the first steps alone",
                 stacklevel=2,
             )
+
+    def _loss_alone(self, part: _Part) -> float:
+        """Return a microbatch's weighted loss in an evaluation; NaN where it cannot be computed."""
+        with thrown_away(self._trainer, self._model) as trainer:
+            try:
+                return float(self._compute(trainer, part)) * part.weight
+            except RuntimeError as error:
+                if "meta tensor" not in str(error):
+                    raise
+                return math.nan
 
     # What compute_loss asks the model
 
@@ -329,6 +354,7 @@ class TrainerLoss:
         asked, answers = _Asked(), iter(part.references)
 
         before = random_state()
+        first: dict[str, Any] = {}
 
         def answer(call: dict[str, Any]) -> Any:
             if asked.call is None and not same_random_state(before, random_state()):
@@ -336,7 +362,7 @@ class TrainerLoss:
             if not torch.is_grad_enabled():
                 if (
                     asked.call is not None
-                    and self._is_same_input(call, asked.call)
+                    and self._is_same_input(call, first)
                     and not self.adapters.has_others
                 ):
                     return self._nothing(call)
@@ -345,14 +371,17 @@ class TrainerLoss:
                 raise _NeedsReference(call, self.adapters.active)
             if asked.call is not None:
                 raise self._twice()
-            asked.call = call
+            first.update(call)
             if self._has_later is False:
+                asked.call = call
                 raise _Found
+            # What follows may write into them.
+            asked.call = {n: v.clone() if isinstance(v, Tensor) else v for n, v in call.items()}
             return self._nothing(call)
 
         try:
-            with self._calls.answering(answer):
-                self._compute(isolated(self._trainer), part)
+            with thrown_away(self._trainer, self._model) as trainer, self._calls.answering(answer):
+                self._compute(trainer, part)
         except _Found:
             pass
         except _NeedsReference as found:
@@ -363,23 +392,22 @@ class TrainerLoss:
                     f"{self._name}.compute_loss calls the model without gradients on what its call with gradients has "
                     "returned, and that is known on the last stage alone; compute it before, or in the data collator"
                 ) from None
-        except PenstockError:
-            raise
-        except Exception:
+        except Exception as error:
             # It runs on numbers that are NaN once the model was called, to see whether it calls it again.
-            if asked.call is None:
+            if asked.call is None or type(error) is ConfigError:
                 raise
         if asked.call is None and asked.needs is None:
             raise ConfigError(
                 f"{self._name}.compute_loss returns without a call of the model with gradients, model(**inputs), so that "
                 "there is nothing to run in a pipeline"
             )
-        restore_random_state(before)
         return asked
 
     def _compute(self, trainer: Any, part: _Part) -> Any:
+        # It may write into its inputs, and runs more than once.
+        inputs = {n: v.clone() if isinstance(v, Tensor) else v for n, v in part.inputs.items()}
         with trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, dict(part.inputs), num_items_in_batch=part.items)
+            return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=part.items)
 
     def _nothing(self, call: Mapping[str, Any]) -> Any:
         """Return what the forward returns for a hidden state of NaN, without any parameter."""

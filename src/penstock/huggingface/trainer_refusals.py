@@ -98,6 +98,17 @@ def require_known_step(kind: type, mixin: type) -> None:
             )
 
 
+def require_own_parameters(trainer: Any) -> None:
+    """Raise ConfigError if a trainer in processes has parameters to train that are not its model's."""
+    of_model = {id(p) for p in trainer.model.parameters()}
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if any(id(p) not in of_model for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer has parameters that are not the model's, such as a temperature of the loss; they would train on "
+            "the process of the last stage alone, and not be saved. Make them part of the model, or run the ranks as threads"
+        )
+
+
 def computes_own_loss(trainer: Any, model: Any, mixin: type, cp: int) -> bool:
     """Return whether a trainer's loss is computed by its ``compute_loss``; otherwise it is the model's own, or smoothed.
 

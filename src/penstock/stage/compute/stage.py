@@ -84,6 +84,9 @@ class Stage:
 
     def set_recompute(self, recomputed: Sequence[bool]) -> None:
         """Choose for each layer whether it is recomputed; only between two steps."""
+        # The loss would run again with the last layer.
+        if getattr(self._runner.loss_fn, "runs_once", False):
+            recomputed = [*recomputed[:-1], False]
         self._segments = make_segments(recomputed)
         self._saved_bytes.clear()
         self._one_kept_segment = (
