@@ -20,11 +20,12 @@ _SMALL = 1000
 
 
 @contextmanager
-def thrown_away(trainer: Any, model: Any) -> Iterator[Any]:
+def thrown_away(trainer: Any, model: Any, modules: bool = True) -> Iterator[Any]:
     """Return a context with a trainer of which a run leaves nothing: neither metrics nor writes into its tensors.
 
     Args:
         model: the model that the pipeline trains, whose state the pipeline keeps.
+        modules: whether the trainer's other modules, such as a teacher, may be called (default True).
     """
     made = copy.copy(trainer)
     for name, value in vars(made).items():
@@ -33,7 +34,7 @@ def thrown_away(trainer: Any, model: Any) -> Iterator[Any]:
     own = {id(module) for module in model.modules()}
     kept: list[Any] = [value for value in vars(made).values() if isinstance(value, Tensor)]
     for value in vars(made).values():
-        if isinstance(value, nn.Module):
+        if modules and isinstance(value, nn.Module):
             kept += [module for module in value.modules() if id(module) not in own]
     with python_state_kept(kept):
         yield made

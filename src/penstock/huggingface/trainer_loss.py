@@ -245,7 +245,7 @@ class TrainerLoss:
                     raise
                 raise ConfigError(
                     f"{self._name}.compute_loss reads weights of the model, and in an evaluation in processes each has "
-                    "those of its own stages alone; give such a term to the optimizer (weight_decay), or run ranks as threads"
+                    "those of its own stages alone; give such a term to the optimizer (weight_decay), or run threads"
                 ) from error
 
     def log(self, logs: dict[str, Any]) -> bool:
@@ -380,7 +380,11 @@ class TrainerLoss:
             return self._nothing(call)
 
         try:
-            with thrown_away(self._trainer, self._model) as trainer, self._calls.answering(answer):
+            goes_on = self._has_later is not False
+            with (
+                thrown_away(self._trainer, self._model, modules=goes_on) as trainer,
+                self._calls.answering(answer),
+            ):
                 self._compute(trainer, part)
         except _Found:
             pass
