@@ -3,8 +3,9 @@
 A small random Llama trains on rows of log-normal lengths, at three spreads, with a pipeline of two ranks in threads: the
 whole batch padded and divided by rows (``collate="batch"``), eight parts that the data collator pads (``microbatches``), and
 as many as a number of tokens needs (``tokens_per_microbatch``). Runs are in turn, with the same batches in the same order.
-"Computed" is the number of tokens in the microbatches over those in the rows. Differences are relative, from the padded
-batch: the largest of a loss over all steps, and of a parameter's gradient, by its norm, in the first step.
+"Computed" is the number of tokens in the microbatches over those in the rows, and "processor" a ratio of processor seconds,
+which other processes on the machine disturb less than those of the clock. Differences are relative, from the padded batch:
+the largest of a loss over all steps, and of a parameter's gradient, by its norm, in the first step.
 
 Then, what a number of microbatches costs that a pipeline has not had before, on a model without work: the time of its first
 step over that of its second.
@@ -18,7 +19,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -43,7 +44,12 @@ class Watch(StepTimes):
 
     def __init__(self) -> None:
         super().__init__()
+        self.used: list[float] = []
         self.gradients: list[Tensor] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end()
+        self.used.append(process_time())
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         if not self.gradients:
@@ -117,6 +123,7 @@ def train(
         "tokens": padding.tokens,
         "numbers": numbers,
         "seconds": (watch.ends[-1] - watch.ends[0]) / (steps - 1),
+        "processor": watch.used[-1] - watch.used[0],
     }
 
 
@@ -142,11 +149,11 @@ def measure(options: argparse.Namespace) -> Figures:
     """Train at every spread, in every way, and measure new numbers."""
     quiet()
     torch.set_num_threads(1)
-    steps, width = (2, 32) if options.quick else (6, 128)
+    steps, width = (2, 32) if options.quick else (4, 128)
     figures: dict[str, Any] = {"spreads": {}, "new number": {}}
     yield (
         f"{'seconds of a step':22} {'padded':>7} {'parts':>7} {'tokens':>7}  {'computed':^14}  {'microbatches':12} "
-        f"{'padded / tokens':>15} {'parts / tokens':>14} {'loss':>8} {'gradient':>8}"
+        f"{'padded / tokens':>15} {'processor':>9} {'parts / tokens':>14} {'processor':>9} {'loss':>8} {'gradient':>8}"
     )
     with TemporaryDirectory() as folder:
         for spread in SPREADS:
@@ -159,10 +166,12 @@ def measure(options: argparse.Namespace) -> Figures:
                 "tokens": {"tokens_per_microbatch": budget},
             }
             last: dict[str, dict[str, Any]] = {}
+            used: dict[str, list[float]] = {way: [] for way in ways}
 
             def timed(way: str) -> Callable[[], float]:
                 def once() -> float:
                     last[way] = train(folder, ways[way], rows, steps, width)  # noqa: B023 - called at once
+                    used[way].append(last[way]["processor"])  # noqa: B023
                     return float(last[way]["seconds"])  # noqa: B023
 
                 return once
@@ -176,6 +185,8 @@ def measure(options: argparse.Namespace) -> Figures:
                 "microbatches": sorted(set(found["numbers"])),
                 "padded over tokens": ratio(times["padded"], times["tokens"]),
                 "parts over tokens": ratio(times["parts"], times["tokens"]),
+                "padded over tokens, processor": ratio(used["padded"], used["tokens"]),
+                "parts over tokens, processor": ratio(used["parts"], used["tokens"]),
                 "loss": largest(found["losses"], expected["losses"]),
                 "gradient": max(
                     float((one - other).norm() / other.norm())
@@ -187,7 +198,8 @@ def measure(options: argparse.Namespace) -> Figures:
             numbers = ", ".join(map(str, row["microbatches"]))
             yield (
                 f"spread {spread}, {budget:4} tokens {seconds}  {computed}  {numbers:12} {row['padded over tokens']:15.2f} "
-                f"{row['parts over tokens']:14.2f} {row['loss']:8.1e} {row['gradient']:8.1e}"
+                f"{row['padded over tokens, processor']:9.2f} {row['parts over tokens']:14.2f} "
+                f"{row['parts over tokens, processor']:9.2f} {row['loss']:8.1e} {row['gradient']:8.1e}"
             )
     yield f"{'a new number of microbatches, milliseconds':44} {'threads':>9} {'processes':>9}"
     with LocalProcesses(2) as pool:

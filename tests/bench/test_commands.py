@@ -152,7 +152,7 @@ LINES = {
         r"plain +N +1.00", r"threads 2 +N +N", r"processes 2 +N +N",
     ],
     "bench.token_budget": [
-        *(rf"spread {spread}, +N tokens( +N){{6}}  [\d, ]+( +N){{4}}" for spread in (r"0\.3", r"0\.6", r"0\.9")),
+        *(rf"spread {spread}, +N tokens( +N){{6}}  [\d, ]+( +N){{6}}" for spread in (r"0\.3", r"0\.6", r"0\.9")),
         r"1f1b +N +N", r"zb-h1 +N +N", r"zb-v +N +N",
     ],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
