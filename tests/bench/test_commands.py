@@ -149,6 +149,12 @@ LINES = {
             for case in ("full training", "LoRA", "chats, assistant masks", "accumulation 2")
             for layout in ("threads 2", "processes 2", "pp 2 x dp 2")
         ),
+        *(
+            rf"{case} +{layout}( +\d\.\de[-+]\d\d){{3}}"
+            for case in ("chats, packed", "rewards", "preferences, LoRA", "classifier, own loss", "QLoRA, 4 bits")
+            for layout in ("threads 2", "processes 2", "pp 2 x dp 2")
+        ),
+        r"stage after stage +N +1\.00", r"8 microbatches +N +N",
         r"plain +N +1.00", r"threads 2 +N +N", r"processes 2 +N +N",
     ],
     "bench.token_budget": [
