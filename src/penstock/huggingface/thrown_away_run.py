@@ -21,7 +21,7 @@ _SMALL = 1000
 
 @contextmanager
 def thrown_away(trainer: Any, model: Any, modules: bool = True) -> Iterator[Any]:
-    """Return a context with a trainer of which a run leaves nothing: neither metrics nor writes into its tensors.
+    """Return a context with a trainer on which a run leaves nothing: no metrics, and no writes into its tensors.
 
     Args:
         model: the model that the pipeline trains, whose state the pipeline keeps.
