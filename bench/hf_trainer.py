@@ -216,7 +216,8 @@ def job(
     given |= data_of(kind, tokenizer, repeats)
     if kind in CONFIGS:
         own = {"assistant_only_loss": True} if kind == "chats" else {}
-        own |= {"packing": True} if kind == "packed" else {}
+        # How many rows they make does not divide into batches, and Accelerate fills the last one where there are replicas.
+        own |= {"packing": True, "dataloader_drop_last": True} if kind == "packed" else {}
         # Longer chats are cut, where rows are packed into one of this length.
         given["args"] = CONFIGS[kind](folder, max_length=64 if kind == "packed" else 256, **own, **options)
         given["processing_class"] = tokenizer
