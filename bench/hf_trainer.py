@@ -336,43 +336,33 @@ def measure(options: argparse.Namespace) -> Figures:
                 )
         large: dict[str, Any] = {"width": 64} if options.quick else {"width": 128, "repeats": 3}
 
-        def timed(layout: str) -> Callable[[], float]:
-            def once() -> float:
-                found = run(
-                    pool, layout, tokenizer, root / f"timed {layout}", 4 if options.quick else 8, **large
-                )
-                return float(found["seconds"])
-
-            return once
-
-        times = alternate({layout: timed(layout) for layout in TIMED}, options.rounds)
-        yield "seconds of a step; over plain Trainer's with two threads of torch"
-        for layout in TIMED:
-            figures["step"][layout] = row = {
-                "seconds": statistics.median(times[layout]),
-                "over plain": ratio(times[layout], times["plain"]),
-            }
-            yield f"{layout:41} {row['seconds']:8.3f} {row['over plain']:10.2f}"
         of_stages: dict[str, Any] = large | {"quantised": f"base of width {large['width']}", "lora": True}
+        count = 4 if options.quick else 8
 
-        def in_turn(microbatches: int) -> Callable[[], float]:
+        def seconds(name: str, layout: str, microbatches: int, given: dict[str, Any]) -> Callable[[], float]:
             def once() -> float:
-                count = 4 if options.quick else 8
-                folder = root / f"in turn {microbatches}"
-                found = run(pool, "processes 2", tokenizer, folder, count, microbatches, **of_stages)
+                found = run(pool, layout, tokenizer, root / f"timed {name}", count, microbatches, **given)
                 return float(found["seconds"])
 
             return once
 
-        names = {"stage after stage": in_turn(1), "8 microbatches": in_turn(8)}
-        times = alternate(names, options.rounds)
-        yield "seconds of a step of QLoRA, 2 processes; over stage after stage"
-        for name in names:
-            figures["step"][name] = row = {
-                "seconds": statistics.median(times[name]),
-                "over stage after stage": ratio(times[name], times["stage after stage"]),
-            }
-            yield f"{name:41} {row['seconds']:8.3f} {row['over stage after stage']:10.2f}"
+        timed = {name: seconds(name, name, 4, large) for name in TIMED}
+        in_turn = {
+            name: seconds(name, "processes 2", microbatches, of_stages)
+            for name, microbatches in (("stage after stage", 1), ("8 microbatches", 8))
+        }
+        for title, runs, peer in (
+            ("a step; over plain Trainer's with two threads of torch", timed, "plain"),
+            ("a step of QLoRA, 2 processes; over stage after stage", in_turn, "stage after stage"),
+        ):
+            times = alternate(runs, options.rounds)
+            yield f"seconds of {title}"
+            for name in runs:
+                figures["step"][name] = row = {
+                    "seconds": statistics.median(times[name]),
+                    f"over {peer}": ratio(times[name], times[peer]),
+                }
+                yield f"{name:41} {row['seconds']:8.3f} {row[f'over {peer}']:10.2f}"
     return figures
 
 

@@ -16,7 +16,7 @@ from penstock.stage.layers import INTERNAL, Layer, Live, follow, live_copy
 from penstock.stage.named import give
 
 POSITIONS = "multimodal_positions"
-"""What the first layer gives the others: positions that follow from the token ids and the grids of images."""
+"""Name that the first layer gives the others: positions that follow from the token ids and the grids of images."""
 
 
 class _OwnLayer(Live, nn.Module):

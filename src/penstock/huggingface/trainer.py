@@ -172,7 +172,7 @@ class PipelineTrainerMixin:
         # an earlier run. One of the user's stays, and is refused below.
         forward = vars(base).get("_original_forward", vars(base).get("forward"))
         fused = None
-        if _is_of_libraries(forward, type(base)):
+        if _is_forward_of_libraries(forward, type(base)):
             fused = None if getattr(forward, "__func__", None) is type(base).forward else forward
             vars(base).pop("forward", None)
         require_plain_gradients(base)
@@ -640,7 +640,7 @@ def _replicas(ranks: object, cp: object, processes: int) -> int:
     return processes // (ranks * cp)
 
 
-def _is_of_libraries(forward: Any, kind: Any) -> bool:
+def _is_forward_of_libraries(forward: Any, kind: Any) -> bool:
     """Return whether a forward on a model is its class's or TRL's."""
     # TRL's has the name and module of the class's, so the module whose globals it reads tells where it is from.
     of = getattr(forward, "__globals__", {}).get("__name__", "")

@@ -57,13 +57,7 @@ class TrainerBatch:
         if microbatches > 1:
             values = divided_images(values[loss.first], values, loss.config, self.rows + more, microbatches)
         values = for_every_row(values, self.rows)
-        if more:
-            values = {
-                name: torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
-                if isinstance(value, Tensor) and value.dim() and len(value) == self.rows
-                else value
-                for name, value in values.items()
-            }
+        values = filled(values, self.rows, more)
         self.ids, labels = values.pop(loss.first), values.pop("labels")
         self.target: Tensor | tuple[Tensor, Tensor] = labels
         counted = self.rows if counts else 0
@@ -85,6 +79,16 @@ def for_every_row(values: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {
         name: value.expand(rows, *value.shape[1:])
         if isinstance(value, Tensor) and value.dim() and len(value) == 1 and name not in BY_IMAGE
+        else value
+        for name, value in values.items()
+    }
+
+
+def filled(values: Mapping[str, Any], rows: int, more: int) -> dict[str, Any]:
+    """Return inputs with more rows, copies of the last one."""
+    return {
+        name: torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
+        if more and isinstance(value, Tensor) and value.dim() and len(value) == rows
         else value
         for name, value in values.items()
     }

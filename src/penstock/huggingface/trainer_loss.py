@@ -28,7 +28,7 @@ from penstock.huggingface.model_outputs import plain_output, restored_output
 from penstock.huggingface.own_forward import OwnForward, Reached
 from penstock.huggingface.part_collator import EXAMPLES, PARTS, TOGETHER
 from penstock.huggingface.thrown_away_run import random_state, same_random_state, thrown_away
-from penstock.huggingface.trainer_batch import for_every_row, joined, without_offsets
+from penstock.huggingface.trainer_batch import filled, for_every_row, joined, without_offsets
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.microbatches import Microbatches
@@ -40,13 +40,10 @@ _OF_HEAD = frozenset(
     }
 )
 """Arguments of a forward that nothing before the last block needs."""
-_CONSTANT = {
-    "use_cache": None,
-    "return_dict": None,
-    "output_hidden_states": False,
-    "output_attentions": False,
-}
-"""Arguments that stages have a value of their own for, and the only one that may be given; None for any."""
+_OWN = frozenset({"use_cache", "return_dict"})
+"""Arguments that stages have a value of their own for."""
+_OF_MIDDLE = ("output_hidden_states", "output_attentions")
+"""Arguments that ask for the outputs of middle stages."""
 _NEAR = 1e-3
 """Relative difference of two losses that another length of padding and order of sums explain."""
 
@@ -455,8 +452,9 @@ class TrainerLoss:
         rows, count = len(ids), self.pipe.microbatches * self._replicas
         more = max(0, count - rows)
         divided = divided_images(ids, named, self._model.config, rows + more, count)
-        x, filled = _filled(ids, more), {n: _filled(v, more) for n, v in divided.items()}
-        result = self.pipe.evaluate(x, outputs=self.pipe.holds_last, **filled)
+        inputs = filled({self._own.first: ids, **divided}, rows, more)
+        x = inputs.pop(self._own.first)
+        result = self.pipe.evaluate(x, outputs=self.pipe.holds_last, **inputs)
         here: dict[int, Tensor] = {}
         if self.pipe.holds_last:
             here = {self.pipe.replica: torch.cat([*result.outputs])}
@@ -504,8 +502,8 @@ class TrainerLoss:
                 f"{self._name}.compute_loss calls the model without {self._own.first}, by which a batch is divided; got "
                 f"{', '.join(call)}"
             )
-        for name, only in _CONSTANT.items():
-            if values.pop(name, only) not in (only, False) and only is not None:
+        for name in _OF_MIDDLE:
+            if values.pop(name, False):
                 raise ConfigError(
                     f"{self._name}.compute_loss calls the model with {name}=True, and the outputs of middle stages are not "
                     "on the last one, where the loss is computed; take it out, or use penstock.Pipeline with layers that "
@@ -517,7 +515,7 @@ class TrainerLoss:
                 "the loss is computed; set it to False"
             )
         named = {name: values.pop(name) for name in sorted(self._named & values.keys())}
-        if strange := sorted(values.keys() - _OF_HEAD):
+        if strange := sorted(values.keys() - _OF_HEAD - _OWN):
             raise ConfigError(
                 f"{self._name}.compute_loss calls the model with {strange[0]!r}, and the stages take {self._own.first}, "
                 f"labels, {', '.join(sorted(self._named))} alone; remove it in the data collator or in compute_loss"
@@ -578,12 +576,6 @@ class TrainerLoss:
             f"{self._name}.compute_loss calls the model another number of times on the last stage than before the step, or "
             "for some microbatches than for others; it must call it alike in every step and for every part of a batch"
         )
-
-
-def _filled(value: Any, more: int) -> Any:
-    if not more or not isinstance(value, Tensor) or not value.dim():
-        return value
-    return torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
 
 
 def _has_nan(value: Any) -> bool:

@@ -17,6 +17,8 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models, unsplittable
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
+from tests.zoo.case import KINDS as LAYERS
+from tests.zoo.kind import WIDTH
 
 OFF = penstock.ExecutionOptions(check_split=False)
 
@@ -334,26 +336,13 @@ def test_a_model_that_fails_by_itself_is_refused():
         pipe.step(*own_models.batch())
 
 
-WIDTH = 8
-
-
-class Queries(nn.Module):
-    """A parameter that two layers take as their input, so that its gradient is a sum already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(3, WIDTH) * 0.3)
-        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.softmax(x @ self.keys(self.queries).t(), -1) @ self.values(self.queries)
-
-
 class CalledTwice(nn.Module):
+    """Its part has a parameter that two layers take as their input, so that its gradient is a sum already."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleList([Queries()])
+        self.parts = nn.ModuleList([LAYERS["weights_as_inputs"].build()])
 
     def run(self, x: Tensor) -> Tensor:
         for part in self.parts:

@@ -528,3 +528,21 @@ def test_what_its_forwards_write_into_parameters_is_undone():
         written = plain[1].table.weight != net[1].table.weight
         assert not written.any()
         assert (net[1].table.weight.norm(dim=1) > 1.01).any()  # some were never looked up
+
+
+class Scaled(nn.Module):
+    """Has a frozen weight that was loaded under torch.inference_mode(), whose writes torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_weights_that_were_loaded_in_inference_mode_are_taken():
+    x = torch.randn(ROWS, WIDTH)
+    with Pipeline([Scaled(), nn.Linear(WIDTH, WIDTH)], F.mse_loss, ranks=1, microbatches=2) as pipe:
+        pipe.step(x, x)

@@ -67,11 +67,11 @@ class RowCheck:
         self._modules, self._loss_fn = modules, loss_fn
         self._world, self._reduction, self._itemsize = world, reduction, itemsize
         self._step, self._warned = "step", False
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int | None] = {}
 
     def before(self) -> None:
         """Remember the parameters as they are before a step, to see which of them its forwards write into."""
-        self._versions = {id(p): p._version for p in self._parameters()}
+        self._versions = {id(p): _version(p) for p in self._parameters()}
 
     def _parameters(self) -> list[nn.Parameter]:
         every = (p for module in self._modules.values() for p in module.parameters())
@@ -102,7 +102,7 @@ class RowCheck:
             every = [*of_layers, *map(source_of, of_layers), *of_loss, *parts_of(self._loss_fn)]
             stack.enter_context(python_state_kept(every))
             # A table with max_norm, say: other rows than the step's are looked up with opened parameters.
-            written = [p for p in self._parameters() if self._versions.get(id(p), p._version) != p._version]
+            written = [p for p in self._parameters() if self._versions.get(id(p)) != _version(p)]
             stack.enter_context(_values_kept(written))
             stack.enter_context(_uncompiled(self._modules))
             opens = True
@@ -387,6 +387,11 @@ class _Recorder:
 
 def _nothing() -> None:
     pass
+
+
+def _version(parameter: nn.Parameter) -> int | None:
+    """Return the number of writes into a parameter; None where torch does not count them."""
+    return None if parameter.is_inference() else parameter._version
 
 
 @contextmanager

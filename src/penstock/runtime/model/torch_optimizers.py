@@ -1,6 +1,7 @@
 """Torch optimizers that a program makes over ``pipe.parameters()``: each is judged at its first step.
 
-A process has some of the model's parameters, or parts of them, so one that looks further would go on with other numbers.
+A process has some of the model's parameters, or parts of them. An optimizer that reads more than that would compute other
+numbers.
 """
 
 from __future__ import annotations
