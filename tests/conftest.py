@@ -21,6 +21,9 @@ from penstock.base.garbage import begin_loading, end_loading
 from tests.support.children import end_with_this_process
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+
     from penstock.runtime.workers.pool import LocalProcesses
     from tests.support.browser import Browser
 
@@ -38,6 +41,16 @@ def pytest_configure() -> None:
     # A shell starts what it runs in the background with SIGINT ignored, and so would be all that tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """A test that ends its worker, as one that hangs does after ``faulthandler_timeout``, fails by name."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.support.crashes import CrashSafeScheduling
+
+    return CrashSafeScheduling(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -134,9 +147,19 @@ def processes(pool: LocalProcesses) -> Iterator[LocalProcesses]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest) -> None:
+def one_thread() -> None:
     """Bit-equality is stated for equal thread counts; one everywhere."""
-    if "torch" in __import__("sys").modules:
+    if "torch" in sys.modules:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_rank_at_work() -> Iterator[None]:
+    """No rank computes on after a test: a command that fails would end this process at once, and the next tests with it."""
+    yield
+    if "penstock.runtime.health.hang" in sys.modules:
+        from penstock.runtime.health.hang import AT_WORK
+
+        assert not AT_WORK

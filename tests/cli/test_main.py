@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import COMMANDS, group, main
+from penstock.runtime.health.hang import Timeout
+from penstock.runtime.workers.rank_threads import RankThreads
 
 LONG = "n" * 5000
 """A path too long for any file system; even to look for it is an error."""
@@ -85,3 +87,9 @@ def test_help_version_and_what_is_no_command_do_not_name_the_first_commands(
     done = CliRunner().invoke(group, [word])
     assert (done.exit_code, done.stdout[: len(begins) or None]) == (code, begins)
     assert "penstock train train.name=first" not in done.stdout
+
+
+def test_ranks_that_wait_for_a_job_do_not_end_the_process_at_once(refused):
+    waiting = RankThreads(2, Timeout(60.0))
+    refused("trace", "nothing")
+    waiting.close()

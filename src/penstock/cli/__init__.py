@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import traceback
 from typing import NoReturn
 
@@ -144,9 +143,9 @@ def _end(code: int, at_once: bool = False) -> NoReturn:
     With `at_once`, Python's own clean-up is skipped, which would wait for messages of a process that is gone or
     stopped.
     """
-    from penstock.runtime.health.hang import RANK_THREAD
+    from penstock.runtime.health.hang import AT_WORK
 
-    if at_once or any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
+    if at_once or AT_WORK:
         if sys.stdout is not None:  # it may be closed
             sys.stdout.flush()
         sys.stderr.flush()

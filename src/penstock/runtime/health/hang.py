@@ -74,8 +74,8 @@ class Timeout:
 
 HUNG = 124
 """Exit code of a process that ends because its rank hangs, as of ``timeout(1)``."""
-RANK_THREAD = "penstock-rank-"
-"""Prefix of the names of the ranks' threads."""
+AT_WORK: set[threading.Thread] = set()
+"""The ranks' threads of this process that are at a job now; one that hangs stays in here."""
 POLL_INTERVAL = 0.25
 """Seconds between two checks of a wait."""
 GRACE = 5.0

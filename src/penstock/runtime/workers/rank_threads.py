@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from penstock.base.errors import ConfigError, HangError, PeerError, WaitTimeoutError
 from penstock.runtime.health.hang import (
+    AT_WORK,
     GRACE,
     POLL_INTERVAL,
-    RANK_THREAD,
     SHORT_GRACE,
     HangDetector,
     Timeout,
@@ -91,7 +91,7 @@ class RankThreads:
         self._running: set[int] = set()
         self._hung: set[int] = set()
         self._threads = [
-            threading.Thread(target=_serve, args=(r, threads, inbox), name=f"{RANK_THREAD}{r}", daemon=True)
+            threading.Thread(target=_serve, args=(r, threads, inbox), name=f"penstock-rank-{r}", daemon=True)
             for r, inbox in enumerate(self._inboxes)
         ]
         # The threads have no reference to this object, so dropping it ends them even if it was not closed.
@@ -263,10 +263,12 @@ def _serve(rank: int, threads: int, inbox: _Inbox) -> None:
     while (entry := inbox.get()) is not None:
         (job, ends), entry = entry, None
         error: BaseException | None = None
+        AT_WORK.add(this := threading.current_thread())
         try:
             job()
         except BaseException as caught:  # raised again by `run`, in the caller's thread
             error = caught
+        AT_WORK.discard(this)
         del job
         ends.ranks.add(rank)
         ends.reports.put((rank, error))
