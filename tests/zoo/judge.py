@@ -245,7 +245,9 @@ def within(what: str, plain: Terms, found: Mapping[str, Tensor | None]) -> None:
     """Gradients as near to the exact sum of their terms as any order of summation is.
 
     A sum of n terms in any order is at most n u Σ|terms| from the exact one, u the relative error of an addition
-    (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where autocast casts a weight once for several places
+    (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). A layer that runs twice for a microbatch adds what both
+    give within it, too, where a gradient may be a small difference of numbers as large as the layer's largest gradient.
+    Where autocast casts a weight once for several places
     their gradients are added in bfloat16, in plain PyTorch as well.
     """
     for name, parameter in plain.parameters().items():
@@ -258,7 +260,11 @@ def within(what: str, plain: Terms, found: Mapping[str, Tensor | None]) -> None:
             raise WrongError(f"{what}: {name} is {grad.dtype}, and its weight {parameter.dtype}")
         low = plain.case.autocast and name in plain.tied
         unit = UNIT[torch.bfloat16] if low else UNIT.get(grad.dtype, 2.0**-24)
-        bound = (plain.terms[name] + plain.case.dp + 2) * unit * plain.absolute[name] + 1e-40
+        twice = plain.case.own is not None and plain.case.own.bounded
+        within_layers = plain.largest[name] if twice else 0.0
+        bound = (plain.terms[name] + plain.case.dp + 2) * unit * (
+            plain.absolute[name] + within_layers
+        ) + 1e-40
         apart = (dense(grad).to(total.dtype) - total).abs()
         if not bool((apart <= bound).all()):
             ratio = (apart / bound).max().item()

@@ -194,6 +194,7 @@ class Terms(Plain):
         """Forget the terms, after an update."""
         self.total: dict[str, Tensor] = {}
         self.absolute: dict[str, Tensor] = {}
+        self.largest: dict[str, float] = {}
         self.terms: dict[str, int] = {}
 
     def accumulate(self, number: int) -> list[Tensor]:
@@ -222,6 +223,8 @@ class Terms(Plain):
     def add(self, layers: list[nn.Module]) -> None:
         """Count the gradients of a microbatch, place by place."""
         for name, layer in zip(self.names, layers, strict=True):
+            found = [dense(p.grad) for p in layer.parameters() if p.grad is not None and p.grad.numel()]
+            largest = max((grad.abs().max().item() for grad in found), default=0.0)
             for inner, parameter in layer.named_parameters():
                 if parameter.grad is None:
                     continue
@@ -236,6 +239,7 @@ class Terms(Plain):
                     terms = int(torch.bincount(grad._indices()[0]).max()) if grad._nnz() else 1
                 self.total[first] = self.total.get(first, 0) + dense(grad)
                 self.absolute[first] = self.absolute.get(first, 0) + absolute
+                self.largest[first] = self.largest.get(first, 0.0) + largest
                 self.terms[first] = self.terms.get(first, 0) + terms
 
     def take(self, gradients: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:
@@ -254,6 +258,7 @@ class Terms(Plain):
             if parameter.grad is not None:  # where nobody drops gradients, what was clipped is added to
                 self.total[name] = dense(parameter.grad).to(wide(parameter.dtype), copy=True)
                 self.absolute[name], self.terms[name] = self.total[name].abs(), 1
+                self.largest[name] = 0.0
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

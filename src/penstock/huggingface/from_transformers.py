@@ -23,6 +23,7 @@ from penstock.base.model_variants import LARGEST_SIZE, VARIANT_KEYS, refused_arc
 from penstock.huggingface import model_folder
 from penstock.huggingface.adapters import base_with_adapters, is_peft_model
 from penstock.huggingface.conversion import converted
+from penstock.huggingface.device_map import take_off_hooks
 from penstock.huggingface.forward_layers import OwnBlock, OwnHead, embedding_of, twin
 from penstock.huggingface.heads import (
     CAUSAL,
@@ -222,6 +223,7 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _of_model(model: Any, check: bool) -> list[Layer]:
     head = head_of(model)
+    take_off_hooks(model)
     require_known_quantisation(model)
     require_variant(model.config, head, quantised=True)
     built = [(layer, layer.build()) for layer in _layers(model, head, model.get_submodule)]
