@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, cycle, islice
 from typing import Any
 
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.training_args import ParallelMode
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+from accelerate.utils import convert_to_fp32
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
