@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from penstock.train.callbacks.callback import StepEvent as StepEvent
     from penstock.train.callbacks.callback import TraceEvent as TraceEvent
     from penstock.train.callbacks.callback_list import CallbackList as CallbackList
+    from penstock.verify.compare import compare as compare
+    from penstock.verify.record import record as record
 
 _HOME = {
     "BatchError": "penstock.base.errors",
@@ -141,12 +143,14 @@ _HOME = {
     "by_tokens": "penstock.stage.token_groups",
     "causal_lm_loss": "penstock.stage.compute.causal_lm_loss",
     "check": "penstock.schedule.check",
+    "compare": "penstock.verify.compare",
     "from_transformers": "penstock.huggingface.from_transformers",
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
     "profile_layers": "penstock.measure.profile_layers",
     "read_csv": "penstock.schedule.text",
+    "record": "penstock.verify.record",
     "read_dcp": "penstock.checkpoint.dcp",
     "register_family": "penstock.schedule.families",
     "save_adapters": "penstock.huggingface.adapters",

@@ -25,8 +25,12 @@ FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", ["memory.md", "which_parallelism.md", "clusters.md", "start.md", "models.md", "planning.md"]
-)
+    "page",
+    [
+        "memory.md", "which_parallelism.md", "clusters.md", "start.md", "models.md", "planning.md",
+        "find_the_wrong_tensor.md",
+    ],
+)  # fmt: skip
 def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.verify import verify
+from penstock.verify.training import verify
 from tests.support import plain
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow

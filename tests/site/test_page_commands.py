@@ -21,6 +21,7 @@ from tests.support import tiny_run
 from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
 
 FOLLOWED = {
+    "find_the_wrong_tensor.md": "tests/pages/test_guides.py",
     "models.md": "tests/pages/test_guides.py",
     "planning.md": "tests/pages/test_guides.py",
     "training.md": "tests/pages/test_guides.py",

@@ -48,6 +48,7 @@ Documentation: README.md and docs/ in Penstock's repository and source distribut
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
+    "compare": "find the first tensor that differs between two recordings",
     "config": "explain the keys of a training run's config",
     "doctor": "check a machine or cluster before a run",
     "eval": "print the loss of a trained model on files",

@@ -17,7 +17,7 @@ from penstock.schedule.families import FAMILIES, require_family
 from penstock.schedule.text import is_csv
 
 if TYPE_CHECKING:
-    from penstock.verify import Difference
+    from penstock.verify.training import Difference
 
 TARGETS = "penstock.train.model.verify_target"
 
@@ -109,7 +109,7 @@ def command(
     --cp, and for schedules with two copies of a stage, sums have another order: allowed is 4 times the difference of plain
     PyTorch from itself in float64. Otherwise nothing is.
     """
-    from penstock.verify import verify
+    from penstock.verify.training import verify
 
     names = list(FAMILIES) if "all" in schedules else list(schedules)
     chosen = [

@@ -405,10 +405,16 @@ class Engine:
         self._rank_threads.run([partial(run, rank) for rank in self.local_ranks], lambda why: None)
         return [results[rank] for rank in self.local_ranks]
 
-    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
+    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> Callable[[], None]:
         """Replace every op of a training step; see `Pipeline.wrap_ops`."""
         self._wraps.append(wrap)
         self._drop_executors()
+
+        def undo() -> None:
+            self._wraps.remove(wrap)
+            self._drop_executors()
+
+        return undo
 
     def choose_recompute(self, memory: int) -> None:
         """Choose the layers to recompute from now on, after the first step has measured all; every process calls it."""

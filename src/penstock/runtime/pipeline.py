@@ -472,14 +472,17 @@ class Pipeline(PipelineModel):
         """
         self._engine.make_buckets(zero, whole)
 
-    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
+    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> Callable[[], None]:
         """Replace every op of a training step, to profile it.
 
         Args:
             wrap: ``wrap(rank, op)`` returns what runs instead of ``op()``, and must call it.
+
+        Returns:
+            A function that undoes it, between two steps.
         """
         self._require_open()
-        self._engine.wrap_ops(wrap)
+        return self._engine.wrap_ops(wrap)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.

@@ -26,9 +26,10 @@ class Context:
 
     Attributes:
         rng_free: names of layers that are known to draw nothing in this step, and are called directly.
+        microbatch: number of the microbatch in the global batch; None outside of a step.
     """
 
-    __slots__ = ("_versions", "gives", "isolated_call", "losses", "named", "rng_free")
+    __slots__ = ("_versions", "gives", "isolated_call", "losses", "microbatch", "named", "rng_free")
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class Context:
         gives: frozenset[str] = frozenset(),
         isolated_call: IsolatedCall | None = None,
         rng_free: Collection[str] = (),
+        microbatch: int | None = None,
     ) -> None:
         self.named = named
         self.losses = losses
         self.gives = gives
         self.isolated_call = isolated_call
         self.rng_free = rng_free
+        self.microbatch = microbatch
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, value in named.items():
             self.watch(name, value)
@@ -77,6 +80,12 @@ def set_context(context: Context | None) -> Context | None:
     previous: Context | None = getattr(_thread, "context", None)
     _thread.context = context
     return previous
+
+
+def current_microbatch() -> int | None:
+    """Return the number in the global batch of the microbatch that this thread's stage runs on; None outside of a step."""
+    context: Context | None = getattr(_thread, "context", None)
+    return None if context is None else context.microbatch
 
 
 @contextmanager

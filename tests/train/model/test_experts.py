@@ -19,7 +19,8 @@ from penstock.train.config.sections import ModelConfig
 from penstock.train.evaluate import evaluate
 from penstock.train.model.experts import Experts, Mixture, Router
 from penstock.train.model.llama import layers, next_token_loss
-from penstock.verify import VerifyTarget, verify
+from penstock.verify import VerifyTarget
+from penstock.verify.training import verify
 from tests.support.lanes import exhaustive
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same, stopped_at

@@ -198,7 +198,12 @@ class Runner:
         """Run a segment's layers and, after the last layer of the last stage, the loss."""
         isolated_call = self._isolated_call(microbatch)
         context = Context(
-            dict(state.named), dict(state.losses), self.module.gives, isolated_call, self._rng_free
+            dict(state.named),
+            dict(state.losses),
+            self.module.gives,
+            isolated_call,
+            self._rng_free,
+            self.first_microbatch + microbatch,
         )
         if queue is not None:
             queue.running = True

@@ -1,0 +1,358 @@
+"""Comparison of two recordings: the first tensor, in the order of computation, that differs by more than rounding."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+
+from penstock.base.errors import ConfigError, DataError
+from penstock.verify.fingerprint import Fingerprint, divided, joined
+from penstock.verify.likeness import describe, distance, fit
+from penstock.verify.recording import Entry, Key, Kind, Recording, read
+
+SLACK = 4.0
+"""How many times as far from the reference a run may be as the reference from itself in float64."""
+ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+"""Relative differences that rounding explains where no reference in float64 says more: sums through some dozen layers."""
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Relative error of one addition."""
+_SAME_FACTOR = 3e-6
+"""Relative difference up to which two factors count as one: some roundings of float32."""
+AFTER_ROUNDING = 100.0
+"""Factor on `ROUNDING` once a gradient has other bits: an optimizer such as Adam divides by its size."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs.
+
+    Attributes:
+        key: its place.
+        what: how it differs, and what that looks like.
+        size: norm of the difference over the norm of the reference, estimated from projections; infinity if there is no such
+            number.
+        allowed: the largest such number that another order of sums explains.
+    """
+
+    key: Key
+    what: str
+    size: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.key}, {self.what}"
+
+
+@dataclass
+class Comparison:
+    """Result of `compare`: what agrees, and where the run differs.
+
+    Attributes:
+        first: the first difference in the order of computation; None if there is none.
+        differences: all of them, in that order; what follows from the first differs, too.
+        before: number of tensors before the first that agree.
+        same: number of tensors with the same bits.
+        rounded: number of tensors that differ by no more than another order of sums explains.
+        notes: what could not be compared, a line each.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    before: int = 0
+    same: int = 0
+    rounded: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    @property
+    def good(self) -> bool:
+        """True if nothing differs by more than rounding."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        compared = self.same + self.rounded + len(self.differences)
+        if self.first is not None:
+            others = len(self.differences) - 1
+            after = f"; {others} after it differ, too" if others else ""
+            lines = [f"{self.first}; {self.before} tensors before it agree{after}"]
+        else:
+            bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
+            rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
+            lines = [f"{compared} tensors agree: {bits}{rounded}"]
+        return "\n".join([*lines, *self.notes])
+
+
+def compare(
+    reference: str | os.PathLike[str],
+    run: str | os.PathLike[str],
+    *,
+    exact: str | os.PathLike[str] | None = None,
+    scale: float = 1.0,
+) -> Comparison:
+    """Compare a run's recording with that of a reference.
+
+    Tensors are aligned by name, microbatch and step, and looked at in the order of computation: outputs before gradients,
+    gradients before updates, within each as the reference computed them. One with the same bits agrees. Another agrees if
+    it differs by no more than the order of sums explains: four times what the reference differs from itself in float64, or,
+    without that, a fixed relative difference for its dtype. Parts of a tensor that several processes have count as one.
+
+    Args:
+        reference: folder of the recording of a loop that is right, such as plain PyTorch.
+        run: folder of the recording in question.
+        exact: folder of a recording of the reference in float64, with the same data.
+        scale: factor by which the run's losses are larger before their backward, as with a loss scale, or where the
+            reference divides losses by the microbatches and the run divides gradients (default 1.0).
+
+    Raises:
+        ConfigError: if `scale` is not above 0.
+        DataError: if a folder has no recording, a file is damaged, or the two have nothing in common.
+    """
+    if not 0 < scale < float("inf"):
+        raise ConfigError(f"scale must be a number above 0, got {scale!r}")
+    return _Compared(read(reference), read(run), None if exact is None else read(exact), scale).result()
+
+
+class _Compared:
+    def __init__(self, reference: Recording, run: Recording, exact: Recording | None, scale: float) -> None:
+        self._reference, self._run, self._exact, self._scale = reference, run, exact, scale
+        self._found = Comparison()
+        self._rounded_gradients: set[str] = set()
+        self._parts: Counter[str] = Counter()
+
+    def result(self) -> Comparison:
+        found = self._found
+        common = self._reference.entries.keys() & self._run.entries.keys()
+        if not common:
+            names = [sorted({k.name for k in r.entries})[:3] for r in (self._reference, self._run)]
+            raise DataError(
+                f"{self._reference.folder} and {self._run.folder} have no tensor in common: the first names are "
+                f"{', '.join(names[0]) or 'none'} and {', '.join(names[1]) or 'none'}; record the same model, with the same "
+                "microbatches"
+            )
+        self._note_what_is_missing()
+        for key in self._in_order():
+            difference = self._compare(key)
+            if difference is not None:
+                found.differences.append(difference)
+            elif not found.differences:
+                found.before = found.same + found.rounded
+        self._look_past_a_common_factor()
+        if self._parts:
+            parts = _few(sorted(self._parts))
+            found.notes.append(
+                f"{self._parts.total()} tensors are parts of the reference's, and not compared: {parts}"
+            )
+        return found
+
+    def _look_past_a_common_factor(self) -> None:
+        """Put the gradient first that differs in itself, where clipping by the norm has changed all others with it."""
+        found = self._found.differences
+        if not found or found[0].key.kind != Kind.GRADIENT:
+            return
+        step = found[0].key.step
+        gradients = [d for d in found if (d.key.step, d.key.kind) == (step, Kind.GRADIENT)]
+        factors = {d.key: self._factor(d.key) for d in gradients}
+        known = [factor for factor in factors.values() if factor is not None]
+        if len(known) < 2:
+            return
+        common = median(known)
+        own = [d for d in gradients if (f := factors[d.key]) is None or abs(f / common - 1) > _SAME_FACTOR]
+        count = len(gradients) - len(own)
+        if count < 2 or not own:
+            return
+        first = own[0]
+        ours, theirs = self._whole(self._run, first.key), self._sums.get(first.key)
+        what = first.what
+        if ours is not None and theirs is not None:
+            what = describe(first.key, ours, theirs, self._sums, first.size, first.allowed)
+        others = f"; {count} other gradients are {common:.4g} of the reference's, as clipping by the norm makes them"
+        found.remove(first)
+        found.insert(0, replace(first, what=what + others))
+
+    def _factor(self, key: Key) -> float | None:
+        """Return the factor by which a gradient is a multiple of the reference's; None if it is none."""
+        ours, theirs = self._whole(self._run, key), self._sums.get(key)
+        return None if ours is None or theirs is None else fit(ours.projections, theirs.projections)
+
+    def _whole(self, recording: Recording, key: Key) -> Fingerprint | None:
+        entries = recording.entries.get(key)
+        return None if entries is None else joined([entry.of for entry in entries])
+
+    def _in_order(self) -> Iterator[Key]:
+        """Yield the places of tensors in the order of computation; gradients in the order in which a backward made them."""
+        entries = self._reference.entries
+        shares = {
+            (key.step, key.name): of[0].order
+            for key, of in reversed(entries.items())
+            if key.kind == Kind.SHARE
+        }
+        places = {
+            key: (key.step, key.kind, shares.get((key.step, key.name), of[0].order), of[0].order)
+            for key, of in entries.items()
+        }
+        extra = [key for key in self._run.entries if key not in entries and self._should_be(key, entries)]
+        yield from sorted(places, key=places.__getitem__)
+        yield from extra
+
+    def _should_be(self, key: Key, other: dict[Key, list[Entry]]) -> bool:
+        """Return whether a tensor that one side alone has is a difference, and not a part that was not recorded."""
+        if key.kind == Kind.SHARE:
+            return False
+        names, places = self._of_run if other is self._run.entries else self._of_reference
+        if key.kind in (Kind.GRADIENT, Kind.PARAMETER):
+            parameter = Key(key.step, Kind.PARAMETER, -1, key.name)
+            return parameter in other and (key.step, key.kind, -1) in places
+        return (key.kind, key.name) in names and (key.step, key.kind, key.microbatch) in places
+
+    @cached_property
+    def _of_run(self) -> tuple[set[tuple[Kind, str]], set[tuple[int, Kind, int]]]:
+        return _places(self._run)
+
+    @cached_property
+    def _of_reference(self) -> tuple[set[tuple[Kind, str]], set[tuple[int, Kind, int]]]:
+        return _places(self._reference)
+
+    @cached_property
+    def _run_is_cut(self) -> bool:
+        """True if processes of the run have other modules: the whole of each is a stage, and not the model."""
+        names: dict[int, set[str]] = defaultdict(set)
+        for key, of in self._run.entries.items():
+            for entry in of:
+                names[entry.process].add(key.name)
+        return any(of_process != names[min(names)] for of_process in names.values())
+
+    def _compare(self, key: Key) -> Difference | None:
+        if not key.name and self._run_is_cut:
+            return None
+        ours, theirs = self._run.entries.get(key), self._reference.entries.get(key)
+        if ours is None or theirs is None:
+            if theirs is not None and not self._should_be(key, self._run.entries):
+                return None
+            missing = "was not computed; the reference has it" if ours is None else "is not in the reference"
+            return Difference(key, missing, float("inf"), 0.0)
+        if (apart := _disagreeing(ours)) is not None:
+            return Difference(
+                key, f"is not the same on processes {apart[0]} and {apart[1]}", float("inf"), 0.0
+            )
+        q, r = joined([entry.of for entry in ours]), joined([entry.of for entry in theirs])
+        if q is None or r is None or self._divided(q, r):
+            self._parts[key.name] += 1
+            return None
+        if self._scale != 1.0 and key.kind in (Kind.OUTPUT_GRADIENT, Kind.SHARE):
+            q = divided(q, self._scale)
+        if (q.digest, q.shape, q.dtype) == (r.digest, r.shape, r.dtype):
+            self._found.same += 1
+            return None
+        size, allowed = distance(q, r), self._allowed(key, r)
+        if q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite) and size <= allowed:
+            self._found.rounded += 1
+            if key.kind == Kind.GRADIENT:
+                self._rounded_gradients.add(key.name)
+            return None
+        # What a difference looks like is told of the first alone; the others follow from it.
+        first = not self._found.differences
+        what = describe(key, q, r, self._sums, size, allowed) if first else "differs"
+        return Difference(key, what, size, allowed)
+
+    @cached_property
+    def _sums(self) -> dict[Key, Fingerprint]:
+        """Sums over the whole tensors of the reference."""
+        found = ((key, joined([entry.of for entry in of])) for key, of in self._reference.entries.items())
+        return {key: of for key, of in found if of is not None}
+
+    def _divided(self, q: Fingerprint, r: Fingerprint) -> bool:
+        """Return whether the run's tensor is a part of the reference's, at a place that is not known."""
+        if q.shape == r.shape or len(q.shape) != len(r.shape) or q.dtype != r.dtype:
+            return False
+        several = len({e.process for of in self._run.entries.values() for e in of}) > 1
+        return several and all(a <= b for a, b in zip(q.shape, r.shape, strict=True))
+
+    def _allowed(self, key: Key, r: Fingerprint) -> float:
+        """Return the largest relative difference that another order of sums explains."""
+        if not r.norm:
+            return 0.0
+        unit = UNIT.get(r.dtype, 0.0)
+        exact = None if self._exact is None else self._exact.entries.get(key)
+        if exact is not None and (whole := joined([entry.of for entry in exact])) is not None:
+            return SLACK * distance(r, whole) + SLACK * unit
+        allowed = ROUNDING.get(r.dtype, 0.0)
+        if self._rounded_gradients and (key.kind == Kind.PARAMETER or key.step > 0):
+            allowed *= AFTER_ROUNDING
+        if key.kind in (Kind.GRADIENT, Kind.OUTPUT_GRADIENT):
+            # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
+            allowed += SLACK * unit * self._largest(key) / r.norm
+        return min(allowed, 0.1)
+
+    def _largest(self, key: Key) -> float:
+        """Return the largest norm of a gradient of the same step and microbatch near a module."""
+        near = key.name.rsplit(".", 2)[0]
+        return self._norms.get((key.step, key.kind, key.microbatch, near), 0.0)
+
+    @cached_property
+    def _norms(self) -> dict[tuple[int, Kind, int, str], float]:
+        found: dict[tuple[int, Kind, int, str], float] = defaultdict(float)
+        for key, of in self._sums.items():
+            if key.kind in (Kind.GRADIENT, Kind.OUTPUT_GRADIENT):
+                near = key.step, key.kind, key.microbatch, key.name.rsplit(".", 2)[0]
+                found[near] = max(found[near], of.norm)
+        return found
+
+    def _note_what_is_missing(self) -> None:
+        notes = self._found.notes
+        for recording in (self._reference, self._run):
+            notes += [
+                f"{recording.folder / name} was cut off; what it has is compared"
+                for name in recording.cut_off
+            ]
+        steps = set(self._reference.steps) ^ set(self._run.steps)
+        if steps:
+            notes.append(f"recorded on one side only: steps {_few(sorted(steps))}")
+        for ours, theirs in ((self._reference, self._run), (self._run, self._reference)):
+            names = {k.name or "the model" for k in ours.entries} - {
+                k.name or "the model" for k in theirs.entries
+            }
+            if names:
+                notes.append(f"recorded in {ours.folder} only: {_few(sorted(names))}")
+        calls = [_calls(recording) for recording in (self._reference, self._run)]
+        for name in calls[0].keys() & calls[1].keys():
+            if calls[0][name] != calls[1][name]:
+                notes.append(
+                    f"{name} is called {calls[0][name]} times for a microbatch in the reference, and {calls[1][name]} times "
+                    "in the run"
+                )
+
+
+def _places(recording: Recording) -> tuple[set[tuple[Kind, str]], set[tuple[int, Kind, int]]]:
+    keys = recording.entries
+    return {(key.kind, key.name) for key in keys}, {(key.step, key.kind, key.microbatch) for key in keys}
+
+
+def _calls(recording: Recording) -> dict[str, int]:
+    """Return the number of calls of each module for a microbatch."""
+    found: dict[str, int] = {}
+    for key in recording.entries:
+        if key.kind == Kind.OUTPUT:
+            found[key.name] = max(found.get(key.name, 0), key.call + 1)
+    return found
+
+
+def _disagreeing(entries: Sequence[Entry]) -> tuple[int, int] | None:
+    """Return two processes that have other values of the same part; None if there are none."""
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], Entry] = {}
+    for entry in entries:
+        other = first.setdefault((entry.of.start, entry.of.size), entry)
+        if other.of.digest != entry.of.digest and entry.key.kind in (Kind.GRADIENT, Kind.PARAMETER):
+            return other.process, entry.process
+    return None
+
+
+def _few(values: Sequence[object]) -> str:
+    """Name some values, and the number of the others."""
+    shown = ", ".join(map(str, values[:6]))
+    return shown if len(values) <= 6 else f"{shown} and {len(values) - 6} more"

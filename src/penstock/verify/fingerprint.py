@@ -1,0 +1,248 @@
+"""Sums over a tensor that a recording keeps in the place of its values, and that add up over its parts.
+
+A tensor's bits, read as whole numbers, are multiplied by odd numbers that depend on the position alone and added up modulo
+2**64 (a multilinear hash: Carter and Wegman, Universal classes of hash functions, 1979). Two tensors of one shape with
+other bits have one `digest` with a chance of about 2**-32. Its values are multiplied by `VECTORS` pseudo-random vectors,
+whose entries have either sign and a size from 0.5 to 1.5, the product of one such number for each dimension. The difference
+of two projections is the projection of the difference: about as large as its norm, and of two numbers that differ in one
+place never zero. A difference that is spread over many places is missed if all of its projections are small by chance: a
+projection of a difference of norm d is below d/100 with a chance of about 1%, all four of them with one of about 10**-8.
+
+Neither depends on the name of the tensor, so one microbatch's values are known in the place of another's. Both are sums over
+positions in the whole tensor, so those of parts add up to the whole's: a matrix that ranks divide is compared with the
+undivided one from each part's sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from itertools import pairwise
+from math import isfinite, sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VECTORS = 4
+GROUPS = 16
+"""Into so many groups rows and tokens are divided whose projections are kept, to tell which of them differ."""
+_BLOCK = 1 << 20
+"""Elements that are multiplied at once: 8 MiB as 64-bit numbers, which stay in a cache."""
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Sums over a tensor, or over a part of one.
+
+    Attributes:
+        shape: of the whole tensor.
+        start: where the part begins in it, by dimension.
+        size: shape of the part.
+        digest: sum of its bits times odd numbers, modulo 2**64.
+        squares: sum of the squares of its values.
+        nonfinite: number of values that are infinite or not a number; the sums of values are then without meaning.
+        projections: sums of its values times each pseudo-random vector.
+        rows, columns: the first projection by groups of the first and of the second dimension; empty without that.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    digest: int
+    squares: float
+    nonfinite: int
+    projections: tuple[float, ...]
+    rows: tuple[float, ...] = ()
+    columns: tuple[float, ...] = ()
+
+    @property
+    def norm(self) -> float:
+        """2-norm."""
+        return sqrt(self.squares)
+
+    @property
+    def whole(self) -> bool:
+        """True if it is of the whole tensor."""
+        return self.size == self.shape
+
+
+def fingerprint(
+    value: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None
+) -> Fingerprint:
+    """Return the sums over a tensor.
+
+    Args:
+        value: values of the part, on any device; of a sparse gradient, its dense form is taken.
+        shape: shape of the whole tensor (default: the part's own).
+        start: where the part begins in it (default: at 0).
+    """
+    value = value.detach()
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    size = tuple(value.shape)
+    whole, first = tuple(shape or size), tuple(start or (0,) * len(size))
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+        first = (*first, 0)
+    if not value.numel():
+        return Fingerprint(
+            dtype=dtype,
+            shape=whole,
+            start=first[: len(size)],
+            size=size,
+            digest=0,
+            squares=0.0,
+            nonfinite=0,
+            projections=(0.0,) * VECTORS,
+        )
+    value = value.resolve_neg().contiguous()
+    dims = tuple(value.shape) or (1,)
+    first = first or (0,)
+    odd = [_odd(d, s, n, value.device) for d, (s, n) in enumerate(zip(first[:-1], dims[:-1], strict=True))]
+    random = [_random(d, s, n, value.device) for d, (s, n) in enumerate(zip(first, dims, strict=True))]
+    flat = value.reshape(-1, dims[-1])
+    odd_rows = reduce(_outer, odd, torch.ones(1, dtype=torch.int64, device=value.device))
+    random_rows = reduce(
+        _outer, random[:-1], torch.ones(1, VECTORS, dtype=torch.float64, device=value.device)
+    )
+    words, factors = _words(flat, len(dims) - 1, first[-1])
+    # On a GPU a product of float32 may be rounded to fewer bits (TF32).
+    last = random[-1] if flat.dtype == torch.float64 or flat.is_cuda else random[-1].float()
+    digests, squares, projected = [], [], []
+    step = max(1, _BLOCK // dims[-1])
+    for begin in range(0, len(flat), step):
+        block = slice(begin, begin + step)
+        digests.append(((words[block] * factors).sum(1) * odd_rows[block]).sum())
+        numbers = flat[block].to(last.dtype)
+        squares.append(torch.linalg.vector_norm(numbers).double() ** 2)
+        projected.append((numbers @ last).double() * random_rows[block])
+    by_row = torch.cat(projected)
+    total = float(torch.stack(squares).sum())
+    nonfinite = 0 if isfinite(total) else int((~flat.isfinite()).sum())
+    return Fingerprint(
+        dtype=dtype,
+        shape=whole,
+        start=first[: len(size)],
+        size=size,
+        digest=int(torch.stack(digests).sum()) % _MODULUS,
+        squares=0.0 if nonfinite else total,
+        nonfinite=nonfinite,
+        projections=tuple(by_row.sum(0).tolist()),
+        rows=_groups(by_row[:, 0], dims[:-1], 0) if len(size) > 1 else (),
+        columns=_groups(by_row[:, 0], dims[:-1], 1) if len(size) > 2 else (),
+    )
+
+
+def joined(parts: Sequence[Fingerprint]) -> Fingerprint | None:
+    """Return the sums over a whole tensor from those of its parts; None if they do not make it up.
+
+    Args:
+        parts: parts of one tensor; several processes may have the same one.
+    """
+    apart = list({(part.start, part.size): part for part in parts}.values())
+    first = apart[0]
+    if first.whole:
+        return first
+    if len({(part.shape, part.dtype) for part in apart}) > 1:
+        return None
+    if sum(_volume(part.size) for part in apart) != _volume(first.shape):
+        return None
+    return Fingerprint(
+        dtype=first.dtype,
+        shape=first.shape,
+        start=(0,) * len(first.shape),
+        size=first.shape,
+        digest=sum(part.digest for part in apart) % _MODULUS,
+        squares=sum(part.squares for part in apart),
+        nonfinite=sum(part.nonfinite for part in apart),
+        projections=tuple(map(sum, zip(*(part.projections for part in apart), strict=True))),
+    )
+
+
+def divided(of: Fingerprint, factor: float) -> Fingerprint:
+    """Return the sums over a tensor that is divided by a factor; its bits are not known, and its digest is -1."""
+    return replace(
+        of,
+        digest=-1,
+        squares=of.squares / factor**2,
+        projections=tuple(value / factor for value in of.projections),
+        rows=tuple(value / factor for value in of.rows),
+        columns=tuple(value / factor for value in of.columns),
+    )
+
+
+def groups_of(length: int) -> list[range]:
+    """Return the groups of a dimension's indices whose projections are kept."""
+    count = min(length, GROUPS)
+    edges = [length * n // count for n in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def _volume(size: Sequence[int]) -> int:
+    return reduce(lambda a, b: a * b, size, 1)
+
+
+def _groups(by_row: Tensor, dims: tuple[int, ...], dim: int) -> tuple[float, ...]:
+    """Return sums by groups of a dimension, of one number for each row."""
+    others = [n for n in range(len(dims)) if n != dim]
+    along = by_row.reshape(dims)
+    along = along.sum(others) if others else along
+    edges = [group.stop for group in groups_of(dims[dim])]
+    sums = torch.cat([along.new_zeros(1), along.cumsum(0)])[[0, *edges]]
+    return tuple(sums.diff().tolist())
+
+
+def _outer(rows: Tensor, entries: Tensor) -> Tensor:
+    """Return the product of each row's number with each entry of the next dimension, flat."""
+    return (rows[:, None] * entries[None]).flatten(0, 1)
+
+
+def _words(flat: Tensor, dim: int, start: int) -> tuple[Tensor, Tensor]:
+    """Return the bits of values as whole numbers by row, and the factor of each.
+
+    A factor belongs to eight bytes; where a row has parts of them alone, each value has its own, shifted by its place.
+    """
+    size = flat.element_size()
+    per, count = 8 // size, flat.shape[1]
+    if start % per == 0 and count % per == 0:
+        return flat.view(torch.int64), _odd(dim, start // per, count // per, flat.device)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+    places = torch.arange(start, start + count, device=flat.device)
+    first = start // per
+    factors = _odd(dim, first, (start + count - 1) // per + 1 - first, flat.device)[places // per - first]
+    return flat.view(kind).long() & ((1 << (8 * size)) - 1), factors << (8 * size * (places % per))
+
+
+@lru_cache(64)
+def _odd(dim: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return the odd numbers of a dimension's indices, (count,)."""
+    with np.errstate(over="ignore"):
+        mixed = _mixed(dim, start, count, 0) | np.uint64(1)
+    return torch.from_numpy(mixed.view(np.int64)).to(device)
+
+
+@lru_cache(64)
+def _random(dim: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return the entries of the random vectors for a dimension's indices, (count, vectors)."""
+    columns = []
+    for vector in range(VECTORS):
+        mixed = _mixed(dim, start, count, vector + 1)
+        # The upper 53 bits make a number from 0 to 1, the lowest one its sign.
+        size = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53 + 0.5
+        columns.append(np.where(mixed & np.uint64(1), size, -size))
+    return torch.from_numpy(np.stack(columns, 1)).to(device)
+
+
+def _mixed(dim: int, start: int, count: int, vector: int) -> np.ndarray:
+    """Return 64 random bits for each index: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of its number."""
+    with np.errstate(over="ignore"):
+        seed = np.uint64(dim * 16 + vector + 1) * np.uint64(0xD1342543DE82EF95)
+        z = (np.arange(start, start + count, dtype=np.uint64) + seed) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,337 @@
+"""Recording of what a training loop computes, tensor by tensor, without keeping the tensors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from penstock.base.counts import require_count
+from penstock.base.errors import ConfigError
+from penstock.parallel.dtensor import is_dtensor
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import is_joint, whole_name
+from penstock.stage.named import current_microbatch
+from penstock.verify.fingerprint import Fingerprint, fingerprint
+from penstock.verify.recording import Key, Kind, Writer
+
+
+@contextmanager
+def record(
+    folder: str | os.PathLike[str],
+    model: nn.Module | Mapping[str, nn.Module],
+    *,
+    steps: int = 2,
+    first_microbatch: int = 0,
+) -> Iterator[None]:
+    """Record what is computed in the block: outputs, gradients and updates, for `penstock.compare`.
+
+    For each module, microbatch and step it keeps of the output and of the gradient of the output, and for each parameter of
+    the gradient as the optimizer sees it and of the value after the update: a digest of the bits, the norm, the number of
+    values that are not finite, shape, dtype, and projections on a few pseudo-random vectors. Of parts of a tensor these add
+    up, so that a parameter that processes divide (DTensor) is compared with the undivided one. No number of the run changes.
+    Files are lines of JSON, at most 1 GiB for a process.
+
+    A step ends with the update by an optimizer of ``torch.optim``, whichever has parameters of the model. A forward of the
+    model with gradients enabled is a microbatch; so a loop that accumulates gradients has as many as a pipeline. In several
+    processes every one records into the same folder.
+
+    Args:
+        folder: where to write; made if it is not there. It may not have a recording of this process.
+        model: a module, such as one within DistributedDataParallel or one that ``fully_shard`` divided; a `Pipeline` at any
+            layout; or a mapping from prefixes of names in the whole model to modules, such as the stages of
+            ``torch.distributed.pipelining`` on this process.
+        steps: number of steps to record (default 2); later ones run as without recording.
+        first_microbatch: number of this process's first microbatch in the whole batch, where processes have their own
+            (default 0). A `Pipeline` knows it.
+
+    Raises:
+        ConfigError: if the folder has a recording of this process, the model is compiled, or an argument is wrong.
+    """
+    require_count("steps", steps)
+    if not isinstance(first_microbatch, int) or first_microbatch < 0:
+        raise ConfigError(f"first_microbatch must be a whole number of at least 0, got {first_microbatch!r}")
+    if isinstance(model, Pipeline):
+        source: _Source = _PipelineSource(model)
+    elif isinstance(model, nn.Module):
+        source = _PlainSource({"": model}, first_microbatch)
+    elif isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
+        source = _PlainSource(dict(model), first_microbatch)
+    else:
+        raise ConfigError(
+            f"record takes a module, a Pipeline or a mapping from name prefixes to modules, got a {type(model).__name__}"
+        )
+    writer = Writer(Path(folder), dist.get_rank() if dist.is_initialized() else 0)
+    complete = False
+    try:
+        with _Recorder(source, writer, steps).hooks():
+            yield
+        complete = True
+    finally:
+        writer.close(complete)
+
+
+class _Source:
+    """Modules and parameters that run, by their names in the whole model, and the place of a call in the run.
+
+    Attributes:
+        modules: id of each module → its name.
+        parameters: (name, parameter) pairs, each parameter once.
+        shares: whether the gradients of each microbatch are recorded, too.
+        base: number of the microbatches of a step that came before those of the present call.
+    """
+
+    modules: dict[int, str]
+    parameters: list[tuple[str, nn.Parameter]]
+    shares = False
+
+    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
+        """Watch the run as long as a stack is open."""
+
+    def next_step(self) -> None:
+        """Number microbatches from the first again."""
+
+    def place(self) -> tuple[int | None, str]:
+        """Return the present microbatch, None outside of one, and a name for the present run of its modules."""
+        raise NotImplementedError
+
+
+class _PlainSource(_Source):
+    """Modules that a loop calls."""
+
+    shares = True
+
+    def __init__(self, roots: dict[str, nn.Module], first: int) -> None:
+        roots = {p: m.module if isinstance(m, DistributedDataParallel) else m for p, m in roots.items()}
+        compiled = [p for p, m in roots.items() if hasattr(m, "_orig_mod")]
+        if compiled:
+            raise ConfigError(
+                "the model is compiled, so its modules are not called; record it without torch.compile"
+            )
+        self._first = first
+        self._roots = {id(m) for m in roots.values()}
+        self._counts: Counter[int] = Counter()
+        self._inside: list[int] = []
+        self._microbatch: int | None = None
+        self.backward_of: int | None = None
+        self.modules = {}
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, root in roots.items():
+            for name, module in root.named_modules():
+                self.modules.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+            for name, parameter in root.named_parameters():
+                found.setdefault(id(parameter), (".".join(filter(None, (prefix, name))), parameter))
+        self.parameters = list(found.values())
+
+    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in self._roots and not self._inside:
+                self._inside.append(id(module))
+                recorder.begin_forward()
+                if torch.is_grad_enabled():
+                    self._microbatch = self._first + self._counts[id(module)]
+                    self._counts[id(module)] += 1
+                else:
+                    self._microbatch = None
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._inside == [id(module)]:
+                self._inside.clear()
+
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+    def next_step(self) -> None:
+        self._counts.clear()
+
+    def place(self) -> tuple[int | None, str]:
+        # Outside of the model's own forward, a module runs because a backward needs its output again.
+        return (self._microbatch, "forward") if self._inside else (self.backward_of, "again")
+
+
+class _PipelineSource(_Source):
+    """The stages of a pipeline on this process."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._thread = threading.local()
+        self._steps, self._base = pipe.steps, 0
+        self._lock = threading.Lock()
+        self.modules = {}
+        for stage in pipe.stage_modules():
+            for name, layer in stage.named_layers():
+                for inner, module in layer.named_modules():
+                    if inner or not is_joint(name):  # a joint layer is not a module of the model
+                        self.modules[id(module)] = whole_name(name, inner, parameter=not is_joint(name))
+        self.parameters = list(pipe.named_parameters())
+
+    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
+        numbers = count()
+
+        def wrap(rank: int, run: Callable[[], None]) -> Callable[[], None]:
+            def recorded() -> None:
+                self._note_step(recorder)
+                self._thread.run = str(next(numbers))
+                try:
+                    run()
+                finally:
+                    self._thread.run = None
+
+            return recorded
+
+        stack.callback(self._pipe.wrap_ops(wrap))
+
+    def _note_step(self, recorder: _Recorder) -> None:
+        with self._lock:
+            if self._pipe.steps != self._steps:
+                self._steps = self._pipe.steps
+                self._base += self._pipe.microbatches * self._pipe.replicas
+            recorder.begin_forward()
+
+    def next_step(self) -> None:
+        self._base = 0
+
+    def place(self) -> tuple[int | None, str]:
+        run, number = getattr(self._thread, "run", None), current_microbatch()
+        if run is None or number is None:
+            return None, ""
+        return self._base + number, run
+
+
+class _Recorder:
+    """Hooks that write what a source computes."""
+
+    def __init__(self, source: _Source, writer: Writer, steps: int) -> None:
+        self._source, self._writer, self._steps = source, writer, steps
+        self._step, self._updated = 0, False
+        self._written: set[Key] = set()
+        self._calls: Counter[tuple[int | None, str, str]] = Counter()
+        self._names = {id(p): name for name, p in source.parameters}
+        self._last: tuple[weakref.ref[Tensor], int, Fingerprint] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def active(self) -> bool:
+        return self._step < self._steps
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Return a context in which all is recorded."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_hook(self._output).remove)
+            # After the hook of outputs: a model's own output is still one of its forward.
+            self._source.install(self, stack)
+            stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+            for name, parameter in self._source.parameters if self._source.shares else ():
+                if parameter.requires_grad and not is_dtensor(parameter):
+                    stack.callback(parameter.register_hook(partial(self._share, name)).remove)
+            yield
+
+    def begin_forward(self) -> None:
+        """Begin the next step if the optimizer has updated parameters since the last forward."""
+        if self._updated:
+            self._updated = False
+            self._step += 1
+            self._written.clear()
+            self._calls.clear()
+            self._source.next_step()
+
+    def _output(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._source.modules.get(id(module))
+        if name is None or not self.active:
+            return
+        microbatch, run = self._source.place()
+        if microbatch is None:
+            return
+        with self._lock:
+            call = self._calls[microbatch, run, name]
+            self._calls[microbatch, run, name] += 1
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        for slot, leaf in enumerate(leaves):
+            key = Key(self._step, Kind.OUTPUT, microbatch, name, call, slot)
+            if run != "again":
+                self._write(key, leaf)
+            if leaf.requires_grad:
+                of_grad = Key(self._step, Kind.OUTPUT_GRADIENT, microbatch, name, call, slot)
+                leaf.register_hook(partial(self._output_gradient, of_grad))
+
+    def _output_gradient(self, key: Key, gradient: Tensor) -> None:
+        if isinstance(self._source, _PlainSource):
+            self._source.backward_of = key.microbatch
+        if key.step == self._step:
+            self._write(key, gradient)
+
+    def _share(self, name: str, gradient: Tensor) -> None:
+        assert isinstance(self._source, _PlainSource), "others have no shares"
+        if self.active and self._source.backward_of is not None:
+            self._write(Key(self._step, Kind.SHARE, self._source.backward_of, name), gradient)
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A pipeline's optimizer averages and clips first, and then calls those of its ranks.
+        if self.active and not isinstance(optimizer, PipelineOptimizer):
+            for name, parameter in self._parameters_of(optimizer):
+                if parameter.grad is not None:
+                    self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad)
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        for name, parameter in self._parameters_of(optimizer):
+            self._write(Key(self._step, Kind.PARAMETER, -1, name), parameter)
+            self._updated = True
+
+    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return [(self._names[id(p)], p) for p in parameters if id(p) in self._names]
+
+    def _write(self, key: Key, value: Tensor) -> None:
+        with self._lock:
+            if key in self._written:
+                return
+            self._written.add(key)
+        with torch.no_grad():
+            found = self._sums(value)
+        if found is not None:
+            self._writer.write(key, found)
+
+    def _sums(self, value: Tensor) -> Fingerprint | None:
+        if is_dtensor(value):
+            return _of_part(value)
+        # A module often returns what its last inner module has returned.
+        last = self._last
+        if last is not None and last[0]() is value and last[1] == value._version:
+            return last[2]
+        found = fingerprint(value)
+        self._last = (weakref.ref(value), value._version, found)
+        return found
+
+
+def _of_part(value: Any) -> Fingerprint | None:
+    """Return the sums over this process's part of a DTensor; None if parts are terms of a sum."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in value.placements):
+        return None
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return fingerprint(value.to_local(), value.shape, start)

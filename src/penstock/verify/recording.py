@@ -1,0 +1,273 @@
+"""The files of a recording: one for each process, a line of JSON for each tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import ConfigError, DataError
+from penstock.base.version import __version__
+from penstock.verify.fingerprint import GROUPS, VECTORS, Fingerprint
+
+FORMAT = 1
+LIMIT = 1 << 30
+"""Bytes of a process's file at which its recording ends."""
+_LONGEST_LINE = 1 << 16
+_MOST_DIMS = 64
+
+
+class Kind(IntEnum):
+    """Kind of a recorded tensor, in the order in which a step makes them."""
+
+    OUTPUT = 0
+    """What a module returned."""
+    OUTPUT_GRADIENT = 1
+    """The gradient of what a module returned."""
+    SHARE = 2
+    """The gradient that one microbatch's backward gives a parameter."""
+    GRADIENT = 3
+    """The gradient of a parameter as the optimizer sees it."""
+    PARAMETER = 4
+    """A parameter after the update."""
+
+    @property
+    def words(self) -> str:
+        """Words for a message."""
+        return {
+            Kind.OUTPUT: "output",
+            Kind.OUTPUT_GRADIENT: "gradient of its output",
+            Kind.SHARE: "gradient from this microbatch",
+            Kind.GRADIENT: "gradient as the optimizer sees it",
+            Kind.PARAMETER: "value after the update",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Place of a tensor in a run.
+
+    Attributes:
+        step: number of the optimizer step, from 0.
+        microbatch: number within the step's batch, from 0; -1 where all of them have their part in it.
+        name: name of the module or parameter in the whole model.
+        call: number of the module's call within the microbatch, from 0.
+        slot: number among the tensors that the call returned, from 0.
+    """
+
+    step: int
+    kind: Kind
+    microbatch: int
+    name: str
+    call: int = 0
+    slot: int = 0
+
+    def __str__(self) -> str:
+        microbatch = f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
+        call = f", call {self.call + 1}" if self.call else ""
+        slot = f", tensor {self.slot + 1}" if self.slot else ""
+        return f"step {self.step}{microbatch}: {self.name or 'the model'}{call}{slot}, {self.kind.words}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recorded tensor.
+
+    Attributes:
+        order: number of the entry in its process, in the order in which the process made them.
+        process: rank of the process.
+    """
+
+    key: Key
+    order: int
+    process: int
+    of: Fingerprint
+
+
+class Writer:
+    """Writer of one process's file.
+
+    Args:
+        folder: folder of the recording; made if it is not there.
+        process: rank of this process among all of the run.
+
+    Raises:
+        ConfigError: if the folder has this process's part of a recording already.
+    """
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self.path = folder / f"process-{process:05d}.jsonl"
+        self._lock = threading.Lock()
+        self._order = self._bytes = 0
+        self._full = False
+        if self.path.exists():
+            raise ConfigError(
+                f"{folder} has a recording of process {process} already; give another folder, or delete it"
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write a recording into {folder}: {error.strerror}") from error
+        self._line({"recording": FORMAT, "penstock": __version__, "process": process})
+
+    def write(self, key: Key, of: Fingerprint) -> None:
+        """Append a tensor; any thread may call it."""
+        table = {
+            "at": [key.step, int(key.kind), key.microbatch, key.name, key.call, key.slot],
+            "dtype": of.dtype,
+            "shape": of.shape,
+            **({} if of.whole else {"start": of.start, "size": of.size}),
+            "digest": of.digest,
+            "squares": of.squares,
+            **({"nonfinite": of.nonfinite} if of.nonfinite else {}),
+            "projections": None if of.nonfinite else of.projections,
+            **({} if of.nonfinite else {"rows": of.rows, "columns": of.columns}),
+        }
+        with self._lock:
+            self._line({"order": self._order, **table})
+            self._order += 1
+
+    def _line(self, table: Mapping[str, Any]) -> None:
+        if self._file.closed or self._full:
+            return
+        text = json.dumps(table, separators=(",", ":")) + "\n"
+        self._bytes += len(text)
+        if self._bytes > LIMIT:
+            self._full = True
+            warnings.warn(
+                f"the recording {self.path} has {LIMIT:,} bytes and ends here; record fewer steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._file.write(text)
+
+    def close(self, complete: bool) -> None:
+        """End the file; may be called twice.
+
+        Args:
+            complete: whether all that was to be recorded is; otherwise the reader says that it was cut off.
+        """
+        with self._lock:
+            if self._file.closed:
+                return
+            if complete and not self._full:
+                self._line({"end": self._order})
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording that was read.
+
+    Attributes:
+        entries: all tensors and parts of tensors, by place, in the order of a process.
+        cut_off: names of files that have no end: their process ended while it recorded, or records still.
+    """
+
+    folder: Path
+    entries: dict[Key, list[Entry]]
+    cut_off: list[str]
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of its steps."""
+        return sorted({key.step for key in self.entries})
+
+
+def read(folder: str | os.PathLike[str]) -> Recording:
+    """Read a recording.
+
+    Raises:
+        DataError: if the folder has none, or a file is damaged; nothing in a file can run code.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("process-*.jsonl"))
+    if not files:
+        raise DataError(
+            f"{folder} has no recording; make one with penstock.record({str(folder)!r}, model) around a training loop"
+        )
+    entries: dict[Key, list[Entry]] = {}
+    cut_off = []
+    for path in files:
+        process, complete = -1, False
+        try:
+            for number, table in _lines(path):
+                if number == 1:
+                    if table.get("recording") != FORMAT:
+                        raise ValueError("its first line does not say that it is a recording of this version")
+                    process = int(table["process"])
+                elif "end" in table:
+                    complete = True
+                else:
+                    entry = _entry(table, process)
+                    entries.setdefault(entry.key, []).append(entry)
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise DataError(f"{path} is damaged: {error}") from error
+        if not complete:
+            cut_off.append(path.name)
+    return Recording(folder, entries, cut_off)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and content of each line; a last line that was not finished is left out."""
+    with path.open(encoding="utf-8") as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
+            if not line.endswith("\n"):
+                if len(line) < _LONGEST_LINE:
+                    return
+                raise ValueError(f"line {number} is too long")
+            table = json.loads(line)
+            if not isinstance(table, dict):
+                raise ValueError(f"line {number} is not an object")
+            yield number, table
+
+
+def _entry(table: Mapping[str, Any], process: int) -> Entry:
+    step, kind, microbatch, name, call, slot = table["at"]
+    if not isinstance(name, str) or not isinstance(table["dtype"], str):
+        raise ValueError("a name is not text")
+    shape = _whole_numbers(table["shape"])
+    nonfinite = int(table.get("nonfinite", 0))
+    projections = (math.nan,) * VECTORS if nonfinite else _numbers(table["projections"], VECTORS, VECTORS)
+    return Entry(
+        Key(int(step), Kind(kind), int(microbatch), name, int(call), int(slot)),
+        int(table["order"]),
+        process,
+        Fingerprint(
+            dtype=table["dtype"],
+            shape=shape,
+            start=_whole_numbers(table.get("start", (0,) * len(shape))),
+            size=_whole_numbers(table.get("size", shape)),
+            digest=int(table["digest"]),
+            squares=float(table["squares"]),
+            nonfinite=nonfinite,
+            projections=projections,
+            rows=_numbers(table.get("rows", ()), 0, GROUPS),
+            columns=_numbers(table.get("columns", ()), 0, GROUPS),
+        ),
+    )
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    if len(values) > _MOST_DIMS or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.60} are not sizes")
+    return tuple(values)
+
+
+def _numbers(values: Any, least: int, most: int) -> tuple[float, ...]:
+    if not least <= len(values) <= most:
+        raise ValueError(f"{len(values)} numbers in the place of {least} to {most}")
+    return tuple(map(float, values))

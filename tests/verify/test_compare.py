@@ -1,0 +1,235 @@
+"""The first tensor that differs is named, with what it looks like; damaged and other recordings are refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import penstock
+from penstock.base.errors import ConfigError, DataError
+from penstock.cli import group
+from penstock.verify import recording
+from tests.verify.loops import MICROBATCHES, accumulate, batch, loss_of, make, piped, plain
+
+Run = Callable[[nn.Module, torch.Tensor, int], None]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("recordings") / "plain"
+    plain(folder)
+    return folder
+
+
+def with_parts(change: Callable[[list[torch.Tensor], nn.Module, int], None]) -> Run:
+    """A step whose microbatches are changed before they run."""
+
+    def run(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        parts = list(ids.chunk(MICROBATCHES))
+        change(parts, model, step)
+        for part in parts:
+            (loss_of(model(part), part) / MICROBATCHES).backward()
+
+    return run
+
+
+def exchanged(parts: list[torch.Tensor], model: nn.Module, step: int) -> None:
+    parts[1], parts[2] = parts[2], parts[1]
+
+
+def wrong_count(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    for part in ids.chunk(MICROBATCHES):
+        (loss_of(model(part), part) / (MICROBATCHES * (1 + step))).backward()
+
+
+def left_out(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    weight = model.blocks[2].up.weight
+    for n, part in enumerate(ids.chunk(MICROBATCHES)):
+        before = None if weight.grad is None else weight.grad.clone()
+        (loss_of(model(part), part) / MICROBATCHES).backward()
+        if n == 3:
+            weight.grad = before
+
+
+def added_twice(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    weight = model.blocks[1].down.weight
+    for n, part in enumerate(ids.chunk(MICROBATCHES)):
+        before = 0 if weight.grad is None else weight.grad.clone()
+        (loss_of(model(part), part) / MICROBATCHES).backward()
+        if n == 1:
+            weight.grad = weight.grad + (weight.grad - before)
+
+
+def shifted_tokens(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    for n, part in enumerate(ids.chunk(MICROBATCHES)):
+        given = torch.cat([part[:, :8], part[:, 8:].roll(1, 1)], 1) if n == 2 else part
+        (loss_of(model(given), part) / MICROBATCHES).backward()
+
+
+def cut_backward(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    hook = model.blocks[1].norm.register_forward_pre_hook(
+        lambda module, args: tuple(a.detach() for a in args)
+    )
+    accumulate(model, ids, step)
+    hook.remove()
+
+
+def spoiled(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    accumulate(model, ids, step)
+    model.blocks[3].norm.bias.grad[2] = float("nan")
+
+
+def frozen(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    accumulate(model, ids, step)
+    model.blocks[0].up.bias.grad = None
+
+
+@pytest.mark.parametrize(
+    ("run", "first"),
+    [
+        (
+            with_parts(exchanged),
+            r"step 0, microbatch 1: table, output, has the values that the reference has in step 0, microbatch 2: table, ",
+        ),
+        (wrong_count, r"step 1, microbatch 0: head, gradient of its output, is 0.5 of .* \(a factor of 1/2\); \d+ tensors"),
+        (left_out, r"step 0: blocks.2.up.weight, gradient as .*, lacks what microbatch 3 gives; 25 other gradients are "),
+        (added_twice, r"step 0: blocks.1.down.weight, gradient as .*, has what microbatch 1 gives twice; 25 other "),
+        (shifted_tokens, r"step 0, microbatch 2: table, output, only indices 8 to 11 of its second dimension of 12 differ"),
+        (
+            cut_backward,
+            r"step 0, microbatch 0: blocks.0, gradient of its output, has the values that .* blocks.1, gradient of its",
+        ),
+        (spoiled, r"step 0: .*, gradient as the optimizer sees it, has \d+ values that are not finite, and the refer"),
+        (frozen, r"step 0: blocks.0.up.bias, gradient as the optimizer sees it, was not computed; the reference has it"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_place(run: Run, first: str, reference: Path, tmp_path: Path):
+    plain(tmp_path / "run", run)
+    found = penstock.compare(reference, tmp_path / "run")
+    assert re.match(first, str(found)), str(found)
+
+
+def test_a_dtype_and_a_learning_rate(reference: Path, tmp_path: Path):
+    piped(tmp_path / "cast", make(), autocast=torch.bfloat16)
+    found = penstock.compare(reference, tmp_path / "cast")
+    assert "blocks.0.up, output, is bfloat16, and the reference's float32" in str(found)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    with penstock.record(tmp_path / "rate", model, steps=1):
+        accumulate(model, batch(0), 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    found = penstock.compare(reference, tmp_path / "rate")
+    assert found.first is not None
+    assert found.first.key.kind == recording.Kind.PARAMETER
+    assert "recorded on one side only: steps 1" in found.notes
+
+
+def test_another_order_of_sums_agrees_and_more_does_not(reference: Path, tmp_path: Path):
+    plain(tmp_path / "exact", dtype=torch.float64)
+
+    def reversed_order(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        # As the reference, but a step's microbatches are added up in another order.
+        gradients = []
+        for part in ids.chunk(MICROBATCHES):
+            (loss_of(model(part), part) / MICROBATCHES).backward()
+            gradients.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        for p, terms in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+            p.grad = sum(reversed(terms))
+
+    plain(tmp_path / "run", reversed_order)
+    for exact in (None, tmp_path / "exact"):
+        found = penstock.compare(reference, tmp_path / "run", exact=exact)
+        assert found.good, str(found)
+        assert found.rounded > 20
+
+    def slightly_wrong(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        reversed_order(model, ids, step)
+        model.blocks[1].up.weight.grad *= 1 + 2e-5
+
+    plain(tmp_path / "wrong", slightly_wrong)
+    found = penstock.compare(reference, tmp_path / "wrong", exact=tmp_path / "exact")
+    assert found.first is not None
+    assert found.first.key.name == "blocks.1.up.weight"
+
+
+def test_losses_of_another_scale_are_compared_by_it(reference: Path, tmp_path: Path):
+    def scaled(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        for part in ids.chunk(MICROBATCHES):
+            loss_of(model(part), part).backward()
+        for p in model.parameters():
+            p.grad /= MICROBATCHES
+
+    plain(tmp_path / "run", scaled)
+    assert not penstock.compare(reference, tmp_path / "run").good
+    assert penstock.compare(reference, tmp_path / "run", scale=MICROBATCHES).good
+    with pytest.raises(ConfigError, match="scale must be a number above 0"):
+        penstock.compare(reference, tmp_path / "run", scale=0.0)
+
+
+def test_bad_recordings_are_named(reference: Path, tmp_path: Path):
+    with pytest.raises(DataError, match=r"nothing has no recording; make one with penstock\.record"):
+        penstock.compare(reference, tmp_path / "nothing")
+    with penstock.record(tmp_path / "other", nn.Sequential(nn.Linear(2, 2)), steps=1):
+        pass
+    with pytest.raises(DataError, match="have no tensor in common: the first names are"):
+        penstock.compare(reference, tmp_path / "other")
+    text = (reference / "process-00000.jsonl").read_text()
+    for name, content, message in (
+        ("version", text.replace('{"recording":1', '{"recording":9', 1), "first line does not say"),
+        ("json", text[:4000] + "}{" + text[4000:], "is damaged: "),
+        ("sizes", text.replace('"shape":[2,12,16]', '"shape":[-2,12,16]', 1), "are not sizes"),
+        ("kind", text.replace('"at":[0,0,', '"at":[0,99,', 1), "99 is not a valid Kind"),
+        ("long", text + "[" * 100_000, "is too long"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "process-00000.jsonl").write_text(content)
+        with pytest.raises(DataError, match=message):
+            penstock.compare(reference, tmp_path / name)
+
+
+def test_a_recording_that_was_cut_off_is_compared_as_far_as_it_goes(reference: Path, tmp_path: Path):
+    text = (reference / "process-00000.jsonl").read_text()
+    (tmp_path / "process-00000.jsonl").write_text(text[: len(text) // 3])
+    found = penstock.compare(reference, tmp_path)
+    assert any("was cut off; what it has is compared" in note for note in found.notes)
+    assert found.same > 50
+    with pytest.raises(RuntimeError, match="stop"), penstock.record(tmp_path / "failed", make()):
+        raise RuntimeError("stop")
+    assert recording.read(tmp_path / "failed").cut_off == ["process-00000.jsonl"]
+
+
+def test_the_recording_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recording, "LIMIT", 20_000)
+    with pytest.warns(RuntimeWarning, match="has 20,000 bytes and ends here; record fewer steps"):
+        plain(tmp_path / "run")
+    assert (tmp_path / "run" / "process-00000.jsonl").stat().st_size <= 20_000
+    assert recording.read(tmp_path / "run").cut_off
+
+
+def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path: Path):
+    plain(tmp_path / "run", wrong_count)
+    words = ["compare", str(reference), str(tmp_path / "run")]
+    done = CliRunner().invoke(group, words)
+    assert done.exit_code == 1
+    assert re.match(
+        r"step 1, microbatch 0: head, gradient of its output, is 0.5 of the reference's", done.output
+    )
+    assert len(done.output.splitlines()) == 1
+    everything = CliRunner().invoke(group, [*words, "--all"]).output.splitlines()
+    table = json.loads(CliRunner().invoke(group, [*words, "--json"]).output)
+    assert len(everything) == len(table["differences"]) > 100
+    assert table["differences"][0]["name"] == "head"
+    assert (table["good"], table["rounded"]) == (False, 0)
+    same = CliRunner().invoke(group, ["compare", str(reference), str(reference)])
+    assert (same.exit_code, same.output) == (0, "680 tensors agree: all with the same bits\n")

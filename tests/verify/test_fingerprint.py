@@ -1,0 +1,89 @@
+"""Sums over tensors: equal bits have one digest, parts add up to the whole, and differences are not missed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.verify.fingerprint import GROUPS, divided, fingerprint, groups_of, joined
+from penstock.verify.likeness import distance
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 30).to(dtype)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_parts_of_any_place_add_up_to_the_whole(shape, dtype, data):
+    value = tensor(shape, dtype)
+    parts = [(value, (0,) * len(shape))]
+    for _ in range(data.draw(st.integers(0, 3))):
+        part, start = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, part.shape[dim]))
+        second = tuple(s + at * (n == dim) for n, s in enumerate(start))
+        parts += [(part.narrow(dim, 0, at), start), (part.narrow(dim, at, part.shape[dim] - at), second)]
+    whole = fingerprint(value)
+    sums = joined([fingerprint(part, shape, start) for part, start in parts if part.numel()])
+    assert sums is not None
+    assert (sums.digest, sums.shape, sums.dtype) == (whole.digest, whole.shape, whole.dtype)
+    assert sums.projections == pytest.approx(whole.projections, rel=1e-4, abs=1e-3)
+    assert sums.norm == pytest.approx(whole.norm, rel=1e-5)
+
+
+def test_parts_that_are_missing_make_no_whole():
+    value = tensor((4, 6), torch.float32)
+    assert joined([fingerprint(value[:2], value.shape, (0, 0))]) is None
+    first = fingerprint(value[:2], value.shape, (0, 0))
+    assert joined([first, first, fingerprint(value[2:], value.shape, (2, 0))]) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_one_changed_bit_or_two_exchanged_numbers_change_the_digest(dtype: torch.dtype):
+    value = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = fingerprint(value)
+    assert fingerprint(value.clone()).digest == before.digest
+    exchanged = value.clone()
+    exchanged[[2, 3]] = exchanged[[3, 2]]
+    assert fingerprint(exchanged).digest != before.digest
+    for row, column in ((0, 0), (3, 4), (6, 2)):
+        changed = value.clone()
+        changed[row, column] *= 1 + 2 * torch.finfo(dtype).eps
+        assert fingerprint(changed).digest != before.digest
+
+
+def test_projections_tell_the_norm_of_a_difference():
+    value = tensor((64, 48), torch.float32)
+    for seed in range(20):
+        other = value + 0.01 * tensor((64, 48), torch.float32, seed + 1)
+        expected = ((other - value).norm() / value.norm()).item()
+        assert distance(fingerprint(other), fingerprint(value)) == pytest.approx(expected, rel=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_other_forms_of_tensors():
+    assert fingerprint(torch.tensor(3.0)).norm == 3.0
+    assert fingerprint(torch.zeros(0, 4)).whole
+    spoiled = fingerprint(torch.tensor([1.0, float("nan"), float("inf")]))
+    assert (spoiled.nonfinite, spoiled.norm) == (2, 0.0)
+    value = tensor((6, 4), torch.float32)
+    assert fingerprint(value.t().contiguous().t()) == fingerprint(value)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 4), (6, 4))
+    assert fingerprint(sparse) == fingerprint(sparse.to_dense())
+    halves = divided(fingerprint(value), 2.0)
+    assert distance(halves, fingerprint(value / 2)) < 1e-7
+
+
+def test_groups_cover_a_dimension():
+    for length in (1, 5, GROUPS, 100):
+        groups = groups_of(length)
+        assert [n for group in groups for n in group] == list(range(length))
+        assert len(groups) == min(length, GROUPS)

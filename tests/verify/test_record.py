@@ -1,0 +1,171 @@
+"""A recorded run has plain PyTorch's tensors at any layout, and the numbers of a run that is not recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.base.errors import ConfigError
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.families import FAMILIES
+from penstock.verify.recording import Kind, read
+from tests.support.lanes import slow
+from tests.verify.loops import accumulate, batch, in_process, loss_of, make, piped, plain
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("recordings") / "plain"
+    plain(folder)
+    return folder
+
+
+def test_a_recording_has_every_tensor_of_every_kind(reference: Path):
+    recording = read(reference)
+    counts = {kind: sum(key.kind == kind for key in recording.entries) for kind in Kind}
+    # 23 modules are called (a list of blocks is not), 4 microbatches, 2 steps; 26 parameters.
+    assert counts == {
+        Kind.OUTPUT: 184,
+        Kind.OUTPUT_GRADIENT: 184,
+        Kind.SHARE: 208,
+        Kind.GRADIENT: 52,
+        Kind.PARAMETER: 52,
+    }
+    assert recording.steps == [0, 1]
+    assert not recording.cut_off
+
+
+@pytest.mark.parametrize("recompute", ["none", *slow("full")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_tensors_of_plain_pytorch(
+    family: str, recompute: str, reference: Path, tmp_path: Path
+):
+    piped(tmp_path / "run", make(), schedule=family, recompute=recompute)
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+    # All but the output of the whole model, which no stage is.
+    assert found.same + found.rounded == 2 * (184 - 8) + 104
+    assert not FAMILIES[family].in_order or found.rounded == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_recording_changes_no_number(schedule: str, tmp_path: Path):
+    recorded, other = (piped(folder, make(), schedule=schedule) for folder in (tmp_path / "run", None))
+    for ours, theirs in zip(recorded.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(plain(tmp_path / "plain").parameters(), plain(None).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        *slow((2, {"schedule": "zb-h1"}), (4, {"mesh": penstock.MeshShape(2, 2), "microbatches": 2})),
+        *slow((4, {"mesh": penstock.MeshShape(2, 2), "microbatches": 2, "zero": True})),
+    ],
+    ids=["2 ranks", "2 replicas", "ZeRO"],
+)
+def test_processes_record_their_parts(
+    processes: LocalProcesses, count: int, options: dict[str, Any], reference: Path, tmp_path: Path
+):
+    processes.run(count, in_process, str(tmp_path / "run"), options)
+    assert len(list((tmp_path / "run").iterdir())) == count
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+    updates = [key for key in read(tmp_path / "run").entries if key.kind == Kind.PARAMETER]
+    assert len(updates) == 52
+    assert found.same + found.rounded >= 2 * (184 - 8) + 52
+
+
+def test_a_tied_weight_is_recorded_once(tmp_path: Path):
+    plain(tmp_path / "plain", tied=True)
+    piped(tmp_path / "run", make(tied=True))
+    found = penstock.compare(tmp_path / "plain", tmp_path / "run")
+    assert found.good, str(found)
+    names = {key.name for key in read(tmp_path / "run").entries if key.kind == Kind.PARAMETER}
+    assert "table.weight" in names
+    assert "head.weight" not in names
+
+
+def test_a_layer_called_twice_is_recorded_twice(tmp_path: Path):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inner, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.inner(self.inner(self.table(ids)).tanh()))
+
+    torch.manual_seed(0)
+    model = Twice()
+    with penstock.record(tmp_path / "run", model, steps=1):
+        accumulate(model, batch(0), 0)
+    keys = read(tmp_path / "run").entries
+    for kind in (Kind.OUTPUT, Kind.OUTPUT_GRADIENT):
+        calls = {key.call for key in keys if key.name == "inner" and key.kind == kind}
+        assert calls == {0, 1}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_model_has_the_same_recording(reentrant: bool, reference: Path, tmp_path: Path):
+    model = make()
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = lambda value, inner=inner: torch.utils.checkpoint.checkpoint(
+            inner, value, use_reentrant=reentrant
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with penstock.record(tmp_path / "run", model, steps=1):
+        accumulate(model, batch(0), 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+    assert found.same == 92 + 92 + 104 + 26 + 26
+
+
+def test_evaluations_and_other_modules_are_not_recorded(tmp_path: Path):
+    model, other = make(), make()
+    with penstock.record(tmp_path / "run", model, steps=1):
+        with torch.no_grad():
+            model(batch(0))
+        other(batch(0))
+        with penstock.Pipeline(other, loss_of, ranks=2, microbatches=2) as pipe:
+            pipe.step(batch(0), batch(0))
+    assert not read_entries(tmp_path / "run")
+    with penstock.Pipeline(model, loss_of, ranks=2, microbatches=2) as pipe:
+        with penstock.record(tmp_path / "pipe", pipe, steps=1):
+            pipe.evaluate(batch(0), batch(0))
+        assert not read_entries(tmp_path / "pipe")
+        pipe.step(batch(0), batch(0))
+    assert not read_entries(tmp_path / "pipe")
+
+
+def read_entries(folder: Path) -> object:
+    return read(folder).entries
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path: Path):
+    model = make()
+    with penstock.record(tmp_path / "run", model):
+        pass
+    with pytest.raises(ConfigError, match="has a recording of process 0 already"):
+        penstock.record(tmp_path / "run", model).__enter__()
+    with pytest.raises(ConfigError, match="record takes a module, a Pipeline or a mapping"):
+        penstock.record(tmp_path / "a", [model]).__enter__()
+    with pytest.raises(ConfigError, match="steps must be"):
+        penstock.record(tmp_path / "a", model, steps=0).__enter__()
+    with pytest.raises(ConfigError, match="first_microbatch must be a whole number"):
+        penstock.record(tmp_path / "a", model, first_microbatch=-1).__enter__()
+    with pytest.raises(ConfigError, match="the model is compiled"):
+        penstock.record(tmp_path / "a", torch.compile(model, backend="eager")).__enter__()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write a recording into"):
+        penstock.record(tmp_path / "file", model).__enter__()
+    assert not (tmp_path / "a").exists()
