@@ -136,9 +136,9 @@ def test_threads_run_the_family(family, ranks, microbatches):
     (row,) = verify(SUBJECT, [(family, 1)], [ranks], [microbatches], transports=["threads"])
     assert row.good, row
     if FAMILIES[family].in_order:
-        assert row.loss == row.weights == row.gradients == 0.0
+        assert row.rounded == 0
     else:
-        assert 0.0 < max(row.allowed) < 1e-2
+        assert row.rounded > 0
 
 
 class Dawdle(nn.Module):

@@ -152,6 +152,7 @@ def test_another_order_of_sums_agrees_and_more_does_not(reference: Path, tmp_pat
         found = penstock.compare(reference, tmp_path / "run", exact=exact)
         assert found.good, str(found)
         assert found.rounded > 20
+    assert not penstock.compare(reference, tmp_path / "run", bits=True).good
 
     def slightly_wrong(model: nn.Module, ids: torch.Tensor, step: int) -> None:
         reversed_order(model, ids, step)
@@ -175,6 +176,17 @@ def test_losses_of_another_scale_are_compared_by_it(reference: Path, tmp_path: P
     assert penstock.compare(reference, tmp_path / "run", scale=MICROBATCHES).good
     with pytest.raises(ConfigError, match="scale must be a number above 0"):
         penstock.compare(reference, tmp_path / "run", scale=0.0)
+
+
+def test_tensors_that_no_module_returns_are_noted(tmp_path: Path):
+    for name, factor in (("one", 1.0), ("other", 3.0)):
+        with penstock.record(tmp_path / name, make(), steps=1) as notes:
+            notes.note("loss", torch.tensor(2.0), microbatch=0)
+            notes.note("norm", torch.tensor(2.0) * factor)
+    found = penstock.compare(tmp_path / "one", tmp_path / "other")
+    assert str(found).startswith(
+        "step 0: norm, output, is 3 of the reference's (a factor of 3); 1 tensors before it agree"
+    )
 
 
 def test_bad_recordings_are_named(reference: Path, tmp_path: Path):

@@ -34,9 +34,17 @@ if TYPE_CHECKING:
 @click.option(
     "--all", "shows_all", is_flag=True, help="Print every tensor that differs, not the first alone."
 )
+@click.option("--bits", is_flag=True, help="Other bits are a difference, also where rounding explains them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    reference: Path, run: Path, exact: Path | None, scale: float, shows_all: bool, as_json: bool
+    *,
+    reference: Path,
+    run: Path,
+    exact: Path | None,
+    scale: float,
+    bits: bool,
+    shows_all: bool,
+    as_json: bool,
 ) -> None:
     """Find the first tensor that differs between two recordings.
 
@@ -45,7 +53,7 @@ def command(
     """
     from penstock.verify.compare import compare
 
-    found = compare(reference, run, exact=exact, scale=scale)
+    found = compare(reference, run, exact=exact, scale=scale, bits=bits)
     if as_json:
         table = {
             "good": found.good,

@@ -20,6 +20,7 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2
 """Relative differences that rounding explains where no reference in float64 says more: sums through some dozen layers."""
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Relative error of one addition."""
+_GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
 _SAME_FACTOR = 3e-6
 """Relative difference up to which two factors count as one: some roundings of float32."""
 AFTER_ROUNDING = 100.0
@@ -94,6 +95,7 @@ def compare(
     *,
     exact: str | os.PathLike[str] | None = None,
     scale: float = 1.0,
+    bits: bool = False,
 ) -> Comparison:
     """Compare a run's recording with that of a reference.
 
@@ -108,6 +110,7 @@ def compare(
         exact: folder of a recording of the reference in float64, with the same data.
         scale: factor by which the run's losses are larger before their backward, as with a loss scale, or where the
             reference divides losses by the microbatches and the run divides gradients (default 1.0).
+        bits: whether other bits are a difference, also where rounding explains them (default False).
 
     Raises:
         ConfigError: if `scale` is not above 0.
@@ -115,12 +118,16 @@ def compare(
     """
     if not 0 < scale < float("inf"):
         raise ConfigError(f"scale must be a number above 0, got {scale!r}")
-    return _Compared(read(reference), read(run), None if exact is None else read(exact), scale).result()
+    read_exact = None if exact is None else read(exact)
+    return _Compared(read(reference), read(run), read_exact, scale, bits).result()
 
 
 class _Compared:
-    def __init__(self, reference: Recording, run: Recording, exact: Recording | None, scale: float) -> None:
-        self._reference, self._run, self._exact, self._scale = reference, run, exact, scale
+    def __init__(
+        self, reference: Recording, run: Recording, exact: Recording | None, scale: float, bits: bool
+    ) -> None:
+        self._reference, self._run, self._exact = reference, run, exact
+        self._scale, self._bits = scale, bits
         self._found = Comparison()
         self._rounded_gradients: set[str] = set()
         self._parts: Counter[str] = Counter()
@@ -250,7 +257,8 @@ class _Compared:
             self._found.same += 1
             return None
         size, allowed = distance(q, r), self._allowed(key, r)
-        if q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite) and size <= allowed:
+        alike = q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite)
+        if alike and size <= allowed and not self._bits:
             self._found.rounded += 1
             if key.kind == Kind.GRADIENT:
                 self._rounded_gradients.add(key.name)
@@ -267,20 +275,19 @@ class _Compared:
         return {key: of for key, of in found if of is not None}
 
     def _divided(self, q: Fingerprint, r: Fingerprint) -> bool:
-        """Return whether the run's tensor is a part of the reference's, at a place that is not known."""
+        """Return whether the run's tensor has other rows, as where processes divide samples or experts."""
         if q.shape == r.shape or len(q.shape) != len(r.shape) or q.dtype != r.dtype:
             return False
-        several = len({e.process for of in self._run.entries.values() for e in of}) > 1
-        return several and all(a <= b for a, b in zip(q.shape, r.shape, strict=True))
+        return len({entry.process for of in self._run.entries.values() for entry in of}) > 1
 
     def _allowed(self, key: Key, r: Fingerprint) -> float:
         """Return the largest relative difference that another order of sums explains."""
-        if not r.norm:
+        if not r.norm or self._bits:
             return 0.0
         unit = UNIT.get(r.dtype, 0.0)
         exact = None if self._exact is None else self._exact.entries.get(key)
         if exact is not None and (whole := joined([entry.of for entry in exact])) is not None:
-            return SLACK * distance(r, whole) + SLACK * unit
+            return SLACK * max(distance(r, whole), self._usual[key.step, key.kind]) + SLACK * unit
         allowed = ROUNDING.get(r.dtype, 0.0)
         if self._rounded_gradients and (key.kind == Kind.PARAMETER or key.step > 0):
             allowed *= AFTER_ROUNDING
@@ -288,6 +295,24 @@ class _Compared:
             # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
             allowed += SLACK * unit * self._largest(key) / r.norm
         return min(allowed, 0.1)
+
+    @cached_property
+    def _usual(self) -> dict[tuple[int, Kind], float]:
+        """Distances from float64 that are usual in each step and kind, since one tensor's may be small by chance.
+
+        They are the largest of outputs and updates. A gradient that is nearly zero may be rounding alone, as far from
+        float64 as it is large, so of gradients they are larger than 95% of all.
+        """
+        assert self._exact is not None, "it is asked for with it alone"
+        found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+        for key, of in self._exact.entries.items():
+            exact, ours = joined([entry.of for entry in of]), self._sums.get(key)
+            if exact is not None and ours is not None and ours.norm:
+                found[key.step, key.kind].append(distance(ours, exact))
+        return {
+            (step, kind): sorted(values)[len(values) * 19 // 20 if kind in _GRADIENTS else -1]
+            for (step, kind), values in found.items()
+        }
 
     def _largest(self, key: Key) -> float:
         """Return the largest norm of a gradient of the same step and microbatch near a module."""

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError
-from penstock.parallel.dtensor import is_dtensor
+from penstock.parallel.dtensor import is_dtensor, local
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import is_joint, whole_name
+from penstock.stage.module import StageModule
 from penstock.stage.named import current_microbatch
 from penstock.verify.fingerprint import Fingerprint, fingerprint
 from penstock.verify.recording import Key, Kind, Writer
@@ -39,11 +40,11 @@ from penstock.verify.recording import Key, Kind, Writer
 @contextmanager
 def record(
     folder: str | os.PathLike[str],
-    model: nn.Module | Mapping[str, nn.Module],
+    model: nn.Module | Pipeline | Mapping[str, nn.Module],
     *,
     steps: int = 2,
     first_microbatch: int = 0,
-) -> Iterator[None]:
+) -> Iterator[Notes]:
     """Record what is computed in the block: outputs, gradients and updates, for `penstock.compare`.
 
     For each module, microbatch and step it keeps of the output and of the gradient of the output, and for each parameter of
@@ -65,6 +66,9 @@ def record(
         first_microbatch: number of this process's first microbatch in the whole batch, where processes have their own
             (default 0). A `Pipeline` knows it.
 
+    Returns:
+        A context manager; its value has a method `Notes.note` for tensors that no module returns, such as losses.
+
     Raises:
         ConfigError: if the folder has a recording of this process, the model is compiled, or an argument is wrong.
     """
@@ -73,6 +77,8 @@ def record(
         raise ConfigError(f"first_microbatch must be a whole number of at least 0, got {first_microbatch!r}")
     if isinstance(model, Pipeline):
         source: _Source = _PipelineSource(model)
+    elif isinstance(model, StageModule):
+        source = _StagesSource([model], list(model.whole_model_parameters()))
     elif isinstance(model, nn.Module):
         source = _PlainSource({"": model}, first_microbatch)
     elif isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
@@ -84,11 +90,28 @@ def record(
     writer = Writer(Path(folder), dist.get_rank() if dist.is_initialized() else 0)
     complete = False
     try:
-        with _Recorder(source, writer, steps).hooks():
-            yield
+        recorder = _Recorder(source, writer, steps)
+        with recorder.hooks():
+            yield Notes(recorder)
         complete = True
     finally:
         writer.close(complete)
+
+
+class Notes:
+    """Tensors that are recorded besides those of modules and parameters."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def note(self, name: str, value: Tensor, *, microbatch: int = -1) -> None:
+        """Record a tensor, such as a microbatch's loss.
+
+        Args:
+            name: name under which both sides record it.
+            microbatch: number of the microbatch within the step (default -1: the step's).
+        """
+        self._recorder.note(name, value, microbatch)
 
 
 class _Source:
@@ -98,18 +121,24 @@ class _Source:
         modules: id of each module → its name.
         parameters: (name, parameter) pairs, each parameter once.
         shares: whether the gradients of each microbatch are recorded, too.
+        whole_gradients: whether parameters have gradients of their own shape; False where replicas divide them flat.
         base: number of the microbatches of a step that came before those of the present call.
     """
 
     modules: dict[int, str]
     parameters: list[tuple[str, nn.Parameter]]
     shares = False
+    whole_gradients = True
 
     def install(self, recorder: _Recorder, stack: ExitStack) -> None:
         """Watch the run as long as a stack is open."""
 
     def next_step(self) -> None:
         """Number microbatches from the first again."""
+
+    def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
+        """Return whole parameters after an optimizer's update by name; None if the parameters themselves have them."""
+        return None
 
     def place(self) -> tuple[int | None, str]:
         """Return the present microbatch, None outside of one, and a name for the present run of its modules."""
@@ -169,21 +198,31 @@ class _PlainSource(_Source):
         return (self._microbatch, "forward") if self._inside else (self.backward_of, "again")
 
 
-class _PipelineSource(_Source):
-    """The stages of a pipeline on this process."""
+class _StagesSource(_Source):
+    """Layers of stages, whose microbatch their context tells."""
 
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
-        self._thread = threading.local()
-        self._steps, self._base = pipe.steps, 0
-        self._lock = threading.Lock()
+    def __init__(self, stages: Sequence[StageModule], parameters: list[tuple[str, nn.Parameter]]) -> None:
         self.modules = {}
-        for stage in pipe.stage_modules():
+        for stage in stages:
             for name, layer in stage.named_layers():
                 for inner, module in layer.named_modules():
                     if inner or not is_joint(name):  # a joint layer is not a module of the model
                         self.modules[id(module)] = whole_name(name, inner, parameter=not is_joint(name))
-        self.parameters = list(pipe.named_parameters())
+        self.parameters = parameters
+
+    def place(self) -> tuple[int | None, str]:
+        return current_microbatch(), "forward"
+
+
+class _PipelineSource(_StagesSource):
+    """The stages of a pipeline on this process."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__(pipe.stage_modules(), list(pipe.named_parameters()))
+        self._pipe = pipe
+        self._thread = threading.local()
+        self._steps, self._base = pipe.steps, 0
+        self._lock = threading.Lock()
 
     def install(self, recorder: _Recorder, stack: ExitStack) -> None:
         numbers = count()
@@ -208,8 +247,19 @@ class _PipelineSource(_Source):
                 self._base += self._pipe.microbatches * self._pipe.replicas
             recorder.begin_forward()
 
+    @property
+    def whole_gradients(self) -> bool:  # type: ignore[override]  # it begins with the optimizer
+        return self._pipe.shards is None
+
     def next_step(self) -> None:
         self._base = 0
+
+    def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
+        shards = self._pipe.shards
+        if shards is None or not shards.sharded_weights:
+            return None
+        # Between steps a process has a part of each weight.
+        return self._pipe.state_dict() if isinstance(optimizer, PipelineOptimizer) else {}
 
     def place(self) -> tuple[int | None, str]:
         run, number = getattr(self._thread, "run", None), current_microbatch()
@@ -259,7 +309,10 @@ class _Recorder:
 
     def _output(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._source.modules.get(id(module))
-        if name is None or not self.active:
+        if name is None:
+            return
+        self.begin_forward()
+        if not self.active:
             return
         microbatch, run = self._source.place()
         if microbatch is None:
@@ -276,6 +329,11 @@ class _Recorder:
                 of_grad = Key(self._step, Kind.OUTPUT_GRADIENT, microbatch, name, call, slot)
                 leaf.register_hook(partial(self._output_gradient, of_grad))
 
+    def note(self, name: str, value: Tensor, microbatch: int) -> None:
+        """Record a tensor under a name of its own; see `Notes.note`."""
+        if self.active:
+            self._write(Key(self._step, Kind.OUTPUT, microbatch, name), value)
+
     def _output_gradient(self, key: Key, gradient: Tensor) -> None:
         if isinstance(self._source, _PlainSource):
             self._source.backward_of = key.microbatch
@@ -289,35 +347,62 @@ class _Recorder:
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A pipeline's optimizer averages and clips first, and then calls those of its ranks.
-        if self.active and not isinstance(optimizer, PipelineOptimizer):
-            for name, parameter in self._parameters_of(optimizer):
+        if self.active and self._source.whole_gradients and not isinstance(optimizer, PipelineOptimizer):
+            for name, whole, parameter in self._parameters_of(optimizer):
                 if parameter.grad is not None:
-                    self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad)
+                    self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad, whole)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
             return
-        for name, parameter in self._parameters_of(optimizer):
-            self._write(Key(self._step, Kind.PARAMETER, -1, name), parameter)
+        values = self._source.values(optimizer)
+        for name, whole, parameter in self._parameters_of(optimizer):
             self._updated = True
+            key = Key(self._step, Kind.PARAMETER, -1, name)
+            if values is None:
+                self._write(key, parameter, whole)
+            elif name in values:
+                self._write(key, values[name])
 
-    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return [(self._names[id(p)], p) for p in parameters if id(p) in self._names]
+    def _parameters_of(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Yield the name of each of an optimizer's parameters, the model's parameter, and the optimizer's.
 
-    def _write(self, key: Key, value: Tensor) -> None:
+        An optimizer may have this process's part of a DTensor as a parameter of its own, in the same memory.
+        """
+        by_place = {
+            place: (name, whole)
+            for name, whole in self._source.parameters
+            if (place := local(whole).data_ptr())
+        }
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (name := self._names.get(id(parameter))) is not None:
+                    yield name, parameter, parameter
+                    continue
+                found = by_place.get(local(parameter).data_ptr())
+                if found is not None and local(found[1]).shape == local(parameter).shape:
+                    yield *found, parameter
+
+    def _write(self, key: Key, value: Tensor, whole: Tensor | None = None) -> None:
+        """Write a tensor.
+
+        Args:
+            whole: DTensor whose part on this process `value` may be.
+        """
         with self._lock:
             if key in self._written:
                 return
             self._written.add(key)
         with torch.no_grad():
-            found = self._sums(value)
+            found = self._sums(value, whole)
         if found is not None:
             self._writer.write(key, found)
 
-    def _sums(self, value: Tensor) -> Fingerprint | None:
+    def _sums(self, value: Tensor, whole: Tensor | None) -> Fingerprint | None:
         if is_dtensor(value):
-            return _of_part(value)
+            return _of_part(value.to_local(), value)
+        if whole is not None and is_dtensor(whole):
+            return _of_part(value, whole)
         # A module often returns what its last inner module has returned.
         last = self._last
         if last is not None and last[0]() is value and last[1] == value._version:
@@ -327,11 +412,11 @@ class _Recorder:
         return found
 
 
-def _of_part(value: Any) -> Fingerprint | None:
+def _of_part(value: Tensor, whole: Any) -> Fingerprint | None:
     """Return the sums over this process's part of a DTensor; None if parts are terms of a sum."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(placement.is_partial() for placement in value.placements):
+    if any(placement.is_partial() for placement in whole.placements):
         return None
-    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return fingerprint(value.to_local(), value.shape, start)
+    _, start = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return fingerprint(value, whole.shape, start)

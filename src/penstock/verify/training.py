@@ -1,45 +1,50 @@
-"""Comparison of pipelined training with plain PyTorch on the user's own model, number by number.
+"""Proof of a model's training at a layout: it is trained with and without a pipeline, and both recordings are compared.
 
-The same few steps are trained three ways: unsplit with plain gradient accumulation, through a pipeline of threads, and
-through a pipeline of gloo processes. The report has the largest differences of losses, weights and gradients; 0 means
-equal bit for bit. With ``ep``, there are ``ep`` such pipelines side by side, which divide the experts of their layers;
-with ``cp``, each of them is ``cp`` pipelines that divide the tokens of their samples.
+The same few steps are trained by plain PyTorch, unsplit with gradient accumulation, and through pipelines, as threads or as
+gloo processes. Where sums have one order, every tensor must have the same bits. Schedules with two copies of a stage,
+replicas and divided samples or matrices differ in the order of sums alone: a tensor may be four times as far from plain
+PyTorch's as that is from the same training in float64.
 """
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.base.current_folder import current_folder_last
-from penstock.base.errors import ConfigError, PenstockError
-from penstock.parallel.dtensor import full_tensor
+from penstock.base.errors import ConfigError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.loss_weights import loss_weights
 from penstock.runtime.model.given_model import given_model
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.validation import resolve_schedule
 from penstock.runtime.workers.pool import LocalProcesses, require_processes
 from penstock.schedule.families import FAMILIES, require_family
+from penstock.schedule.residency import Shard
 from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.microbatches import split_batch
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
-from penstock.stage.same_values import same_values
+from penstock.verify.compare import Comparison, compare
+from penstock.verify.record import record
 
-__all__ = ["VerifyTarget"]
-
-LEARNING_RATE, MAX_NORM = 1e-2, 1.0
-SLACK = 4.0
+# With the usual eps of 1e-8, Adam takes the sign of a gradient that is rounding alone, and weights drift apart by it.
+LEARNING_RATE, EPS, MAX_NORM = 1e-2, 1e-3, 1.0
+DTYPES = {"bf16": torch.bfloat16}
+"""Dtypes of autocast, by the names of the option."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,78 @@ class VerifyTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Division of a run among ranks, and what they do beside the pipeline.
+
+    Attributes:
+        dp, tp, ep, cp: processes that share a batch, matrices, experts and samples (default 1); more than one of any needs
+            processes. Each of the dp replicas has so many microbatches. With ep alone, there are ep replicas.
+        shard: what replicas divide, one of "none" (default), "optimizer", "gradients" and "weights".
+        recompute: what of the forward is run again, "none" (default) or "full".
+        autocast: "bf16" or "none" (default).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    shard: Shard = "none"
+    recompute: str = "none"
+    autocast: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.shard not in get_args(Shard):
+            raise ConfigError(f"shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
+        if self.shard != "none" and self.replicas == 1:
+            raise ConfigError(f"shard {self.shard!r} divides what replicas have, and there is one; take dp 2")
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines that share a batch."""
+        return self.dp if self.dp > 1 else self.ep
+
+    @property
+    def processes(self) -> int:
+        """Processes of one rank of the pipeline."""
+        return self.replicas * self.tp * self.cp
+
+    def __str__(self) -> str:
+        axes = [
+            f"{name} {getattr(self, name)}" for name in ("dp", "tp", "ep", "cp") if getattr(self, name) > 1
+        ]
+        others = {"shard": self.shard, "recompute": self.recompute, "autocast": self.autocast}
+        return ", ".join([*axes, *(f"{name} {value}" for name, value in others.items() if value != "none")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Result for one schedule, transport and number of ranks and microbatches.
+
+    Attributes:
+        layout: what is beside the pipeline, in words; empty if nothing is.
+        same: number of tensors with plain PyTorch's bits.
+        rounded: number of tensors that differ by no more than another order of sums explains; 0 where there is one order.
+        different: number of tensors that differ by more.
+        first: the first of these, and how it differs; empty if there is none.
+    """
+
+    schedule: str
+    transport: str
+    ranks: int
+    microbatches: int
+    layout: str
+    same: int
+    rounded: int
+    different: int
+    first: str
+
+    @property
+    def good(self) -> bool:
+        """True if no tensor differs by more than rounding explains."""
+        return not self.different
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Case:
     target: str
     schedule: str
@@ -65,48 +142,11 @@ class _Case:
     virtual_stages: int
     microbatches: int
     steps: int
-    ep: int
-    cp: int
+    layout: Layout
 
     @property
     def processes(self) -> int:
-        return self.ranks * self.ep * self.cp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters."""
-
-    # Layout of the run; transport is "threads" or "processes".
-    schedule: str
-    transport: str
-    ranks: int
-    microbatches: int
-    # Largest differences; weights and gradients after the last step.
-    loss: float
-    weights: float
-    gradients: float
-    # Bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
-    # Schedules with two copies of a stage, and replicas, differ in the order of summation alone, and may be
-    # `SLACK` times as far from plain PyTorch as that is from the same training in float64, or as a last bit of a loss.
-    allowed: tuple[float, float, float]
-    # Replicas that divide the experts, each with these ranks and microbatches.
-    ep: int
-    # Pipelines that divide the samples of each.
-    cp: int
-
-    @property
-    def good(self) -> bool:
-        """True if all differences are within their bounds."""
-        differences = (self.loss, self.weights, self.gradients)
-        return all(d <= bound for d, bound in zip(differences, self.allowed, strict=True))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    losses: list[Tensor]
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+        return self.ranks * self.layout.processes
 
 
 def load_target(name: str) -> VerifyTarget:
@@ -134,9 +174,8 @@ def verify(
     *,
     transports: Sequence[str] = ("threads", "processes"),
     steps: int = 3,
-    ep: int = 1,
-    cp: int = 1,
-) -> Iterator[Difference]:
+    layout: Layout | None = None,
+) -> Iterator[Row]:
     """Train a model with each schedule, number of ranks and number of microbatches, and compare.
 
     Args:
@@ -145,106 +184,113 @@ def verify(
         ranks, microbatches: numbers of ranks and of microbatches to combine.
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
-        ep: number of replicas that divide the experts, in processes only (default 1). Each has so many microbatches.
-        cp: number of processes that divide the tokens of each sample (default 1).
+        layout: what is beside the pipeline (default: nothing).
     """
-    for name, size, what in (("ep", ep, "experts"), ("cp", cp, "samples")):
-        if size > 1 and "threads" in transports:
-            raise ConfigError(
-                f"{name} = {size} divides {what} over processes, which threads are not; take the transport processes"
-            )
+    layout = Layout() if layout is None else layout
+    if layout.processes > 1 and "threads" in transports:
+        raise ConfigError(
+            f"{layout} divides a run over processes, which threads are not; take the transport processes"
+        )
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if not is_csv(name) else ():
             require_family(name).require_counts(p, m, virtual)
     if "processes" in transports:
-        require_processes(max(ranks) * ep * cp)
-    return _rows(target, schedules, ranks, microbatches, transports, steps=steps, ep=ep, cp=cp)
+        require_processes(max(ranks) * layout.processes)
+    return _rows(
+        [
+            _Case(
+                target=target,
+                schedule=name,
+                ranks=p,
+                virtual_stages=virtual,
+                microbatches=m,
+                steps=steps,
+                layout=layout,
+            )
+            for (name, virtual), p, m in product(schedules, ranks, microbatches)
+        ],
+        transports,
+    )
 
 
-def _rows(
-    target: str,
-    schedules: Sequence[tuple[str, int]],
-    ranks: Sequence[int],
-    microbatches: Sequence[int],
-    transports: Sequence[str],
-    *,
-    steps: int,
-    ep: int,
-    cp: int,
-) -> Iterator[Difference]:
+def _rows(cases: Sequence[_Case], transports: Sequence[str]) -> Iterator[Row]:
     # The number of threads changes the order of sums, and so the last bits.
     torch.set_num_threads(1)
-    plain = {m: _plain(load_target(target), m * ep, steps) for m in microbatches}
-    in_float64 = cache(lambda m: _plain(load_target(target), m * ep, steps, torch.float64))
-    with LocalProcesses(max(ranks) * ep * cp) as pool:
-        for (name, virtual), p, m in product(schedules, ranks, microbatches):
-            allowed = (0.0, 0.0, 0.0)
-            if ep * cp > 1 or not _in_order(name, p, m, virtual):
-                loss, weights, gradients = _differences(in_float64(m), plain[m])
-                # A few losses may round to the same numbers from float64, by chance.
-                last_bit = max(abs(float(x)) for x in plain[m].losses) * torch.finfo(torch.float32).eps
-                allowed = (SLACK * max(loss, last_bit), SLACK * weights, SLACK * gradients)
-            for transport in transports:
-                case = _Case(
-                    target=target,
-                    schedule=name,
-                    ranks=p,
-                    virtual_stages=virtual,
-                    microbatches=m,
-                    steps=steps,
-                    ep=ep,
-                    cp=cp,
-                )
-                in_processes = transport == "processes"
-                outcomes = (
-                    pool.run(case.processes, _pipelined, case) if in_processes else [_pipelined(0, case)]
-                )
-                loss, weights, gradients = _differences(plain[m], _joined(name, plain[m], outcomes))
-                yield Difference(
-                    schedule=name,
-                    transport=transport,
-                    ranks=p,
-                    microbatches=m,
-                    loss=loss,
-                    weights=weights,
-                    gradients=gradients,
-                    allowed=allowed,
-                    ep=ep,
-                    cp=cp,
-                )
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-verify-") as folder,
+        LocalProcesses(max(case.processes for case in cases)) as pool,
+    ):
+        references: dict[tuple[int, torch.dtype | None], Path] = {}
+
+        def reference(case: _Case, dtype: torch.dtype | None) -> Path:
+            key = case.microbatches, dtype
+            if key not in references:
+                references[key] = Path(folder, f"reference-{len(references)}")
+                _plain(references[key], case, dtype)
+            return references[key]
+
+        for n, (case, transport) in enumerate(product(cases, transports)):
+            run = Path(folder, f"run-{n}")
+            if transport == "processes":
+                pool.run(case.processes, _pipelined, str(run), case)
+            else:
+                _pipelined(0, str(run), case)
+            one_order = case.layout.processes == 1 and _in_order(case)
+            exact = None if one_order else reference(case, torch.float64)
+            found = compare(reference(case, None), run, exact=exact, bits=one_order)
+            yield _row(case, transport, found)
 
 
-def _in_order(name: str, ranks: int, microbatches: int, virtual: int) -> bool:
+def _row(case: _Case, transport: str, found: Comparison) -> Row:
+    return Row(
+        schedule=case.schedule,
+        transport=transport,
+        ranks=case.ranks,
+        microbatches=case.microbatches,
+        layout=str(case.layout),
+        same=found.same,
+        rounded=found.rounded,
+        different=len(found.differences),
+        first="" if found.first is None else str(found.first),
+    )
+
+
+def _in_order(case: _Case) -> bool:
     """Return whether a schedule sums every stage's gradients in the order of the microbatches, on one rank."""
-    if name in FAMILIES:
-        return FAMILIES[name].in_order
-    return resolve_schedule(name, ranks, microbatches, virtual, None).in_order
+    if case.schedule in FAMILIES:
+        return FAMILIES[case.schedule].in_order
+    counts = case.ranks, case.microbatches, case.virtual_stages
+    return resolve_schedule(case.schedule, *counts, None).in_order
 
 
-def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None) -> _Outcome:
+def _plain(folder: Path, case: _Case, dtype: torch.dtype | None) -> None:
+    """Record the training of the unsplit model, in float64 without autocast if `dtype` says so."""
+    target = load_target(case.target)
+    microbatches = case.microbatches * case.layout.replicas
     given = given_model(target.model, target.loss_fn)
     model = StageModule(given.layers).to(dtype)
     parameters = [p for _, p in model.whole_model_parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        x, y = target.batch(step, microbatches)
-        (inputs_of, _), (labels_of, rows) = (
-            split_batch(_as(v, dtype), microbatches, "a batch") for v in (x, y)
-        )
-        weights = loss_weights(labels_of, rows, given.reduction)
-        for inputs, labels, weight in zip(inputs_of, labels_of, weights, strict=True):
-            with within(Context({}, {}, model.gives)) as context, _GroupsInFloat64():
-                output = model.run(inputs, context, 0, len(model.layers))
-            returned = given.loss_fn(output, labels)
-            terms = [returned] if isinstance(returned, Tensor) else [*returned.values()]
-            loss = reduce(torch.add, [*terms, *context.losses.values()])
-            weight.apply(loss).backward()
-            losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-        optimizer.step()
-    return _outcome(losses, model.whole_model_parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS)
+    cast = DTYPES.get(case.layout.autocast) if dtype is None else None
+    with record(folder, model, steps=case.steps) as recording:
+        for step in range(case.steps):
+            optimizer.zero_grad()
+            x, y = target.batch(step, microbatches)
+            (inputs_of, _), (labels_of, rows) = (
+                split_batch(_as(v, dtype), microbatches, "a batch") for v in (x, y)
+            )
+            weights = loss_weights(labels_of, rows, given.reduction)
+            for n, (inputs, labels, weight) in enumerate(zip(inputs_of, labels_of, weights, strict=True)):
+                context = Context({}, {}, model.gives, microbatch=n)
+                with within(context), _GroupsInFloat64(), torch.autocast("cpu", cast, enabled=bool(cast)):
+                    output = model.run(inputs, context, 0, len(model.layers))
+                    returned = given.loss_fn(output, labels)
+                terms = [returned] if isinstance(returned, Tensor) else [*returned.values()]
+                loss = reduce(torch.add, [*terms, *context.losses.values()])
+                weight.apply(loss).backward()
+                recording.note("loss", loss, microbatch=n)
+            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            optimizer.step()
 
 
 class _GroupsInFloat64(TorchFunctionMode):
@@ -265,73 +311,28 @@ def _as(value: object, dtype: torch.dtype | None) -> object:
     return value.to(dtype)
 
 
-def _pipelined(rank: int, case: _Case) -> _Outcome:
-    target = load_target(case.target)
+def _pipelined(rank: int, folder: str, case: _Case) -> None:
+    """Record the training through a pipeline, as one of its processes or as all of its threads."""
+    target, layout = load_target(case.target), case.layout
+    mesh = MeshShape(case.ranks, layout.replicas, layout.tp, ep=layout.ep, cp=layout.cp)
     with Pipeline(
         target.model,
         target.loss_fn,
         microbatches=case.microbatches,
         schedule=case.schedule,
         ranks=case.ranks,
-        mesh=MeshShape(case.ranks, case.ep, ep=case.ep, cp=case.cp) if case.processes > case.ranks else None,
+        mesh=mesh if layout.processes > 1 else None,
         virtual_stages=case.virtual_stages,
+        recompute=layout.recompute,
+        autocast=DTYPES.get(layout.autocast),
+        parallel=ParallelOptions(shard=layout.shard),
     ) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
-        losses: list[Tensor] = []
-        for step in range(case.steps):
-            optimizer.zero_grad()
-            result = pipe.step(*target.batch(step, case.microbatches * case.ep))
-            assert result.losses is not None
-            losses.extend(result.losses)
-            pipe.clip_grad_norm_(MAX_NORM)
-            optimizer.step()
-        return _outcome(losses, pipe.named_parameters())
-
-
-def _outcome(losses: list[Tensor], parameters: Iterator[tuple[str, nn.Parameter]]) -> _Outcome:
-    weights, gradients = {}, {}
-    for name, parameter in parameters:
-        weights[name] = full_tensor(parameter.detach())
-        if parameter.grad is not None:
-            gradients[name] = full_tensor(parameter.grad)
-    return _Outcome(losses, weights, gradients)
-
-
-def _joined(schedule: str, plain: _Outcome, outcomes: Sequence[_Outcome]) -> _Outcome:
-    """Join the outcomes of all ranks; check that they are the whole model, with equal losses and equal copies."""
-    weights: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for outcome in outcomes:
-        for name, weight in outcome.weights.items():
-            if not same_values(weights.setdefault(name, weight), weight, True):
-                raise PenstockError(f"{schedule}: the ranks of one run have different copies of {name}")
-        gradients |= outcome.gradients
-    if weights.keys() != plain.weights.keys() or gradients.keys() != plain.gradients.keys():
-        missing = sorted(
-            (plain.weights.keys() ^ weights.keys()) | (plain.gradients.keys() ^ gradients.keys())
-        )
-        raise ConfigError(
-            f"{schedule}: parameters that only one of pipeline and plain PyTorch has: {', '.join(missing)}"
-        )
-    losses = outcomes[0].losses
-    for outcome in outcomes[1:]:
-        if any(not torch.equal(a, b) for a, b in zip(outcome.losses, losses, strict=True)):
-            raise PenstockError(f"{schedule}: the ranks of one run report different losses")
-    return _Outcome(losses, weights, gradients)
-
-
-def _differences(reference: _Outcome, other: _Outcome) -> tuple[float, float, float]:
-    """Return the largest absolute differences of losses, weights and gradients."""
-    return (
-        max(_difference(a, b) for a, b in zip(reference.losses, other.losses, strict=True)),
-        max(_difference(w, other.weights[n]) for n, w in reference.weights.items()),
-        max((_difference(g, other.gradients[n]) for n, g in reference.gradients.items()), default=0.0),
-    )
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest absolute difference; infinity if either has a NaN."""
-    if torch.equal(ours, theirs):
-        return 0.0
-    difference = (ours.double() - theirs.double()).abs().max().item()
-    return float("inf") if difference != difference else difference
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=LEARNING_RATE, eps=EPS, clip=MAX_NORM)
+        with record(folder, pipe, steps=case.steps) as recording:
+            for step in range(case.steps):
+                optimizer.zero_grad()
+                result = pipe.step(*target.batch(step, case.microbatches * layout.replicas))
+                assert result.losses is not None
+                for n, loss in enumerate(result.losses):
+                    recording.note("loss", loss, microbatch=n)
+                optimizer.step()

@@ -153,7 +153,8 @@ def _batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
 def test_every_kind_of_schedule_equals_plain_pytorch_bit_for_bit(schedule: str, virtual: int):
     (row,) = verify(f"{__name__}:target", [(schedule, virtual)], [2], [4], transports=["threads"], steps=2)
     assert row.schedule == schedule
-    assert (row.loss, row.weights, row.gradients) == (0.0, 0.0, 0.0), row
+    assert row.same > 1000
+    assert (row.rounded, row.different) == (0, 0), row
 
 
 @pytest.mark.slow
