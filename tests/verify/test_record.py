@@ -15,7 +15,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.verify.recording import Kind, read
 from tests.support.lanes import slow
-from tests.verify.loops import accumulate, batch, in_process, loss_of, make, piped, plain
+from tests.verify.loops import MICROBATCHES, STEPS, accumulate, batch, in_process, loss_of, make, piped, plain
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,43 @@ def test_a_checkpointed_model_has_the_same_recording(reentrant: bool, reference:
     found = penstock.compare(reference, tmp_path / "run")
     assert found.good, str(found)
     assert found.same == 92 + 92 + 104 + 26 + 26
+
+
+def test_a_step_whose_gradients_accumulate_is_no_update(tmp_path: Path):
+    def twice(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        for n in range(2):
+            accumulate(model, batch(2 * step + n), step)
+        for parameter in model.parameters():
+            parameter.grad.div_(2)
+
+    plain(tmp_path / "plain", twice)
+    with penstock.Pipeline(make(), loss_of, ranks=2, microbatches=MICROBATCHES) as pipe:
+        optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=1.0, accumulate=2)
+        with penstock.record(tmp_path / "run", pipe):
+            for n in range(2 * STEPS):
+                pipe.step(batch(n), batch(n))
+                optimizer.step()
+    found = penstock.compare(tmp_path / "plain", tmp_path / "run")
+    assert found.good, str(found)
+    assert found.rounded == 0
+
+
+def test_an_update_is_recorded_as_a_pipelines_optimizer_leaves_it(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    update = penstock.PipelineOptimizer._apply
+
+    def wrong(self: penstock.PipelineOptimizer, rank: int) -> None:
+        update(self, rank)
+        with torch.no_grad():
+            for name, parameter in self.pipe.named_parameters():
+                if name == "blocks.1.up.weight" and rank == 0:
+                    parameter[0, 0] += 0.1
+
+    monkeypatch.setattr(penstock.PipelineOptimizer, "_apply", wrong)
+    piped(tmp_path / "run", make())
+    found = penstock.compare(reference, tmp_path / "run")
+    assert str(found).startswith("step 0: blocks.1.up.weight, value after the update, ")
 
 
 def test_evaluations_and_other_modules_are_not_recorded(tmp_path: Path):

@@ -258,8 +258,7 @@ class _PipelineSource(_StagesSource):
         shards = self._pipe.shards
         if shards is None or not shards.sharded_weights:
             return None
-        # Between steps a process has a part of each weight.
-        return self._pipe.state_dict() if isinstance(optimizer, PipelineOptimizer) else {}
+        return self._pipe.state_dict()  # between steps a process has a part of each weight
 
     def place(self) -> tuple[int | None, str]:
         run, number = getattr(self._thread, "run", None), current_microbatch()
@@ -274,6 +273,8 @@ class _Recorder:
     def __init__(self, source: _Source, writer: Writer, steps: int) -> None:
         self._source, self._writer, self._steps = source, writer, steps
         self._step, self._updated = 0, False
+        # Updates before the present step of a pipeline's optimizer; None outside of one.
+        self._pipeline_updates: int | None = None
         self._written: set[Key] = set()
         self._calls: Counter[tuple[int | None, str, str]] = Counter()
         self._names = {id(p): name for name, p in source.parameters}
@@ -347,12 +348,22 @@ class _Recorder:
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A pipeline's optimizer averages and clips first, and then calls those of its ranks.
-        if self.active and self._source.whole_gradients and not isinstance(optimizer, PipelineOptimizer):
+        if isinstance(optimizer, PipelineOptimizer):
+            self._pipeline_updates = optimizer.steps
+        elif self.active and self._source.whole_gradients:
             for name, whole, parameter in self._parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad, whole)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, PipelineOptimizer):
+            before, self._pipeline_updates = self._pipeline_updates, None
+            # A step in which gradients accumulate has no update, nor has one that is skipped; and where a class overrides
+            # `step`, hooks run around the inherited one, too.
+            if before is None or optimizer.steps == before:
+                return
+        elif self._pipeline_updates is not None:
+            return  # what a pipeline's optimizer does after those of its ranks counts
         if not self.active:
             return
         values = self._source.values(optimizer)
