@@ -92,6 +92,28 @@ def frozen(model: nn.Module, ids: torch.Tensor, step: int) -> None:
     model.blocks[0].up.bias.grad = None
 
 
+def backward_left_out(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    for n, part in enumerate(ids.chunk(MICROBATCHES)):
+        loss = loss_of(model(part), part) / MICROBATCHES
+        if n != 2:
+            loss.backward()
+
+
+def block_never_run(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    blocks, model.blocks = model.blocks, nn.ModuleList(b for n, b in enumerate(model.blocks) if n != 1)
+    accumulate(model, ids, step)
+    model.blocks = blocks
+    for parameter in blocks[1].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def block_run_twice(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+    blocks = model.blocks
+    model.blocks = nn.ModuleList([blocks[0], blocks[1], blocks[1], *blocks[2:]])
+    accumulate(model, ids, step)
+    model.blocks = blocks
+
+
 @pytest.mark.parametrize(
     ("run", "first"),
     [
@@ -107,6 +129,12 @@ def frozen(model: nn.Module, ids: torch.Tensor, step: int) -> None:
             cut_backward,
             r"step 0, microbatch 0: blocks.0, gradient of its output, has the values that .* blocks.1, gradient of its",
         ),
+        (
+            backward_left_out,
+            r"step 0, microbatch 2: head, gradient of its output, was not computed; the reference has it",
+        ),
+        (block_never_run, r"step 0, microbatch 0: blocks.1, output, was not computed; the reference has it; \d+ tensors"),
+        (block_run_twice, r"step 0, microbatch 0: blocks.1.norm, call 2, output, is not in the reference; \d+ tensors"),
         (spoiled, r"step 0: .*, gradient as the optimizer sees it, has \d+ values that are not finite, and the refer"),
         (frozen, r"step 0: blocks.0.up.bias, gradient as the optimizer sees it, was not computed; the reference has it"),
     ],
@@ -186,6 +214,59 @@ def test_tensors_that_no_module_returns_are_noted(tmp_path: Path):
     found = penstock.compare(tmp_path / "one", tmp_path / "other")
     assert str(found).startswith(
         "step 0: norm, output, is 3 of the reference's (a factor of 3); 1 tensors before it agree"
+    )
+
+
+def test_a_parameter_that_is_never_updated_is_named(reference: Path, tmp_path: Path):
+    model = make()
+    updated = [p for name, p in model.named_parameters() if name != "blocks.3.up.weight"]
+    optimizer = torch.optim.AdamW(updated, lr=1e-2)
+    with penstock.record(tmp_path / "run", model, steps=1):
+        accumulate(model, batch(0), 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    found = penstock.compare(reference, tmp_path / "run")
+    assert re.match(
+        r"step 0: blocks.3.up.weight, gradient as .*, was not computed; the reference has it", str(found)
+    )
+
+
+def test_a_microbatch_that_does_not_count_needs_no_backward(tmp_path: Path):
+    def weighed(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        for n, part in enumerate(ids.chunk(MICROBATCHES)):
+            (loss_of(model(part), part) * (n != 3)).backward()
+
+    def left_out(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        for n, part in enumerate(ids.chunk(MICROBATCHES)):
+            loss = loss_of(model(part), part)
+            if n != 3:
+                loss.backward()
+
+    plain(tmp_path / "reference", weighed)
+    plain(tmp_path / "run", left_out)
+    assert penstock.compare(tmp_path / "reference", tmp_path / "run").good
+    assert penstock.compare(tmp_path / "run", tmp_path / "reference").good
+
+
+def test_processes_that_disagree_are_named_where_all_other_gradients_have_a_factor(
+    reference: Path, tmp_path: Path
+):
+    for process in range(2):
+
+        def not_reduced(model: nn.Module, ids: torch.Tensor, step: int, process: int = process) -> None:
+            accumulate(model, ids, step)
+            for parameter in model.parameters():
+                parameter.grad *= 0.01
+            model.blocks[2].up.weight.grad *= 2 + process
+
+        plain(tmp_path / str(process), not_reduced)
+        text = (tmp_path / str(process) / "process-00000.jsonl").read_text()
+        (tmp_path / "run").mkdir(exist_ok=True)
+        file = tmp_path / "run" / f"process-0000{process}.jsonl"
+        file.write_text(text.replace('"process":0', f'"process":{process}', 1))
+    found = penstock.compare(reference, tmp_path / "run")
+    assert re.match(r"step 0: .*, gradient as .*, is not the same on processes 0 and 1", str(found)), str(
+        found
     )
 
 

@@ -21,6 +21,9 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Relative error of one addition."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
+_UNTOLD = "differs"
+"""Words for a difference after the first, which mostly follows from it."""
+_MISSING = "was not computed; the reference has it"
 _SAME_FACTOR = 3e-6
 """Relative difference up to which two factors count as one: some roundings of float32."""
 AFTER_ROUNDING = 100.0
@@ -150,6 +153,7 @@ class _Compared:
             elif not found.differences:
                 found.before = found.same + found.rounded
         self._look_past_a_common_factor()
+        self._look_for_a_module_that_was_not_called()
         if self._parts:
             parts = _few(sorted(self._parts))
             found.notes.append(
@@ -176,11 +180,35 @@ class _Compared:
         first = own[0]
         ours, theirs = self._whole(self._run, first.key), self._sums.get(first.key)
         what = first.what
-        if ours is not None and theirs is not None:
+        if what == _UNTOLD and ours is not None and theirs is not None:
             what = describe(first.key, ours, theirs, self._sums, first.size, first.allowed)
         others = f"; {count} other gradients are {common:.4g} of the reference's, as clipping by the norm makes them"
         found.remove(first)
         found.insert(0, replace(first, what=what + others))
+
+    def _look_for_a_module_that_was_not_called(self) -> None:
+        """Put the output first that a module of the run should have made before the first that differs."""
+        first, entries = self._found.first, self._reference.entries
+        if first is None or first.key.kind != Kind.OUTPUT or first.key not in entries:
+            return
+        names, _ = self._of_run
+        called = [name for kind, name in names if kind == Kind.OUTPUT]
+        updated = [name for kind, name in names if kind == Kind.PARAMETER]
+        before = [
+            key
+            for key in entries
+            if (key.step, key.kind, key.microbatch) == (first.key.step, first.key.kind, first.key.microbatch)
+            and entries[key][0].order < entries[first.key][0].order
+            and not any(f"{name}.".startswith(f"{key.name}.") for name in called)
+            and any(name.startswith(f"{key.name}.") for name in updated)
+        ]
+        if before:
+            # A module's output comes after those of the modules within it.
+            outer = min(
+                (k for k in before if f"{before[0].name}.".startswith(f"{k.name}.")),
+                key=lambda k: len(k.name),
+            )
+            self._found.differences.insert(0, Difference(outer, _MISSING, float("inf"), 0.0))
 
     def _factor(self, key: Key) -> float | None:
         """Return the factor by which a gradient is a multiple of the reference's; None if it is none."""
@@ -203,19 +231,30 @@ class _Compared:
             key: (key.step, key.kind, shares.get((key.step, key.name), of[0].order), of[0].order)
             for key, of in entries.items()
         }
-        extra = [key for key in self._run.entries if key not in entries and self._should_be(key, entries)]
+        last = len(entries)
+        for key in self._run.entries:
+            if key not in entries and self._should_be(key, self._reference):
+                # A further call comes after the first one of its module; others after all of their kind.
+                places[key] = places.get(replace(key, call=0), (key.step, key.kind, last, last))
         yield from sorted(places, key=places.__getitem__)
-        yield from extra
 
-    def _should_be(self, key: Key, other: dict[Key, list[Entry]]) -> bool:
-        """Return whether a tensor that one side alone has is a difference, and not a part that was not recorded."""
+    def _should_be(self, key: Key, other: Recording) -> bool:
+        """Return whether a tensor that one side alone has is a difference, and not a part that the other did not record."""
         if key.kind == Kind.SHARE:
             return False
-        names, places = self._of_run if other is self._run.entries else self._of_reference
+        names, places = self._of_run if other is self._run else self._of_reference
+        complete = not other.cut_off
         if key.kind in (Kind.GRADIENT, Kind.PARAMETER):
             parameter = Key(key.step, Kind.PARAMETER, -1, key.name)
-            return parameter in other and (key.step, key.kind, -1) in places
-        return (key.kind, key.name) in names and (key.step, key.kind, key.microbatch) in places
+            # A parameter that a side never updates belongs to a module that it runs.
+            known = parameter in other.entries or (
+                complete and (Kind.OUTPUT, key.name.rpartition(".")[0]) in names
+            )
+            return known and (key.step, key.kind, -1) in places
+        ended = complete and (key.step, Kind.PARAMETER, -1) in places
+        # Once a step has ended, a microbatch that had a forward has had its backward.
+        seen = Kind.OUTPUT if key.kind == Kind.OUTPUT_GRADIENT and ended else key.kind
+        return (key.kind, key.name) in names and (key.step, seen, key.microbatch) in places
 
     @cached_property
     def _of_run(self) -> tuple[set[tuple[Kind, str]], set[tuple[int, Kind, int]]]:
@@ -239,9 +278,13 @@ class _Compared:
             return None
         ours, theirs = self._run.entries.get(key), self._reference.entries.get(key)
         if ours is None or theirs is None:
-            if theirs is not None and not self._should_be(key, self._run.entries):
+            if theirs is not None and not self._should_be(key, self._run):
                 return None
-            missing = "was not computed; the reference has it" if ours is None else "is not in the reference"
+            if key.kind == Kind.OUTPUT_GRADIENT and not any(
+                e.of.squares or e.of.nonfinite for e in ours or theirs or ()
+            ):
+                return None  # of a microbatch that does not count, such as one without a valid token
+            missing = _MISSING if ours is None else "is not in the reference"
             return Difference(key, missing, float("inf"), 0.0)
         if (apart := _disagreeing(ours)) is not None:
             return Difference(
@@ -265,7 +308,7 @@ class _Compared:
             return None
         # What a difference looks like is told of the first alone; the others follow from it.
         first = not self._found.differences
-        what = describe(key, q, r, self._sums, size, allowed) if first else "differs"
+        what = describe(key, q, r, self._sums, size, allowed) if first else _UNTOLD
         return Difference(key, what, size, allowed)
 
     @cached_property
