@@ -283,7 +283,7 @@ def test_bad_recordings_are_named(reference: Path, tmp_path: Path):
         ("json", text[:4000] + "}{" + text[4000:], "is damaged: "),
         ("sizes", text.replace('"shape":[2,12,16]', '"shape":[-2,12,16]', 1), "are not sizes"),
         ("kind", text.replace('"at":[0,0,', '"at":[0,99,', 1), "99 is not a valid Kind"),
-        ("long", text + "[" * 100_000, "is too long"),
+        ("long", text + "[" * (1 << 22), "is too long"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "process-00000.jsonl").write_text(content)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +120,8 @@ class Piped:
             self.optimizer.zero_grad(set_to_none=HABITS[self.case.habit].zero == "none")
 
 
-def piped(rank: int, case: Case) -> Run:
-    """Run a case: all ranks of this process."""
+def piped(rank: int, case: Case, folder: Path | None = None) -> Run:
+    """Run a case: all ranks of this process; recorded into a folder if there is one."""
     run = Run()
     trainee: Piped | None = None
     try:
@@ -146,8 +148,9 @@ def piped(rank: int, case: Case) -> Run:
                 parallel=ParallelOptions(bucket_bytes=1000, shard=case.shard),
             ) as pipe:
                 trainee = Piped(case, pipe, layers, model)
-                for number in range(case.steps):
-                    run.steps.append(trainee.step(number))
+                with nullcontext() if folder is None else penstock.record(folder, pipe, steps=case.steps):
+                    for number in range(case.steps):
+                        run.steps.append(trainee.step(number))
     except Exception as error:
         run.raised = raised(error, trainee, len(run.steps))
     return run

@@ -38,6 +38,7 @@ class Plain:
         self.names = layer_names(case, len(self.layers)) if model is None else [""]
         self.criterion = loss_of(case, model)
         self.evaluated: Tensor | None = None
+        self.base = 0  # microbatches of the update before this call's
         self.where = whole_names(self.names, self.given)
         make, options = make_optimizer(case)
         self.optimizer = make(list(self.parameters().values()) or [nn.Parameter(torch.zeros(1))], **options)
@@ -95,7 +96,7 @@ class Plain:
             name for layer in layers for m in layer.modules() for name in getattr(m, "gives", ())
         )
         inputs = make_batch(self.case, step).inputs_of_parts[number] if self.case.own is not None else {}
-        context = Context(dict(inputs), {}, gives)
+        context = Context(dict(inputs), {}, gives, microbatch=self.base + number)
         value, target = part[0].clone(), part[1]
         before = set_context(context)
         try:

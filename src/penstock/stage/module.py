@@ -70,6 +70,7 @@ class StageModule(nn.Module):
             if self.before:
                 self.before[n]()
             takes, name = self.takes[n], self.names[n]
+            context.layer = name
             kwargs = {k: named[k] for k in takes if k in named} if takes and named else {}
             call = partial(layer, value, **kwargs)
             value = call() if name in rng_free else _call(isolated_call, name, layer, call)

@@ -27,9 +27,10 @@ class Context:
     Attributes:
         rng_free: names of layers that are known to draw nothing in this step, and are called directly.
         microbatch: number of the microbatch in the global batch; None outside of a step.
+        layer: name of the layer that runs now; empty before the first.
     """
 
-    __slots__ = ("_versions", "gives", "isolated_call", "losses", "microbatch", "named", "rng_free")
+    __slots__ = ("_versions", "gives", "isolated_call", "layer", "losses", "microbatch", "named", "rng_free")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Context:
         self.isolated_call = isolated_call
         self.rng_free = rng_free
         self.microbatch = microbatch
+        self.layer = ""
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, value in named.items():
             self.watch(name, value)
@@ -82,10 +84,10 @@ def set_context(context: Context | None) -> Context | None:
     return previous
 
 
-def current_microbatch() -> int | None:
-    """Return the number in the global batch of the microbatch that this thread's stage runs on; None outside of a step."""
+def current_context() -> Context | None:
+    """Return the context of the stage that runs on this thread; None outside of one."""
     context: Context | None = getattr(_thread, "context", None)
-    return None if context is None else context.microbatch
+    return context
 
 
 @contextmanager

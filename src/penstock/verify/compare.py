@@ -331,7 +331,8 @@ class _Compared:
         exact = None if self._exact is None else self._exact.entries.get(key)
         if exact is not None and (whole := joined([entry.of for entry in exact])) is not None:
             return SLACK * max(distance(r, whole), self._usual[key.step, key.kind]) + SLACK * unit
-        allowed = ROUNDING.get(r.dtype, 0.0)
+        # Gradients of float32 are rounded as autocast's outputs are.
+        allowed = max(ROUNDING.get(r.dtype, 0.0), self._least_precise)
         if self._rounded_gradients and (key.kind == Kind.PARAMETER or key.step > 0):
             allowed *= AFTER_ROUNDING
         if key.kind in (Kind.GRADIENT, Kind.OUTPUT_GRADIENT):
@@ -361,6 +362,12 @@ class _Compared:
         """Return the largest norm of a gradient of the same step and microbatch near a module."""
         near = key.name.rsplit(".", 2)[0]
         return self._norms.get((key.step, key.kind, key.microbatch, near), 0.0)
+
+    @cached_property
+    def _least_precise(self) -> float:
+        """Relative difference that rounding explains in the least precise dtype of the reference."""
+        dtypes = {of.dtype for of in self._sums.values()}
+        return max((ROUNDING[dtype] for dtype in dtypes & ROUNDING.keys()), default=0.0)
 
     @cached_property
     def _norms(self) -> dict[tuple[int, Kind, int, str], float]:

@@ -6,11 +6,13 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,9 +34,9 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import is_joint, whole_name
 from penstock.stage.module import StageModule
-from penstock.stage.named import current_microbatch
+from penstock.stage.named import current_context
 from penstock.verify.fingerprint import Fingerprint, fingerprint
-from penstock.verify.recording import Key, Kind, Writer
+from penstock.verify.recording import CALLS, Key, Kind, Writer
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def record(
     if isinstance(model, Pipeline):
         source: _Source = _PipelineSource(model)
     elif isinstance(model, StageModule):
-        source = _StagesSource([model], list(model.whole_model_parameters()))
+        source = _StagesSource(model.named_layers(), list(model.whole_model_parameters()))
     elif isinstance(model, nn.Module):
         source = _PlainSource({"": model}, first_microbatch)
     elif isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
@@ -87,7 +89,7 @@ def record(
         raise ConfigError(
             f"record takes a module, a Pipeline or a mapping from name prefixes to modules, got a {type(model).__name__}"
         )
-    writer = Writer(Path(folder), dist.get_rank() if dist.is_initialized() else 0)
+    writer = Writer(Path(folder), dist.get_rank() if dist.is_initialized() else 0, source.aliases)
     complete = False
     try:
         recorder = _Recorder(source, writer, steps)
@@ -114,21 +116,39 @@ class Notes:
         self._recorder.note(name, value, microbatch)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Place of a call of a module in the run.
+
+    Attributes:
+        name: name of the module in the whole model.
+        microbatch: number of the microbatch.
+        run: name of the present run of the modules; calls of a module are counted in each.
+        first_call: number of the module's first call in this run.
+        again: whether it runs because a backward needs its output again.
+    """
+
+    name: str
+    microbatch: int
+    run: str
+    first_call: int = 0
+    again: bool = False
+
+
 class _Source:
     """Modules and parameters that run, by their names in the whole model, and the place of a call in the run.
 
     Attributes:
-        modules: id of each module → its name.
         parameters: (name, parameter) pairs, each parameter once.
         shares: whether the gradients of each microbatch are recorded, too.
         whole_gradients: whether parameters have gradients of their own shape; False where replicas divide them flat.
-        base: number of the microbatches of a step that came before those of the present call.
+        aliases: further names of modules that the whole model has in several places → the first name.
     """
 
-    modules: dict[int, str]
     parameters: list[tuple[str, nn.Parameter]]
     shares = False
     whole_gradients = True
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def install(self, recorder: _Recorder, stack: ExitStack) -> None:
         """Watch the run as long as a stack is open."""
@@ -140,8 +160,13 @@ class _Source:
         """Return whole parameters after an optimizer's update by name; None if the parameters themselves have them."""
         return None
 
-    def place(self) -> tuple[int | None, str]:
-        """Return the present microbatch, None outside of one, and a name for the present run of its modules."""
+    @property
+    def in_forward(self) -> bool:
+        """True while a forward runs on this thread; gradients that it computes itself are not those of the loss."""
+        return current_context() is not None
+
+    def place(self, module: nn.Module) -> _Place | None:
+        """Return the place of the call of a module that has just ended; None if it is not recorded."""
         raise NotImplementedError
 
 
@@ -163,11 +188,11 @@ class _PlainSource(_Source):
         self._inside: list[int] = []
         self._microbatch: int | None = None
         self.backward_of: int | None = None
-        self.modules = {}
+        self._names: dict[int, str] = {}
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, root in roots.items():
             for name, module in root.named_modules():
-                self.modules.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+                self._names.setdefault(id(module), ".".join(filter(None, (prefix, name))))
             for name, parameter in root.named_parameters():
                 found.setdefault(id(parameter), (".".join(filter(None, (prefix, name))), parameter))
         self.parameters = list(found.values())
@@ -193,35 +218,70 @@ class _PlainSource(_Source):
     def next_step(self) -> None:
         self._counts.clear()
 
-    def place(self) -> tuple[int | None, str]:
-        # Outside of the model's own forward, a module runs because a backward needs its output again.
-        return (self._microbatch, "forward") if self._inside else (self.backward_of, "again")
+    @property
+    def in_forward(self) -> bool:
+        return bool(self._inside)
+
+    def place(self, module: nn.Module) -> _Place | None:
+        name = self._names.get(id(module))
+        if name is None:
+            return None
+        if not self._inside:  # a backward needs its output again
+            number = self.backward_of
+            return None if number is None else _Place(name, number, "again", again=True)
+        context = current_context()
+        known = None if context is None else context.microbatch
+        number = self._microbatch if known is None or self._microbatch is None else known
+        return None if number is None else _Place(name, number, "forward")
 
 
 class _StagesSource(_Source):
-    """Layers of stages, whose microbatch their context tells."""
+    """Layers of stages, whose context tells the microbatch and the layer that runs."""
 
-    def __init__(self, stages: Sequence[StageModule], parameters: list[tuple[str, nn.Parameter]]) -> None:
-        self.modules = {}
-        for stage in stages:
-            for name, layer in stage.named_layers():
-                for inner, module in layer.named_modules():
-                    if inner or not is_joint(name):  # a joint layer is not a module of the model
-                        self.modules[id(module)] = whole_name(name, inner, parameter=not is_joint(name))
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], parameters: list[tuple[str, nn.Parameter]]
+    ) -> None:
         self.parameters = parameters
+        self._find_names(layers)
 
-    def place(self) -> tuple[int | None, str]:
-        return current_microbatch(), "forward"
+    def _find_names(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        """Find the names of all modules of layers, and the places of the layers in the model."""
+        self._names: dict[tuple[str, int], str] = {}
+        self._places: dict[str, int] = {}
+        for name, layer in layers:
+            self._places.setdefault(name, len(self._places))
+            for inner, module in layer.named_modules():
+                if inner or not is_joint(name):  # a joint layer is not a module of the model
+                    whole = whole_name(name, inner, parameter=not is_joint(name))
+                    self._names.setdefault((name, id(module)), whole)
+
+    def place(self, module: nn.Module) -> _Place | None:
+        context = current_context()
+        if context is None or context.microbatch is None:
+            return None
+        name = self._names.get((context.layer, id(module)))
+        first = self._places.get(context.layer, 0) * CALLS
+        return None if name is None else _Place(name, context.microbatch, context.layer, first)
 
 
 class _PipelineSource(_StagesSource):
     """The stages of a pipeline on this process."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        super().__init__(pipe.stage_modules(), list(pipe.named_parameters()))
+        super().__init__([], list(pipe.named_parameters()))
+        first: dict[int, str] = {}
+        aliases = {}
+        for layer in pipe.layers:
+            # Each rank may have a copy of its own; the layers that were given show that they are one.
+            for inner, module in () if layer.module is None else layer.module.named_modules():
+                whole = whole_name(layer.name, inner, parameter=not is_joint(layer.name))
+                if (known := first.setdefault(id(module), whole)) != whole:
+                    aliases[whole] = known
+        self.aliases = aliases
         self._pipe = pipe
         self._thread = threading.local()
-        self._steps, self._base = pipe.steps, 0
+        self._order = {layer.name: place for place, layer in enumerate(pipe.layers)}
+        self._steps, self._base = -1, 0
         self._lock = threading.Lock()
 
     def install(self, recorder: _Recorder, stack: ExitStack) -> None:
@@ -243,8 +303,11 @@ class _PipelineSource(_StagesSource):
     def _note_step(self, recorder: _Recorder) -> None:
         with self._lock:
             if self._pipe.steps != self._steps:
+                self._base += self._pipe.microbatches * self._pipe.replicas if self._names else 0
                 self._steps = self._pipe.steps
-                self._base += self._pipe.microbatches * self._pipe.replicas
+                # During a step, a rank may have a copy in the place of a module that others have, too.
+                layers = (pair for stage in self._pipe.stage_modules() for pair in stage.named_layers())
+                self._find_names(sorted(layers, key=lambda pair: self._order[pair[0]]))
             recorder.begin_forward()
 
     @property
@@ -260,11 +323,12 @@ class _PipelineSource(_StagesSource):
             return None
         return self._pipe.state_dict()  # between steps a process has a part of each weight
 
-    def place(self) -> tuple[int | None, str]:
-        run, number = getattr(self._thread, "run", None), current_microbatch()
-        if run is None or number is None:
-            return None, ""
-        return self._base + number, run
+    def place(self, module: nn.Module) -> _Place | None:
+        run = getattr(self._thread, "run", None)
+        found = None if run is None else super().place(module)
+        if found is None:
+            return None
+        return replace(found, microbatch=self._base + found.microbatch, run=f"{run} {found.run}")
 
 
 class _Recorder:
@@ -276,7 +340,7 @@ class _Recorder:
         # Updates before the present step of a pipeline's optimizer; None outside of one.
         self._pipeline_updates: int | None = None
         self._written: set[Key] = set()
-        self._calls: Counter[tuple[int | None, str, str]] = Counter()
+        self._calls: Counter[tuple[int, str, str]] = Counter()
         self._names = {id(p): name for name, p in source.parameters}
         self._last: tuple[weakref.ref[Tensor], int, Fingerprint] | None = None
         self._lock = threading.Lock()
@@ -289,7 +353,7 @@ class _Recorder:
     def hooks(self) -> Iterator[None]:
         """Return a context in which all is recorded."""
         with ExitStack() as stack:
-            stack.callback(register_module_forward_hook(self._output).remove)
+            stack.callback(register_module_forward_hook(self._output, with_kwargs=True).remove)
             # After the hook of outputs: a model's own output is still one of its forward.
             self._source.install(self, stack)
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -308,25 +372,24 @@ class _Recorder:
             self._calls.clear()
             self._source.next_step()
 
-    def _output(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._source.modules.get(id(module))
-        if name is None:
+    def _output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        place = self._source.place(module)
+        if place is None:
             return
         self.begin_forward()
         if not self.active:
             return
-        microbatch, run = self._source.place()
-        if microbatch is None:
-            return
+        name, microbatch = place.name, place.microbatch
         with self._lock:
-            call = self._calls[microbatch, run, name]
-            self._calls[microbatch, run, name] += 1
+            call = place.first_call + self._calls[microbatch, place.run, name]
+            self._calls[microbatch, place.run, name] += 1
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for slot, leaf in enumerate(leaves):
-            key = Key(self._step, Kind.OUTPUT, microbatch, name, call, slot)
-            if run != "again":
-                self._write(key, leaf)
-            if leaf.requires_grad:
+            if not place.again:
+                self._write(Key(self._step, Kind.OUTPUT, microbatch, name, call, slot), leaf)
+            # The gradient of an input that is passed on is that of all its uses, not of the module's output alone.
+            if leaf.requires_grad and id(leaf) not in given:
                 of_grad = Key(self._step, Kind.OUTPUT_GRADIENT, microbatch, name, call, slot)
                 leaf.register_hook(partial(self._output_gradient, of_grad))
 
@@ -336,6 +399,8 @@ class _Recorder:
             self._write(Key(self._step, Kind.OUTPUT, microbatch, name), value)
 
     def _output_gradient(self, key: Key, gradient: Tensor) -> None:
+        if self._source.in_forward:
+            return
         if isinstance(self._source, _PlainSource):
             self._source.backward_of = key.microbatch
         if key.step == self._step:

@@ -7,8 +7,8 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from penstock.verify.fingerprint import GROUPS, VECTORS, Fingerprint
 FORMAT = 1
 LIMIT = 1 << 30
 """Bytes of a process's file at which its recording ends."""
-_LONGEST_LINE = 1 << 16
+CALLS = 1000
+"""Numbers of calls that each layer of a pipeline has: a reader counts a module's calls of all its layers."""
+_LONGEST_LINE = 1 << 22
 _MOST_DIMS = 64
 
 
@@ -97,12 +99,13 @@ class Writer:
     Args:
         folder: folder of the recording; made if it is not there.
         process: rank of this process among all of the run.
+        aliases: further names of modules that the model has in several places → the first name.
 
     Raises:
         ConfigError: if the folder has this process's part of a recording already.
     """
 
-    def __init__(self, folder: Path, process: int) -> None:
+    def __init__(self, folder: Path, process: int, aliases: Mapping[str, str]) -> None:
         self.path = folder / f"process-{process:05d}.jsonl"
         self._lock = threading.Lock()
         self._order = self._bytes = 0
@@ -116,7 +119,8 @@ class Writer:
             self._file = self.path.open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write a recording into {folder}: {error.strerror}") from error
-        self._line({"recording": FORMAT, "penstock": __version__, "process": process})
+        head = {"recording": FORMAT, "penstock": __version__, "process": process, "aliases": dict(aliases)}
+        self._line(head)
 
     def write(self, key: Key, of: Fingerprint) -> None:
         """Append a tensor; any thread may call it."""
@@ -197,7 +201,8 @@ def read(folder: str | os.PathLike[str]) -> Recording:
         raise DataError(
             f"{folder} has no recording; make one with penstock.record({str(folder)!r}, model) around a training loop"
         )
-    entries: dict[Key, list[Entry]] = {}
+    found: list[Entry] = []
+    aliases: dict[str, str] = {}
     cut_off = []
     for path in files:
         process, complete = -1, False
@@ -207,16 +212,32 @@ def read(folder: str | os.PathLike[str]) -> Recording:
                     if table.get("recording") != FORMAT:
                         raise ValueError("its first line does not say that it is a recording of this version")
                     process = int(table["process"])
+                    aliases |= table["aliases"]
                 elif "end" in table:
                     complete = True
                 else:
-                    entry = _entry(table, process)
-                    entries.setdefault(entry.key, []).append(entry)
+                    found.append(_entry(table, process))
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(f"{path} is damaged: {error}") from error
         if not complete:
             cut_off.append(path.name)
-    return Recording(folder, entries, cut_off)
+    return Recording(folder, _by_key(found, aliases), cut_off)
+
+
+def _by_key(found: Sequence[Entry], aliases: Mapping[str, str]) -> dict[Key, list[Entry]]:
+    """Return entries by key, with the calls of each module numbered from 0 within a microbatch."""
+    calls: dict[tuple[int, int, str], set[int]] = {}
+    for entry in found:
+        key = entry.key
+        calls.setdefault((key.step, key.microbatch, aliases.get(key.name, key.name)), set()).add(key.call)
+    numbers = {place: {call: n for n, call in enumerate(sorted(of))} for place, of in calls.items()}
+    entries: dict[Key, list[Entry]] = {}
+    for entry in found:
+        name = aliases.get(entry.key.name, entry.key.name)
+        call = numbers[entry.key.step, entry.key.microbatch, name][entry.key.call]
+        key = replace(entry.key, name=name, call=call)
+        entries.setdefault(key, []).append(replace(entry, key=key))
+    return entries
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
