@@ -1,0 +1,1 @@
+"""Small wrong changes in a training run, each planted alone, and whether `penstock.compare` names them."""
