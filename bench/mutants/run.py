@@ -62,7 +62,9 @@ def record(rank: int, subject: str, mutant: str | None, folder: str) -> tuple[in
         try:
             RUNS[run.run](run, Path(folder))
         except PenstockError as error:
-            return changes.count, f"{type(error).__name__}: {error}", True
+            # An error of torch or of a mutant itself, which Penstock passes on with its place, refuses nothing.
+            own = error.__cause__ is None or isinstance(error.__cause__, PenstockError)
+            return changes.count, f"{type(error).__name__}: {error}", own
         except Exception:
             return changes.count, traceback.format_exc(limit=-2), False
     return changes.count, "", False
