@@ -68,8 +68,9 @@ def test_recording_changes_no_number(schedule: str, tmp_path: Path):
     [
         *slow((2, {"schedule": "zb-h1"}), (4, {"mesh": penstock.MeshShape(2, 2), "microbatches": 2})),
         *slow((4, {"mesh": penstock.MeshShape(2, 2), "microbatches": 2, "zero": True})),
+        *slow((2, {"ranks": None, "mesh": penstock.MeshShape(1, 2), "microbatches": 2, "zero": "overlap"})),
     ],
-    ids=["2 ranks", "2 replicas", "ZeRO"],
+    ids=["2 ranks", "2 replicas", "ZeRO", "ZeRO that overlaps"],
 )
 def test_processes_record_their_parts(
     processes: LocalProcesses, count: int, options: dict[str, Any], reference: Path, tmp_path: Path
@@ -81,6 +82,24 @@ def test_processes_record_their_parts(
     updates = [key for key in read(tmp_path / "run").entries if key.kind == Kind.PARAMETER]
     assert len(updates) == 52
     assert found.same + found.rounded >= 2 * (184 - 8) + 52
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_replicas_that_divide_more_record_what_they_have(
+    shard: str, processes: LocalProcesses, reference: Path, tmp_path: Path
+):
+    options = {
+        "ranks": None,
+        "mesh": penstock.MeshShape(1, 2),
+        "microbatches": 2,
+        "parallel": penstock.ParallelOptions(shard=shard),
+    }
+    processes.run(2, in_process, str(tmp_path / "run"), options)
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+    updates = [key for key in read(tmp_path / "run").entries if key.kind == Kind.PARAMETER]
+    assert len(updates) == (0 if shard == "weights" else 52)  # weights are not in memory between steps
 
 
 def test_a_tied_weight_is_recorded_once(tmp_path: Path):

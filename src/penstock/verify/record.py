@@ -320,6 +320,7 @@ class _PipelineSource(_StagesSource):
     def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
         shards = self._pipe.shards
         if shards is None or not shards.sharded_weights:
+            self._pipe.wait()  # with zero="overlap" values may still be arriving
             return None
         return self._pipe.state_dict()  # between steps a process has a part of each weight
 
