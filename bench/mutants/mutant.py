@@ -34,7 +34,8 @@ class Changes:
     def made(self, wrong: Any, right: Any = None) -> Any:
         """Return a wrong value in the place of the right one; a tensor that has the same values is no change."""
         same = isinstance(wrong, Tensor) and isinstance(right, Tensor) and wrong.dtype == right.dtype
-        self.count += not (same and wrong.shape == right.shape and bool((wrong == right).all()))
+        if not (same and wrong.shape == right.shape and bool((wrong == right).all())):
+            self.count += 1  # after the comparison, in which other threads may count
         return wrong
 
     @contextmanager
@@ -45,7 +46,7 @@ class Changes:
             yield
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mutant:
     """A small wrong change.
 
@@ -75,7 +76,15 @@ def mutant(
 
     def register(plant: Plant) -> Plant:
         assert name not in MUTANTS, name
-        MUTANTS[name] = Mutant(name, source, BY_NAME[subject], name_is, kinds, plant, refused)
+        MUTANTS[name] = Mutant(
+            name=name,
+            source=source,
+            subject=BY_NAME[subject],
+            name_is=name_is,
+            kinds=kinds,
+            plant=plant,
+            refused=refused,
+        )
         return plant
 
     return register

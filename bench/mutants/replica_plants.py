@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from bench.mutants.backward_plants import TIED
 from bench.mutants.mutant import Changes, mutant
-from bench.mutants.update_plants import change_apply, change_norms, named, skip
+from bench.mutants.update_plants import SKIP, change_apply, change_norms, named
 from penstock.parallel.replicas.bucket import Bucket
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.replicas.shards import OptimizerShards
@@ -239,7 +239,7 @@ def weights_part(changes: Changes) -> None:
 
 @mutant("update of a replica skipped", UPDATE, "dp", r".", Kind.PARAMETER)
 def update_of_replica(changes: Changes) -> None:
-    change_apply(changes, lambda optimizer, rank: changes.made(skip) if dist.get_rank() == 1 else None)
+    change_apply(changes, lambda optimizer, rank: changes.made(SKIP) if dist.get_rank() == 1 else None)
 
 
 @mutant(

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 
 import penstock
-from bench.mutants import backward_plants, forward_plants, peer_plants, replica_plants, update_plants
+from bench.mutants import (
+    backward_plants,
+    batch_plants,
+    forward_plants,
+    peer_plants,
+    replica_plants,
+    update_plants,
+)
 from bench.mutants.mutant import BY_NAME, MUTANTS, Changes, Mutant
 from bench.mutants.subjects import RUNS, Subject, plain
 from penstock.base.errors import PenstockError
@@ -20,7 +27,7 @@ from penstock.base.scratch import Scratch
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.verify.compare import Comparison
 
-PLANTS = (forward_plants, backward_plants, update_plants, replica_plants, peer_plants)
+PLANTS = (batch_plants, forward_plants, backward_plants, update_plants, replica_plants, peer_plants)
 """Modules that register mutants as they are imported."""
 
 
@@ -105,11 +112,11 @@ class Bench:
         if errors:
             # Of several processes one has the reason, and the others report that it failed.
             why = mutant.refused or "(?!)"
-            text, refused = next((e for e in errors if re.search(why, e[0])), errors[0])
-            named = refused and bool(re.search(why, text))
-            return Found(
-                bool(changes), refused, named, " ".join(text.split()), refused=refused, error=not refused
-            )
+            told = [text for text, refused in errors if refused and re.search(why, text)]
+            foreign = [text for text, refused in errors if not refused]
+            text = " ".join((told or foreign or [errors[0][0]])[0].split())
+            refused = bool(told) or not foreign
+            return Found(bool(changes), refused, bool(told), text, refused=refused, error=not refused)
         assert comparison is not None, "there is no error"
         first = comparison.first
         if first is None:

@@ -109,7 +109,7 @@ def loss_of(output: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), ids.flatten(), ignore_index=IGNORED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """A training run, whose reference is the same model in plain PyTorch.
 
@@ -162,32 +162,34 @@ class Subject:
 
 
 SUBJECTS = [
-    Subject("1f1b", pipe={"schedule": "1f1b"}),
-    Subject("gpipe", pipe={"schedule": "gpipe"}),
-    Subject("zb-h1", pipe={"schedule": "zb-h1"}),
-    Subject("zb-v", pipe={"schedule": "zb-v"}),
-    Subject("interleaved", pipe={"schedule": "interleaved-1f1b", "virtual_stages": 2}),
-    Subject("chimera", pipe={"schedule": "chimera"}),
-    Subject("recompute", {"drop": 0.2}, {"recompute": "full"}),
-    Subject("dropout", {"drop": 0.2}),
-    Subject("tied", {"tied": True}),
-    Subject("tied processes", {"tied": True}, {"mesh": penstock.MeshShape(2, 1)}, processes=2),
-    Subject("mask", {"masked": True}),
-    Subject("auxiliary", {"auxiliary": True}),
-    Subject("buffers", {"buffers": True}),
-    Subject("bf16", pipe={"autocast": torch.bfloat16}),
-    Subject("ragged", pipe={"reduction": "valid"}, ragged=True),
-    Subject("accumulate", clip=None, accumulate=2),
-    Subject("dp", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2),
-    Subject("dp unclipped", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2, clip=None),
-    Subject("dp 4", pipe={"mesh": penstock.MeshShape(1, 4)}, processes=4),
-    Subject("dp bf16", pipe={"mesh": penstock.MeshShape(1, 2), "autocast": torch.bfloat16}, processes=2),
-    Subject("dp dropout", {"drop": 0.2}, {"mesh": penstock.MeshShape(1, 2)}, processes=2),
-    Subject("pp x dp", pipe={"mesh": penstock.MeshShape(2, 2)}, processes=4),
-    Subject("zero", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2, zero=True),
-    Subject("ddp", run="ddp", processes=2, scale=2.0),
-    Subject("ddp unclipped", run="ddp", processes=2, scale=2.0, clip=None),
-    Subject("stages", run="stages", processes=2, scale=4.0, clip=None),
+    Subject(name="1f1b", pipe={"schedule": "1f1b"}),
+    Subject(name="gpipe", pipe={"schedule": "gpipe"}),
+    Subject(name="zb-h1", pipe={"schedule": "zb-h1"}),
+    Subject(name="zb-v", pipe={"schedule": "zb-v"}),
+    Subject(name="interleaved", pipe={"schedule": "interleaved-1f1b", "virtual_stages": 2}),
+    Subject(name="chimera", pipe={"schedule": "chimera"}),
+    Subject(name="recompute", model={"drop": 0.2}, pipe={"recompute": "full"}),
+    Subject(name="dropout", model={"drop": 0.2}),
+    Subject(name="tied", model={"tied": True}),
+    Subject(
+        name="tied processes", model={"tied": True}, pipe={"mesh": penstock.MeshShape(2, 1)}, processes=2
+    ),
+    Subject(name="mask", model={"masked": True}),
+    Subject(name="auxiliary", model={"auxiliary": True}),
+    Subject(name="buffers", model={"buffers": True}),
+    Subject(name="bf16", pipe={"autocast": torch.bfloat16}),
+    Subject(name="ragged", pipe={"reduction": "valid"}, ragged=True),
+    Subject(name="accumulate", clip=None, accumulate=2),
+    Subject(name="dp", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2),
+    Subject(name="dp unclipped", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2, clip=None),
+    Subject(name="dp 4", pipe={"mesh": penstock.MeshShape(1, 4)}, processes=4),
+    Subject(name="dp bf16", pipe={"mesh": penstock.MeshShape(1, 2), "autocast": torch.bfloat16}, processes=2),
+    Subject(name="dp dropout", model={"drop": 0.2}, pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2),
+    Subject(name="pp x dp", pipe={"mesh": penstock.MeshShape(2, 2)}, processes=4),
+    Subject(name="zero", pipe={"mesh": penstock.MeshShape(1, 2)}, processes=2, zero=True),
+    Subject(name="ddp", run="ddp", processes=2, scale=2.0),
+    Subject(name="ddp unclipped", run="ddp", processes=2, scale=2.0, clip=None),
+    Subject(name="stages", run="stages", processes=2, scale=4.0, clip=None),
 ]
 
 

@@ -116,7 +116,7 @@ def change_apply(changes: Changes, before: Any, after: Any = None) -> None:
     def make(apply: Any) -> Any:
         def wrong(self: PipelineOptimizer, rank: int) -> None:
             kept = before(self, rank)
-            if kept is not skip:
+            if kept is not SKIP:
                 apply(self, rank)
             if after is not None:
                 after(self, rank, kept)
@@ -126,7 +126,7 @@ def change_apply(changes: Changes, before: Any, after: Any = None) -> None:
     changes.replace(PipelineOptimizer, "_apply", make)
 
 
-skip = object()
+SKIP = object()
 """Returned in place of an update that is left out."""
 
 
@@ -136,7 +136,7 @@ def named(optimizer: PipelineOptimizer, rank: int) -> dict[str, nn.Parameter]:
 
 @mutant("update of a rank skipped", UPDATE, "1f1b", r"^(blocks\.[23]|head)\.", Kind.GRADIENT, Kind.PARAMETER)
 def update_skipped(changes: Changes) -> None:
-    change_apply(changes, lambda optimizer, rank: changes.made(skip) if rank == 1 else None)
+    change_apply(changes, lambda optimizer, rank: changes.made(SKIP) if rank == 1 else None)
 
 
 @mutant("update of a parameter lost", UPDATE, "interleaved", r"^blocks\.2\.up\.weight$", Kind.PARAMETER)

@@ -60,7 +60,16 @@ def test_a_mutant_is_named(name: str, line: str, command: Command):
 
 def planted(monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[Changes], None]) -> None:
     monkeypatch.setitem(
-        MUTANTS, name, Mutant(name, "test", BY_NAME["1f1b"], "^head$", (Kind.OUTPUT_GRADIENT,), plant)
+        MUTANTS,
+        name,
+        Mutant(
+            name=name,
+            source="test",
+            subject=BY_NAME["1f1b"],
+            name_is="^head$",
+            kinds=(Kind.OUTPUT_GRADIENT,),
+            plant=plant,
+        ),
     )
 
 
