@@ -270,11 +270,56 @@ def test_processes_that_disagree_are_named_where_all_other_gradients_have_a_fact
     )
 
 
+def test_several_microbatches_may_share_a_backward(reference: Path, tmp_path: Path):
+    def joint(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        sum(loss_of(model(part), part) / MICROBATCHES for part in ids.chunk(MICROBATCHES)).backward()
+
+    plain(tmp_path / "run", joint)
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+
+
+def test_an_update_that_never_happens_is_a_difference(reference: Path, tmp_path: Path):
+    for name, updates in (("last", 1), ("none", 0)):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with penstock.record(tmp_path / name, model):
+            for step in range(2):
+                optimizer.zero_grad()
+                accumulate(model, batch(step), step)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if step < updates:
+                    optimizer.step()
+        found = penstock.compare(reference, tmp_path / name)
+        assert re.search(r"value after the update, was not computed", str(found)), str(found)
+
+
+def test_microbatches_and_processes_that_are_missing_are_said(reference: Path, tmp_path: Path):
+    text = (reference / "process-00000.jsonl").read_text()
+    lines = [line for line in text.splitlines(keepends=True) if not re.search(r'"at":\[\d,[012],[23],', line)]
+    (tmp_path / "process-00000.jsonl").write_text("".join(lines).replace('"processes":1', '"processes":2', 1))
+    found = penstock.compare(reference, tmp_path)
+    assert any(note.endswith("only: microbatches 2, 3") for note in found.notes), found.notes
+    assert any("has no process-00001.jsonl: other processes of its run" in note for note in found.notes)
+
+
+def test_another_run_is_not_taken_for_the_reference_in_float64(reference: Path, tmp_path: Path):
+    with pytest.raises(DataError, match="is not the reference in float64: it has none of its outputs"):
+        penstock.compare(reference, reference, exact=reference)
+    torch.manual_seed(1)
+    other = type(make())().double()
+    with penstock.record(tmp_path / "other", other, steps=1):
+        accumulate(other, batch(0), 0)
+    with pytest.raises(DataError, match=r"its outputs are .* of their norm away; record model\.double"):
+        penstock.compare(reference, reference, exact=tmp_path / "other")
+
+
 def test_bad_recordings_are_named(reference: Path, tmp_path: Path):
     with pytest.raises(DataError, match=r"nothing has no recording; make one with penstock\.record"):
         penstock.compare(reference, tmp_path / "nothing")
-    with penstock.record(tmp_path / "other", nn.Sequential(nn.Linear(2, 2)), steps=1):
-        pass
+    other = nn.Sequential(nn.Linear(2, 2))
+    with penstock.record(tmp_path / "other", other, steps=1):
+        other(torch.ones(1, 2))
     with pytest.raises(DataError, match="have no tensor in common: the first names are"):
         penstock.compare(reference, tmp_path / "other")
     text = (reference / "process-00000.jsonl").read_text()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import penstock
 from penstock.base.errors import ConfigError
@@ -188,7 +189,8 @@ def test_an_update_is_recorded_as_a_pipelines_optimizer_leaves_it(
 
 def test_evaluations_and_other_modules_are_not_recorded(tmp_path: Path):
     model, other = make(), make()
-    with penstock.record(tmp_path / "run", model, steps=1):
+    nothing = pytest.warns(RuntimeWarning, match="nothing was recorded into")
+    with nothing, penstock.record(tmp_path / "run", model, steps=1):
         with torch.no_grad():
             model(batch(0))
         other(batch(0))
@@ -196,7 +198,7 @@ def test_evaluations_and_other_modules_are_not_recorded(tmp_path: Path):
             pipe.step(batch(0), batch(0))
     assert not read_entries(tmp_path / "run")
     with penstock.Pipeline(model, loss_of, ranks=2, microbatches=2) as pipe:
-        with penstock.record(tmp_path / "pipe", pipe, steps=1):
+        with nothing, penstock.record(tmp_path / "pipe", pipe, steps=1):
             pipe.evaluate(batch(0), batch(0))
         assert not read_entries(tmp_path / "pipe")
         pipe.step(batch(0), batch(0))
@@ -209,8 +211,21 @@ def read_entries(folder: Path) -> object:
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path):
     model = make()
-    with penstock.record(tmp_path / "run", model):
-        pass
+    with penstock.record(tmp_path / "run", model) as notes:
+        model(batch(0))
+        for name, value, message in (
+            (3, 1.0, "a note's name must be a text that no module of the model has, got 3"),
+            ("head", 1.0, "got 'head'"),
+            ("loss", "1", "its value must be a tensor or a number, got '1'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                notes.note(name, value)
+        with pytest.raises(ConfigError, match="microbatch must be a whole number, got '0'"):
+            notes.note("loss", 1.0, microbatch="0")
+    with pytest.raises(ConfigError, match="comes after the block that records has ended"):
+        notes.note("loss", 1.0)
+    with pytest.raises(ConfigError, match="folder must be the path of a folder, got 3"):
+        penstock.record(3, model).__enter__()
     with pytest.raises(ConfigError, match="has a recording of process 0 already"):
         penstock.record(tmp_path / "run", model).__enter__()
     with pytest.raises(ConfigError, match="record takes a module, a Pipeline or a mapping"):
@@ -225,3 +240,35 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot write a recording into"):
         penstock.record(tmp_path / "file", model).__enter__()
     assert not (tmp_path / "a").exists()
+
+
+def test_any_view_and_calls_without_values(tmp_path: Path):
+    model = make()
+    flat = torch.cat([torch.zeros(1), *(p.detach().flatten() for p in model.parameters())])
+    place = 1
+    for parameter in model.parameters():
+        parameter.data = flat[place : place + parameter.numel()].view_as(parameter)
+        place += parameter.numel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with penstock.record(tmp_path / "run", model, steps=1):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        per_sample = torch.func.grad(lambda w, ids: torch.func.functional_call(model, w, (ids[None],)).sum())
+        torch.func.vmap(per_sample, (None, 0))(weights, batch(0))
+        torch.export.export(model, (batch(0),))
+        accumulate(model, batch(0), 0)
+        optimizer.step()
+    updated = [key for key in read(tmp_path / "run").entries if key.kind == Kind.PARAMETER]
+    assert len(updated) == 26
+
+
+def test_wrapped_modules_have_the_names_of_the_model(reference: Path, tmp_path: Path):
+    model = make()
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with penstock.record(tmp_path / "run", nn.DataParallel(model), steps=1):
+        accumulate(model, batch(0), 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.good, str(found)
+    assert found.same > 200

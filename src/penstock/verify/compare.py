@@ -20,6 +20,8 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2
 """Relative differences that rounding explains where no reference in float64 says more: sums through some dozen layers."""
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Relative error of one addition."""
+_MOST = 0.1
+"""Largest relative difference that is ever taken for rounding."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
 _UNTOLD = "differs"
 """Words for a difference after the first, which mostly follows from it."""
@@ -121,8 +123,8 @@ def compare(
     """
     if not 0 < scale < float("inf"):
         raise ConfigError(f"scale must be a number above 0, got {scale!r}")
-    read_exact = None if exact is None else read(exact)
-    return _Compared(read(reference), read(run), read_exact, scale, bits).result()
+    compared = _Compared(read(reference), read(run), None if exact is None else read(exact), scale, bits)
+    return compared.result()
 
 
 class _Compared:
@@ -138,13 +140,14 @@ class _Compared:
     def result(self) -> Comparison:
         found = self._found
         common = self._reference.entries.keys() & self._run.entries.keys()
-        if not common:
-            names = [sorted({k.name for k in r.entries})[:3] for r in (self._reference, self._run)]
+        if not any(key.name for key in common):
+            names = [sorted({k.name for k in r.entries} - {""})[:3] for r in (self._reference, self._run)]
             raise DataError(
                 f"{self._reference.folder} and {self._run.folder} have no tensor in common: the first names are "
                 f"{', '.join(names[0]) or 'none'} and {', '.join(names[1]) or 'none'}; record the same model, with the same "
                 "microbatches"
             )
+        self._require_exact()
         self._note_what_is_missing()
         for key in self._in_order():
             difference = self._compare(key)
@@ -160,6 +163,29 @@ class _Compared:
                 f"{self._parts.total()} tensors are parts of the reference's, and not compared: {parts}"
             )
         return found
+
+    def _require_exact(self) -> None:
+        """Refuse a recording in float64 of something else, which would allow anything."""
+        if self._exact is None:
+            return
+        apart = [
+            distance(self._sums[key], whole)
+            for key, of in self._exact.entries.items()
+            if key.kind == Kind.OUTPUT
+            and key in self._sums
+            and (whole := joined([e.of for e in of])) is not None
+            if whole.dtype == "float64"
+        ]
+        if not apart or median(apart) > _MOST:
+            raise DataError(
+                f"{self._exact.folder} is not the reference in float64: "
+                + (
+                    f"its outputs are {median(apart):.2g} of their norm away"
+                    if apart
+                    else "it has none of its outputs"
+                )
+                + "; record model.double() on the same data"
+            )
 
     def _look_past_a_common_factor(self) -> None:
         """Put the gradient first that differs in itself, where clipping by the norm has changed all others with it."""
@@ -250,7 +276,11 @@ class _Compared:
             known = parameter in other.entries or (
                 complete and (Kind.OUTPUT, key.name.rpartition(".")[0]) in names
             )
-            return known and (key.step, key.kind, -1) in places
+            # A step whose update was recorded on one side has one on the other, too, if it had a forward there.
+            updated = key.kind == Kind.PARAMETER and any(
+                (step, kind) == (key.step, Kind.OUTPUT) for step, kind, _ in places
+            )
+            return known and ((key.step, key.kind, -1) in places or (complete and updated))
         ended = complete and (key.step, Kind.PARAMETER, -1) in places
         # Once a step has ended, a microbatch that had a forward has had its backward.
         seen = Kind.OUTPUT if key.kind == Kind.OUTPUT_GRADIENT and ended else key.kind
@@ -273,9 +303,26 @@ class _Compared:
                 names[entry.process].add(key.name)
         return any(of_process != names[min(names)] for of_process in names.values())
 
+    @cached_property
+    def _shares(self) -> list[dict[tuple[int, str], set[int]]]:
+        """Microbatches with a gradient of their own, by step and parameter, of the reference and of the run."""
+        both = []
+        for recording in (self._reference, self._run):
+            found: dict[tuple[int, str], set[int]] = defaultdict(set)
+            for key in recording.entries:
+                if key.kind == Kind.SHARE:
+                    found[key.step, key.name].add(key.microbatch)
+            both.append(found)
+        return both
+
     def _compare(self, key: Key) -> Difference | None:
         if not key.name and self._run_is_cut:
             return None
+        if (
+            key.kind == Kind.SHARE
+            and self._shares[0][key.step, key.name] != self._shares[1][key.step, key.name]
+        ):
+            return None  # a backward of several microbatches at once has their sum
         ours, theirs = self._run.entries.get(key), self._reference.entries.get(key)
         if ours is None or theirs is None:
             if theirs is not None and not self._should_be(key, self._run):
@@ -335,10 +382,11 @@ class _Compared:
         allowed = max(ROUNDING.get(r.dtype, 0.0), self._least_precise)
         if self._rounded_gradients and (key.kind == Kind.PARAMETER or key.step > 0):
             allowed *= AFTER_ROUNDING
-        if key.kind in (Kind.GRADIENT, Kind.OUTPUT_GRADIENT):
+        allowed = min(allowed, _MOST)
+        if key.kind in _GRADIENTS:
             # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
-            allowed += SLACK * unit * self._largest(key) / r.norm
-        return min(allowed, 0.1)
+            allowed += allowed * self._largest(key) / r.norm
+        return allowed
 
     @cached_property
     def _usual(self) -> dict[tuple[int, Kind], float]:
@@ -373,7 +421,7 @@ class _Compared:
     def _norms(self) -> dict[tuple[int, Kind, int, str], float]:
         found: dict[tuple[int, Kind, int, str], float] = defaultdict(float)
         for key, of in self._sums.items():
-            if key.kind in (Kind.GRADIENT, Kind.OUTPUT_GRADIENT):
+            if key.kind in _GRADIENTS:
                 near = key.step, key.kind, key.microbatch, key.name.rsplit(".", 2)[0]
                 found[near] = max(found[near], of.norm)
         return found
@@ -385,15 +433,25 @@ class _Compared:
                 f"{recording.folder / name} was cut off; what it has is compared"
                 for name in recording.cut_off
             ]
+            if recording.missing:
+                notes.append(
+                    f"{recording.folder} has no {_few(recording.missing)}: other processes of its run recorded elsewhere, "
+                    "or not at all"
+                )
         steps = set(self._reference.steps) ^ set(self._run.steps)
         if steps:
             notes.append(f"recorded on one side only: steps {_few(sorted(steps))}")
         for ours, theirs in ((self._reference, self._run), (self._run, self._reference)):
-            names = {k.name or "the model" for k in ours.entries} - {
-                k.name or "the model" for k in theirs.entries
-            }
+            names = {k.name for k in ours.entries} - {k.name for k in theirs.entries} - {""}
             if names:
                 notes.append(f"recorded in {ours.folder} only: {_few(sorted(names))}")
+            # Names that both have, in a microbatch that one has not.
+            microbatches = {
+                (k.step, k.microbatch) for k in ours.entries if k.microbatch >= 0 and k.kind == Kind.OUTPUT
+            } - {(k.step, k.microbatch) for k in theirs.entries}
+            numbers = sorted({number for step, number in microbatches if step in theirs.steps})
+            if numbers:
+                notes.append(f"recorded in {ours.folder} only: microbatches {_few(numbers)}")
         calls = [_calls(recording) for recording in (self._reference, self._run)]
         for name in calls[0].keys() & calls[1].keys():
             if calls[0][name] != calls[1][name]:

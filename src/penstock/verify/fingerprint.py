@@ -101,6 +101,8 @@ def fingerprint(
             projections=(0.0,) * VECTORS,
         )
     value = value.resolve_neg().contiguous()
+    if value.storage_offset() * value.element_size() % 8:
+        value = value.clone()  # its bits are read eight bytes at a time
     dims = tuple(value.shape) or (1,)
     first = first or (0,)
     odd_rows, random_rows, last = _weights(first, dims, value.device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -37,6 +40,9 @@ from penstock.stage.module import StageModule
 from penstock.stage.named import current_context
 from penstock.verify.fingerprint import Fingerprint, fingerprint
 from penstock.verify.recording import CALLS, Key, Kind, Writer
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that ``torch.compile`` and torch's wrappers of modules add."""
 
 
 @contextmanager
@@ -74,6 +80,8 @@ def record(
     Raises:
         ConfigError: if the folder has a recording of this process, the model is compiled, or an argument is wrong.
     """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigError(f"folder must be the path of a folder, got {folder!r:.80}")
     require_count("steps", steps)
     if not isinstance(first_microbatch, int) or first_microbatch < 0:
         raise ConfigError(f"first_microbatch must be a whole number of at least 0, got {first_microbatch!r}")
@@ -87,15 +95,23 @@ def record(
         source = _PlainSource(dict(model), first_microbatch)
     else:
         raise ConfigError(
-            f"record takes a module, a Pipeline or a mapping from name prefixes to modules, got a {type(model).__name__}"
+            f"record takes a module, a Pipeline or a mapping from name prefixes to modules, got {model!r:.80}"
         )
-    writer = Writer(Path(folder), dist.get_rank() if dist.is_initialized() else 0, source.aliases)
+    process, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    writer = Writer(Path(folder), process, processes, source.aliases)
     complete = False
     try:
         recorder = _Recorder(source, writer, steps)
         with recorder.hooks():
             yield Notes(recorder)
         complete = True
+        if not writer.entries:
+            warnings.warn(
+                f"nothing was recorded into {folder}: no forward of the model with gradients, and no update of its "
+                "parameters by an optimizer of torch.optim, ran in the block; record the model that is trained",
+                RuntimeWarning,
+                stacklevel=3,
+            )
     finally:
         writer.close(complete)
 
@@ -106,14 +122,23 @@ class Notes:
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
 
-    def note(self, name: str, value: Tensor, *, microbatch: int = -1) -> None:
-        """Record a tensor, such as a microbatch's loss.
+    def note(self, name: str, value: Tensor | float, *, microbatch: int = -1) -> None:
+        """Record a tensor or a number, such as a microbatch's loss.
 
         Args:
-            name: name under which both sides record it.
+            name: name under which both sides record it, other than a module's.
             microbatch: number of the microbatch within the step (default -1: the step's).
+
+        Raises:
+            ConfigError: if an argument is none of these, or the block has ended.
         """
-        self._recorder.note(name, value, microbatch)
+        if not isinstance(name, str) or not name or self._recorder.is_module(name):
+            raise ConfigError(f"a note's name must be a text that no module of the model has, got {name!r}")
+        if not isinstance(value, Tensor | float | int):
+            raise ConfigError(f"note {name!r}: its value must be a tensor or a number, got {value!r:.80}")
+        if not isinstance(microbatch, int) or microbatch < -1:
+            raise ConfigError(f"note {name!r}: microbatch must be a whole number, got {microbatch!r}")
+        self._recorder.note(name, torch.as_tensor(value), microbatch)
 
 
 @dataclass(frozen=True)
@@ -146,6 +171,7 @@ class _Source:
     """
 
     parameters: list[tuple[str, nn.Parameter]]
+    _names: Mapping[Any, str]
     shares = False
     whole_gradients = True
     aliases: Mapping[str, str] = MappingProxyType({})
@@ -159,6 +185,11 @@ class _Source:
     def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
         """Return whole parameters after an optimizer's update by name; None if the parameters themselves have them."""
         return None
+
+    @property
+    def module_names(self) -> Collection[str]:
+        """Names of the modules."""
+        return self._names.values()
 
     @property
     def in_forward(self) -> bool:
@@ -176,7 +207,8 @@ class _PlainSource(_Source):
     shares = True
 
     def __init__(self, roots: dict[str, nn.Module], first: int) -> None:
-        roots = {p: m.module if isinstance(m, DistributedDataParallel) else m for p, m in roots.items()}
+        wrappers = (DistributedDataParallel, nn.DataParallel)
+        roots = {p: m.module if isinstance(m, wrappers) else m for p, m in roots.items()}
         compiled = [p for p, m in roots.items() if hasattr(m, "_orig_mod")]
         if compiled:
             raise ConfigError(
@@ -191,10 +223,12 @@ class _PlainSource(_Source):
         self._names: dict[int, str] = {}
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, root in roots.items():
-            for name, module in root.named_modules():
-                self._names.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+            # A wrapper has the name of the module within it, which comes later.
+            modules = {_own_name(prefix, name): module for name, module in root.named_modules()}
+            for name, module in modules.items():
+                self._names.setdefault(id(module), name)
             for name, parameter in root.named_parameters():
-                found.setdefault(id(parameter), (".".join(filter(None, (prefix, name))), parameter))
+                found.setdefault(id(parameter), (_own_name(prefix, name), parameter))
         self.parameters = list(found.values())
 
     def install(self, recorder: _Recorder, stack: ExitStack) -> None:
@@ -360,9 +394,13 @@ class _Recorder:
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
             for name, parameter in self._source.parameters if self._source.shares else ():
-                if parameter.requires_grad and not is_dtensor(parameter):
+                if parameter.requires_grad and not is_dtensor(parameter) and not is_lazy(parameter):
                     stack.callback(parameter.register_hook(partial(self._share, name)).remove)
             yield
+
+    def is_module(self, name: str) -> bool:
+        """Return whether a module of the model has a name."""
+        return name in self._source.module_names
 
     def begin_forward(self) -> None:
         """Begin the next step if the optimizer has updated parameters since the last forward."""
@@ -386,6 +424,8 @@ class _Recorder:
             self._calls[microbatch, place.run, name] += 1
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not all(map(_recordable, leaves)):
+            return
         for slot, leaf in enumerate(leaves):
             if not place.again:
                 self._write(Key(self._step, Kind.OUTPUT, microbatch, name, call, slot), leaf)
@@ -396,6 +436,8 @@ class _Recorder:
 
     def note(self, name: str, value: Tensor, microbatch: int) -> None:
         """Record a tensor under a name of its own; see `Notes.note`."""
+        if self._writer.closed:
+            raise ConfigError(f"note {name!r} comes after the block that records has ended")
         if self.active:
             self._write(Key(self._step, Kind.OUTPUT, microbatch, name), value)
 
@@ -487,6 +529,20 @@ class _Recorder:
         found = fingerprint(value)
         self._last = (weakref.ref(value), value._version, found)
         return found
+
+
+def _own_name(prefix: str, name: str) -> str:
+    """Return a name in the whole model, without the parts that wrappers of torch add."""
+    return ".".join(part for part in (prefix, *name.split(".")) if part and part not in _WRAPPERS)
+
+
+def _recordable(value: Tensor) -> bool:
+    """Return whether a tensor has values: not one of ``torch.func``, of a trace or of an export."""
+    return not (
+        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or isinstance(value, FakeTensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def _of_part(value: Tensor, whole: Any) -> Fingerprint | None:

@@ -23,7 +23,7 @@ LIMIT = 1 << 30
 CALLS = 1000
 """Numbers of calls that each layer of a pipeline has: a reader counts a module's calls of all its layers."""
 _LONGEST_LINE = 1 << 22
-_MOST_DIMS = 64
+_MOST_DIMS, _MOST_FILES = 64, 100_000
 
 
 class Kind(IntEnum):
@@ -99,13 +99,14 @@ class Writer:
     Args:
         folder: folder of the recording; made if it is not there.
         process: rank of this process among all of the run.
+        processes: number of these.
         aliases: further names of modules that the model has in several places → the first name.
 
     Raises:
         ConfigError: if the folder has this process's part of a recording already.
     """
 
-    def __init__(self, folder: Path, process: int, aliases: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, process: int, processes: int, aliases: Mapping[str, str]) -> None:
         self.path = folder / f"process-{process:05d}.jsonl"
         self._lock = threading.Lock()
         self._order = self._bytes = 0
@@ -119,8 +120,18 @@ class Writer:
             self._file = self.path.open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write a recording into {folder}: {error.strerror}") from error
-        head = {"recording": FORMAT, "penstock": __version__, "process": process, "aliases": dict(aliases)}
-        self._line(head)
+        head = {"recording": FORMAT, "penstock": __version__, "process": process, "processes": processes}
+        self._line({**head, "aliases": dict(aliases)})
+
+    @property
+    def entries(self) -> int:
+        """Number of tensors that were written."""
+        return self._order
+
+    @property
+    def closed(self) -> bool:
+        """True once the file has ended."""
+        return self._file.closed
 
     def write(self, key: Key, of: Fingerprint) -> None:
         """Append a tensor; any thread may call it."""
@@ -177,11 +188,13 @@ class Recording:
     Attributes:
         entries: all tensors and parts of tensors, by place, in the order of a process.
         cut_off: names of files that have no end: their process ended while it recorded, or records still.
+        missing: names of files of other processes of the run that are not there.
     """
 
     folder: Path
     entries: dict[Key, list[Entry]]
     cut_off: list[str]
+    missing: list[str]
 
     @property
     def steps(self) -> list[int]:
@@ -196,6 +209,8 @@ def read(folder: str | os.PathLike[str]) -> Recording:
         DataError: if the folder has none, or a file is damaged; nothing in a file can run code.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise DataError(f"{folder} is a file; give the folder that was recorded into")
     files = sorted(folder.glob("process-*.jsonl"))
     if not files:
         raise DataError(
@@ -203,7 +218,8 @@ def read(folder: str | os.PathLike[str]) -> Recording:
         )
     found: list[Entry] = []
     aliases: dict[str, str] = {}
-    cut_off = []
+    cut_off: list[str] = []
+    names: set[str] = set()
     for path in files:
         process, complete = -1, False
         try:
@@ -213,15 +229,21 @@ def read(folder: str | os.PathLike[str]) -> Recording:
                         raise ValueError("its first line does not say that it is a recording of this version")
                     process = int(table["process"])
                     aliases |= table["aliases"]
+                    names |= {
+                        f"process-{n:05d}.jsonl" for n in range(min(int(table["processes"]), _MOST_FILES))
+                    }
                 elif "end" in table:
                     complete = True
                 else:
                     found.append(_entry(table, process))
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except KeyError as error:
+            raise DataError(f"{path} is damaged: a line has no {error}") from error
+        except (OSError, ValueError, TypeError, IndexError) as error:
             raise DataError(f"{path} is damaged: {error}") from error
         if not complete:
             cut_off.append(path.name)
-    return Recording(folder, _by_key(found, aliases), cut_off)
+    missing = sorted(names - {path.name for path in files})
+    return Recording(folder, _by_key(found, aliases), cut_off, missing)
 
 
 def _by_key(found: Sequence[Entry], aliases: Mapping[str, str]) -> dict[Key, list[Entry]]:
