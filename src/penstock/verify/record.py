@@ -281,6 +281,7 @@ class _StagesSource(_Source):
     def _find_names(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         """Find the names of all modules of layers, and the places of the layers in the model."""
         self._names: dict[tuple[str, int], str] = {}
+        self._layers: dict[int, str] = {}
         self._places: dict[str, int] = {}
         for name, layer in layers:
             self._places.setdefault(name, len(self._places))
@@ -288,14 +289,18 @@ class _StagesSource(_Source):
                 if inner or not is_joint(name):  # a joint layer is not a module of the model
                     whole = whole_name(name, inner, parameter=not is_joint(name))
                     self._names.setdefault((name, id(module)), whole)
+                    self._layers.setdefault(id(module), name)
 
     def place(self, module: nn.Module) -> _Place | None:
         context = current_context()
         if context is None or context.microbatch is None:
             return None
-        name = self._names.get((context.layer, id(module)))
-        first = self._places.get(context.layer, 0) * CALLS
-        return None if name is None else _Place(name, context.microbatch, context.layer, first)
+        # A module that runs in another layer than its own still has its name.
+        layer = context.layer if (context.layer, id(module)) in self._names else self._layers.get(id(module))
+        if layer is None:
+            return None
+        name, first = self._names[layer, id(module)], self._places[layer] * CALLS
+        return _Place(name, context.microbatch, layer, first)
 
 
 class _PipelineSource(_StagesSource):
