@@ -371,3 +371,23 @@ def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path:
     assert (table["good"], table["rounded"]) == (False, 0)
     same = CliRunner().invoke(group, ["compare", str(reference), str(reference)])
     assert (same.exit_code, same.output) == (0, "680 tensors agree: all with the same bits\n")
+
+
+def test_the_page_marks_the_first_difference_and_escapes_names(reference: Path, tmp_path: Path):
+    plain(tmp_path / "run", left_out)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(group, ["compare", str(reference), str(tmp_path / "run"), "--page", str(page)])
+    assert done.exit_code == 1
+    text = page.read_text()
+    assert "lacks what microbatch 3 gives" in text
+    (first,) = re.findall(r'<td class="different first">(\w+)</td>', text)
+    assert first == "GU"
+    row = re.search(r"<tr><td>blocks.2.up.weight</td>(.*)</tr>", text)
+    assert row is not None
+    assert [look.split('"')[0] for look in row[1].split('class="')[1:]] == ["same"] * 4 + ["different first"]
+    for name in ("one", "other"):
+        with penstock.record(tmp_path / name, make(), steps=1) as notes:
+            notes.note("<script>alert(1)</script>", 1.0)
+    words = ["compare", str(tmp_path / "one"), str(tmp_path / "other"), "--page", str(page)]
+    assert CliRunner().invoke(group, words).exit_code == 0
+    assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;</td>" in page.read_text()

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 @click.option(
     "--all", "shows_all", is_flag=True, help="Print every tensor that differs, not the first alone."
 )
+@click.option(
+    "--page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page: a map of modules by microbatches, with the first difference marked.",
+)
 @click.option("--bits", is_flag=True, help="Other bits are a difference, also where rounding explains them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -43,6 +48,7 @@ def command(
     exact: Path | None,
     scale: float,
     bits: bool,
+    page: Path | None,
     shows_all: bool,
     as_json: bool,
 ) -> None:
@@ -54,6 +60,11 @@ def command(
     from penstock.verify.compare import compare
 
     found = compare(reference, run, exact=exact, scale=scale, bits=bits)
+    if page is not None:
+        from penstock.show.page import write_page
+        from penstock.verify.map_page import render_map
+
+        write_page(page, render_map(found, f"{run} compared with {reference}"))
     if as_json:
         table = {
             "good": found.good,

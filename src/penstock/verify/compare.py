@@ -64,6 +64,7 @@ class Comparison:
         same: number of tensors with the same bits.
         rounded: number of tensors that differ by no more than another order of sums explains.
         notes: what could not be compared, a line each.
+        verdicts: place of each tensor that was compared, in the order of computation → "same", "rounded" or "different".
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Comparison:
     same: int = 0
     rounded: int = 0
     notes: list[str] = field(default_factory=list)
+    verdicts: dict[Key, str] = field(default_factory=dict)
 
     @property
     def first(self) -> Difference | None:
@@ -150,10 +152,14 @@ class _Compared:
         self._require_exact()
         self._note_what_is_missing()
         for key in self._in_order():
+            same, rounded = found.same, found.rounded
             difference = self._compare(key)
             if difference is not None:
                 found.differences.append(difference)
-            elif not found.differences:
+                found.verdicts[key] = "different"
+            elif (found.same, found.rounded) != (same, rounded):
+                found.verdicts[key] = "same" if found.same > same else "rounded"
+            if not found.differences:
                 found.before = found.same + found.rounded
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
@@ -235,6 +241,7 @@ class _Compared:
                 key=lambda k: len(k.name),
             )
             self._found.differences.insert(0, Difference(outer, _MISSING, float("inf"), 0.0))
+            self._found.verdicts[outer] = "different"
 
     def _factor(self, key: Key) -> float | None:
         """Return the factor by which a gradient is a multiple of the reference's; None if it is none."""
