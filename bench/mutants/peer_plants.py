@@ -118,7 +118,7 @@ def layer_never_run(changes: Changes) -> None:
     change_forward(changes, forward)
 
 
-@mutant("DDP: replicas begin with other weights", DDP, "ddp", r"^table$", Kind.OUTPUT)
+@mutant("DDP: replicas begin with other weights", DDP, "ddp", r"^table.weight$", Kind.PARAMETER)
 def other_seed(changes: Changes) -> None:
     def make(init: Any) -> Any:
         def wrong(self: DistributedDataParallel, module: Any, **given: Any) -> None:

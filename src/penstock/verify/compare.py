@@ -11,7 +11,7 @@ from statistics import median
 
 from penstock.base.errors import ConfigError, DataError
 from penstock.verify.fingerprint import Fingerprint, divided, joined
-from penstock.verify.likeness import describe, distance, fit
+from penstock.verify.likeness import describe, difference, distance, factor_in_words, fit, size_of
 from penstock.verify.recording import Entry, Key, Kind, Recording, read
 
 SLACK = 4.0
@@ -22,6 +22,8 @@ UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16
 """Relative error of one addition."""
 _MOST = 0.1
 """Largest relative difference that is ever taken for rounding."""
+_UPDATE, _AFTER = 1e-4, 2e-2
+"""Relative differences of updates that rounding explains: of gradients with the same bits, and of others."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
 _UNTOLD = "differs"
 """Words for a difference after the first, which mostly follows from it."""
@@ -354,15 +356,23 @@ class _Compared:
             self._found.same += 1
             return None
         size, allowed = distance(q, r), self._allowed(key, r)
-        alike = q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite)
-        if alike and size <= allowed and not self._bits:
+        update = self._updates(key, q, r) if key.kind == Kind.PARAMETER else None
+        if update is not None and size <= allowed:
+            size, allowed = self._apart(key, r, *update)
+        comparable = q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite)
+        if comparable and size <= allowed and not self._bits:
             self._found.rounded += 1
             if key.kind == Kind.GRADIENT:
                 self._rounded_gradients.add(key.name)
             return None
         # What a difference looks like is told of the first alone; the others follow from it.
         first = not self._found.differences
-        what = describe(key, q, r, self._sums, size, allowed) if first else _UNTOLD
+        what = _UNTOLD
+        alike = None if update is None else self._apart(key, r, *update)[1]
+        if first and update is not None and alike and (factor := factor_in_words(*update, alike)):
+            what = f"its update {factor}"
+        elif first:
+            what = describe(key, q, r, self._sums, size, allowed)
         return Difference(key, what, size, allowed)
 
     @cached_property
@@ -394,6 +404,33 @@ class _Compared:
             # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
             allowed += allowed * self._largest(key) / r.norm
         return allowed
+
+    def _updates(self, key: Key, q: Fingerprint, r: Fingerprint) -> tuple[list[float], list[float]] | None:
+        """Return projections of what a step adds to a parameter in the run and in the reference; None if that is unknown."""
+        before = replace(key, step=key.step - 1)
+        was, should = self._whole(self._run, before), self._sums.get(before)
+        if was is None or should is None or self._bits or any(x.nonfinite for x in (q, r, was, should)):
+            return None
+        theirs = difference(r, should)
+        return (difference(q, was), theirs) if size_of(theirs) else None
+
+    def _apart(self, key: Key, r: Fingerprint, ours: list[float], theirs: list[float]) -> tuple[float, float]:
+        """Return by how much an update differs from the reference's, relative to that, and what rounding explains.
+
+        A weight may be large beside its update, so a wrong update changes it by less than rounding would explain.
+        """
+        update = size_of(theirs)
+        size = size_of([a - b for a, b in zip(ours, theirs, strict=True)]) / update
+        # An update is rounded as the weight is. Adam divides a gradient by its size, so that of a small one may be far off.
+        rounding = SLACK * UNIT.get(r.dtype, 0.0) * r.norm / update
+        exact = None if self._exact is None else self._whole(self._exact, key)
+        begun = None if self._exact is None else self._whole(self._exact, replace(key, step=key.step - 1))
+        if exact is not None and begun is not None:
+            apart = [a - b for a, b in zip(difference(exact, begun), theirs, strict=True)]
+            return size, rounding + SLACK * max(size_of(apart) / update, _UPDATE)
+        known = replace(key, kind=Kind.GRADIENT) in self._run.entries
+        rounded = not known or key.name in self._rounded_gradients
+        return size, rounding + (_AFTER if rounded else _UPDATE)
 
     @cached_property
     def _usual(self) -> dict[tuple[int, Kind], float]:

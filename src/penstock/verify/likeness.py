@@ -19,10 +19,19 @@ def distance(one: Fingerprint, other: Fingerprint) -> float:
     """Return the norm of the difference over the norm of the other, as the projections tell; infinity if they cannot."""
     if one.shape != other.shape or one.nonfinite or other.nonfinite:
         return float("inf")
-    apart = _norm([a - b for a, b in zip(one.projections, other.projections, strict=True)])
-    apart /= sqrt(len(one.projections))
+    apart = size_of(difference(one, other))
     size = other.norm or one.norm
     return apart / size if size else 0.0
+
+
+def difference(one: Fingerprint, other: Fingerprint) -> list[float]:
+    """Return the projections of the difference of two tensors."""
+    return [a - b for a, b in zip(one.projections, other.projections, strict=True)]
+
+
+def size_of(projections: Sequence[float]) -> float:
+    """Return the norm of a tensor, as its projections tell."""
+    return _norm(projections) / sqrt(len(projections))
 
 
 def describe(
@@ -50,7 +59,7 @@ def describe(
     if (same := _values_of_another(key, found, others)) is not None:
         return f"has the values that the reference has in {same}"
     likely = [
-        _factor(found, reference),
+        factor_in_words(found.projections, reference.projections),
         *_as_sums(key, found, others),
         _multiple_of_another(key, found, others),
     ]
@@ -60,14 +69,20 @@ def describe(
     return "; ".join(words for words in (what, where, relative if not what else "") if words)
 
 
-def _factor(found: Fingerprint, reference: Fingerprint) -> str:
-    factor = fit(found.projections, reference.projections)
-    if factor is None or abs(factor - 1) < 10 * _ALIKE:
+def factor_in_words(found: Sequence[float], reference: Sequence[float], alike: float = _ALIKE) -> str:
+    """Return words for a factor between projections; empty if there is none.
+
+    Args:
+        alike: relative distance up to which one is a multiple of the other.
+    """
+    factor = fit(found, reference, alike)
+    if factor is None or abs(factor - 1) < 10 * alike:
         return ""
-    ratio = Fraction(factor).limit_denominator(_MOST)
     words = f"is {factor:.3g} of the reference's"
-    if ratio and abs(ratio.numerator) <= _MOST and abs(float(ratio) / factor - 1) < _ALIKE:
-        return f"{words} (a factor of {ratio})"
+    for denominator in range(1, _MOST + 1):
+        numerator = round(factor * denominator)
+        if 0 < abs(numerator) <= _MOST and abs(numerator / denominator / factor - 1) < alike:
+            return f"{words} (a factor of {Fraction(numerator, denominator)})"
     return words
 
 
@@ -143,14 +158,14 @@ def _ranges(groups: Sequence[range]) -> str:
     return ", ".join(f"{g.start}" if len(g) == 1 else f"{g.start} to {g.stop - 1}" for g in joined)
 
 
-def fit(values: Sequence[float], base: Sequence[float]) -> float | None:
+def fit(values: Sequence[float], base: Sequence[float], alike: float = _ALIKE) -> float | None:
     """Return the factor by which values are a multiple of others; None if they are none."""
     size = sum(b * b for b in base)
     if not size:
         return None
     factor = sum(a * b for a, b in zip(values, base, strict=True)) / size
     apart = _norm([a - factor * b for a, b in zip(values, base, strict=True)])
-    return factor if factor and apart <= _ALIKE * _norm(values) else None
+    return factor if factor and apart <= alike * _norm(values) else None
 
 
 def _norm(values: Sequence[float]) -> float:

@@ -49,8 +49,8 @@ def _step(found: Comparison, step: int) -> dict[str, Any]:
     for key in keys:
         rows.setdefault(key.name or "the model", {}).setdefault(key.microbatch, []).append(key)
     return {
-        "number": step,
-        "columns": [*columns, "update"],
+        "name": f"Step {step}" if step >= 0 else "Before the first step",
+        "columns": [*columns, "update" if step >= 0 else "parameter"],
         "rows": [
             {"name": name, "cells": [_cell(found, of.get(column, ())) for column in (*columns, -1)]}
             for name, of in rows.items()

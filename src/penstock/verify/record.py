@@ -105,7 +105,7 @@ def record(
         with recorder.hooks():
             yield Notes(recorder)
         complete = True
-        if not writer.entries:
+        if writer.entries == recorder.begun:
             warnings.warn(
                 f"nothing was recorded into {folder}: no forward of the model with gradients, and no update of its "
                 "parameters by an optimizer of torch.optim, ran in the block; record the model that is trained",
@@ -182,8 +182,8 @@ class _Source:
     def next_step(self) -> None:
         """Number microbatches from the first again."""
 
-    def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
-        """Return whole parameters after an optimizer's update by name; None if the parameters themselves have them."""
+    def values(self) -> Mapping[str, Tensor] | None:
+        """Return whole parameters between steps by name; None if the parameters themselves have their values."""
         return None
 
     @property
@@ -356,7 +356,7 @@ class _PipelineSource(_StagesSource):
     def next_step(self) -> None:
         self._base = 0
 
-    def values(self, optimizer: Optimizer) -> Mapping[str, Tensor] | None:
+    def values(self) -> Mapping[str, Tensor] | None:
         shards = self._pipe.shards
         if shards is None or not shards.sharded_weights:
             self._pipe.wait()  # with zero="overlap" values may still be arriving
@@ -384,6 +384,7 @@ class _Recorder:
         self._names = {id(p): name for name, p in source.parameters}
         self._last: tuple[weakref.ref[Tensor], int, Fingerprint] | None = None
         self._lock = threading.Lock()
+        self.begun = 0  # entries before the first step
 
     @property
     def active(self) -> bool:
@@ -392,6 +393,12 @@ class _Recorder:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Return a context in which all is recorded."""
+        values = self._source.values()
+        for name, parameter in self._source.parameters:
+            if not is_lazy(parameter) and (values is None or name in values):
+                key = Key(-1, Kind.PARAMETER, -1, name)
+                self._write(key, parameter if values is None else values[name])
+        self.begun = self._writer.entries
         with ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._output, with_kwargs=True).remove)
             # After the hook of outputs: a model's own output is still one of its forward.
@@ -479,7 +486,7 @@ class _Recorder:
             return  # what a pipeline's optimizer does after those of its ranks counts
         if not self.active:
             return
-        values = self._source.values(optimizer)
+        values = self._source.values()
         for name, whole, parameter in self._parameters_of(optimizer):
             self._updated = True
             key = Key(self._step, Kind.PARAMETER, -1, name)

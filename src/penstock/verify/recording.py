@@ -57,7 +57,7 @@ class Key:
     """Place of a tensor in a run.
 
     Attributes:
-        step: number of the optimizer step, from 0.
+        step: number of the optimizer step, from 0; -1 for parameters before the first.
         microbatch: number within the step's batch, from 0; -1 where all of them have their part in it.
         name: name of the module or parameter in the whole model.
         call: number of the module's call within the microbatch, from 0.
@@ -72,6 +72,8 @@ class Key:
     slot: int = 0
 
     def __str__(self) -> str:
+        if self.step < 0:
+            return f"before the first step: {self.name}, its value"
         microbatch = f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         call = f", call {self.call + 1}" if self.call else ""
         slot = f", tensor {self.slot + 1}" if self.slot else ""
@@ -199,7 +201,7 @@ class Recording:
     @property
     def steps(self) -> list[int]:
         """Numbers of its steps."""
-        return sorted({key.step for key in self.entries})
+        return sorted({key.step for key in self.entries if key.step >= 0})
 
 
 def read(folder: str | os.PathLike[str]) -> Recording:

@@ -39,14 +39,11 @@ def imported() -> None:
 
 @pytest.fixture
 def stuck() -> Iterator[list[Stuck]]:
-    """One for each of two ranks; let go in the end, so that no thread stays behind."""
+    """One for each of two ranks; let go in the end, so that no rank stays at work."""
     both = [Stuck(), Stuck()]
     yield both
     for one in both:
         one.go.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("penstock-rank"):
-            thread.join(60)
 
 
 def pipeline(stuck: dict[int, nn.Module], timeout: float = 0.5, **options: object) -> Pipeline:
