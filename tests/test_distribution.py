@@ -155,7 +155,7 @@ def test_the_installed_commands_do_what_penstock_suggests(built: Built, tmp_path
     assert "kept in runs/first" in printed["train"]
     assert "pip install 'penstock-torch[report]'" in printed["train"]  # Bokeh is an extra
     assert "1f1b, 2 ranks" in printed["trace"]
-    assert "no difference is larger than allowed" in printed["verify"]
+    assert "no tensor differs by more than allowed" in printed["verify"]
     assert "written: run.toml" in printed["plan"]
 
 

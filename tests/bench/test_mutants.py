@@ -124,7 +124,7 @@ def test_a_run_that_differs_without_a_mutant_fails_the_command(
     monkeypatch.setattr(subjects.Subject, "build", other)
     good, lines = command("--only", "loss not divided")
     assert not good
-    assert lines[0].startswith("1f1b, without a mutant: step 0, microbatch 0: head, output, ")
+    assert lines[0].startswith("1f1b, without a mutant: before the first step: head.weight, its value, ")
     assert lines[-3].endswith("runs without a mutant that differ: 1")
 
 

@@ -22,6 +22,8 @@ UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16
 """Relative error of one addition."""
 _MOST = 0.1
 """Largest relative difference that is ever taken for rounding."""
+_OTHER = 0.3
+"""Distance from outputs in float64 in the first step that other data or weights have, and bfloat16 and routers have not."""
 _UPDATE, _AFTER = 1e-4, 2e-2
 """Relative differences of updates that rounding explains: of gradients with the same bits, and of others."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
@@ -179,12 +181,12 @@ class _Compared:
         apart = [
             distance(self._sums[key], whole)
             for key, of in self._exact.entries.items()
-            if key.kind == Kind.OUTPUT
+            if (key.step, key.kind) == (0, Kind.OUTPUT)
             and key in self._sums
             and (whole := joined([e.of for e in of])) is not None
             if whole.dtype == "float64"
         ]
-        if not apart or median(apart) > _MOST:
+        if not apart or median(apart) > _OTHER:
             raise DataError(
                 f"{self._exact.folder} is not the reference in float64: "
                 + (

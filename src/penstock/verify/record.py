@@ -103,7 +103,9 @@ def record(
     try:
         recorder = _Recorder(source, writer, steps)
         with recorder.hooks():
-            yield Notes(recorder)
+            notes = Notes()
+            notes._recorder = recorder
+            yield notes
         complete = True
         if writer.entries == recorder.begun:
             warnings.warn(
@@ -119,8 +121,7 @@ def record(
 class Notes:
     """Tensors that are recorded besides those of modules and parameters."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
+    _recorder: _Recorder
 
     def note(self, name: str, value: Tensor | float, *, microbatch: int = -1) -> None:
         """Record a tensor or a number, such as a microbatch's loss.
