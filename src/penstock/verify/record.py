@@ -296,9 +296,8 @@ class _StagesSource(_Source):
         context = current_context()
         if context is None or context.microbatch is None:
             return None
-        # A module that runs in another layer than its own still has its name.
-        layer = context.layer if (context.layer, id(module)) in self._names else self._layers.get(id(module))
-        if layer is None:
+        layer = context.layer or self._layers.get(id(module), "")
+        if (layer, id(module)) not in self._names:
             return None
         name, first = self._names[layer, id(module)], self._places[layer] * CALLS
         return _Place(name, context.microbatch, layer, first)
@@ -369,7 +368,10 @@ class _PipelineSource(_StagesSource):
         found = None if run is None else super().place(module)
         if found is None:
             return None
-        return replace(found, microbatch=self._base + found.microbatch, run=f"{run} {found.run}")
+        # Within a backward, a checkpoint of the user's own runs it again.
+        again = torch._C._current_graph_task_id() != -1
+        number, run = self._base + found.microbatch, f"{run} {found.run}{' again' if again else ''}"
+        return replace(found, microbatch=number, run=run, again=again)
 
 
 class _Recorder:
