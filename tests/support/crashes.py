@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -29,9 +31,12 @@ class CrashSafeScheduling(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker files until it has two tests, since it runs none before it knows what comes next."""
-        super()._reschedule(node)
-        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        with suppress(
+            OSError
+        ):  # it has ended, of which the session hears next; `remove_node` puts back what it was given
             super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
 
 def _unfinished(files: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
