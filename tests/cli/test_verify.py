@@ -13,6 +13,7 @@ import penstock
 from penstock.base.errors import ConfigError
 from penstock.cli import group
 from penstock.verify import VerifyTarget
+from penstock.verify.training import Layout
 from tests.support.lanes import exhaustive
 from tests.support.mixtures import EXPERTS, LoopedExperts, loss_of, mixture
 from tests.support.mixtures import batch as tokens
@@ -193,3 +194,9 @@ def test_what_cannot_be_used_is_refused(args, message):
     result = run("-p", "2", "-m", "2", "--transport", "threads", *args)
     assert isinstance(result.exception, ConfigError)
     assert re.search(message, str(result.exception))
+
+
+@pytest.mark.parametrize("option", ["shard", "recompute", "autocast"])
+def test_an_option_of_a_layout_that_does_not_exist_is_refused(option: str):
+    with pytest.raises(ConfigError, match=f"{option} must be one of none, .*, got 'fp16'"):
+        Layout(**{"dp": 2, option: "fp16"})

@@ -31,9 +31,8 @@ class CrashSafeScheduling(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker files until it has two tests, since it runs none before it knows what comes next."""
-        with suppress(
-            OSError
-        ):  # it has ended, of which the session hears next; `remove_node` puts back what it was given
+        # A worker that has ended takes nothing. The session hears of it next, and `remove_node` puts back what it was given.
+        with suppress(OSError):
             super()._reschedule(node)
             while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)

@@ -22,14 +22,6 @@ from tests.verify.loops import MICROBATCHES, accumulate, batch, loss_of, make, p
 Run = Callable[[nn.Module, torch.Tensor, int], None]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("recordings") / "plain"
-    plain(folder)
-    return folder
-
-
 def with_parts(change: Callable[[list[torch.Tensor], nn.Module, int], None]) -> Run:
     """A step whose microbatches are changed before they run."""
 
@@ -422,11 +414,12 @@ def test_the_page_marks_the_first_difference_and_escapes_names(reference: Path, 
     assert "lacks what microbatch 3 gives" in text
     (first,) = re.findall(r'<td class="different first">(\w+)</td>', text)
     assert first == "GU"
-    _, row, _ = re.findall(r"<tr><td>blocks.2.up.weight</td>(.*)</tr>", text)
+    assert text.count("<p>All 26 tensors have the same bits.</p>") == 1
+    row, _ = re.findall(r"<tr><td>blocks.2.up.weight</td>(.*)</tr>", text)
     assert [look.split('"')[0] for look in row.split('class="')[1:]] == ["same"] * 4 + ["different first"]
-    for name in ("one", "other"):
+    for name, value in (("one", 1.0), ("other", 2.0)):
         with penstock.record(tmp_path / name, make(), steps=1) as notes:
-            notes.note("<script>alert(1)</script>", 1.0)
+            notes.note("<script>alert(1)</script>", value)
     words = ["compare", str(tmp_path / "one"), str(tmp_path / "other"), "--page", str(page)]
-    assert CliRunner().invoke(group, words).exit_code == 0
+    assert CliRunner().invoke(group, words).exit_code == 1
     assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;</td>" in page.read_text()

@@ -19,14 +19,6 @@ from tests.support.lanes import slow
 from tests.verify.loops import MICROBATCHES, STEPS, accumulate, batch, in_process, loss_of, make, piped, plain
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("recordings") / "plain"
-    plain(folder)
-    return folder
-
-
 def test_a_recording_has_every_tensor_of_every_kind(reference: Path):
     recording = read(reference)
     counts = {kind: sum(key.kind == kind for key in recording.entries) for kind in Kind}
@@ -208,6 +200,16 @@ def test_evaluations_and_other_modules_are_not_recorded(tmp_path: Path):
 def read_entries(folder: Path) -> list[Key]:
     """Places of what was recorded in steps."""
     return [key for key in read(folder).entries if key.step >= 0]
+
+
+def test_a_note_with_a_modules_name_is_refused_in_a_pipeline_too(tmp_path: Path):
+    with (
+        penstock.Pipeline(make(), loss_of, ranks=2, microbatches=2) as pipe,
+        penstock.record(tmp_path / "run", pipe) as notes,
+    ):
+        with pytest.raises(ConfigError, match="that no module of the model has, got 'head'"):
+            notes.note("head", 1.0)
+        pipe.step(batch(0), batch(0))
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path):

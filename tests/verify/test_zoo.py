@@ -15,10 +15,8 @@ from tests.zoo.not_yet import drawn
 from tests.zoo.piped import piped
 from tests.zoo.plain import Plain
 
-# A hook on a tensor changes its gradient before or after the recording sees it, which a stage's boundary decides. A layer
-# that uses torch.func may be called once more in its first forward, which a recording tells as a second call.
-NOT = {"tensor_hook", "func_grad"}
-CASES = [case for case in drawn(0, 330, "threads") if not NOT & set(case.kinds)]
+# A hook on a tensor changes its gradient before or after the recording sees it, which a stage's boundary decides.
+CASES = [case for case in drawn(0, 330, "threads") if "tensor_hook" not in case.kinds]
 
 
 @pytest.mark.parametrize(

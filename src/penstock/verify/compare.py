@@ -7,33 +7,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from statistics import median
+from typing import Literal
 
 from penstock.base.errors import ConfigError, DataError
-from penstock.verify.fingerprint import Fingerprint, divided, joined
+from penstock.verify.bounds import Bounds
+from penstock.verify.fingerprint import Fingerprint, divided
 from penstock.verify.likeness import describe, difference, distance, factor_in_words, fit, size_of
 from penstock.verify.recording import Entry, Key, Kind, Recording, read
 
-SLACK = 4.0
-"""How many times as far from the reference a run may be as the reference from itself in float64."""
-ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
-"""Relative differences that rounding explains where no reference in float64 says more: sums through some dozen layers."""
-UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Relative error of one addition."""
-_MOST = 0.1
-"""Largest relative difference that is ever taken for rounding."""
-_OTHER = 0.3
-"""Distance from outputs in float64 in the first step that other data or weights have, and bfloat16 and routers have not."""
-_UPDATE, _AFTER = 1e-4, 2e-2
-"""Relative differences of updates that rounding explains: of gradients with the same bits, and of others."""
-_GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
+Verdict = Literal["same", "rounded", "different"]
+
 _UNTOLD = "differs"
 """Words for a difference after the first, which mostly follows from it."""
 _MISSING = "was not computed; the reference has it"
 _SAME_FACTOR = 3e-6
 """Relative difference up to which two factors count as one: some roundings of float32."""
-AFTER_ROUNDING = 100.0
-"""Factor on `ROUNDING` once a gradient has other bits: an optimizer such as Adam divides by its size."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +52,36 @@ class Comparison:
     """Result of `compare`: what agrees, and where the run differs.
 
     Attributes:
-        first: the first difference in the order of computation; None if there is none.
-        differences: all of them, in that order; what follows from the first differs, too.
-        before: number of tensors before the first that agree.
-        same: number of tensors with the same bits.
-        rounded: number of tensors that differ by no more than another order of sums explains.
+        differences: all differences in the order of computation; what follows from the first differs, too.
         notes: what could not be compared, a line each.
         verdicts: place of each tensor that was compared, in the order of computation → "same", "rounded" or "different".
     """
 
     differences: list[Difference] = field(default_factory=list)
-    before: int = 0
-    same: int = 0
-    rounded: int = 0
     notes: list[str] = field(default_factory=list)
-    verdicts: dict[Key, str] = field(default_factory=dict)
+    verdicts: dict[Key, Verdict] = field(default_factory=dict)
+
+    @property
+    def same(self) -> int:
+        """Number of tensors with the same bits."""
+        return self._count("same")
+
+    @property
+    def rounded(self) -> int:
+        """Number of tensors that differ by no more than another order of sums explains."""
+        return self._count("rounded")
+
+    @property
+    def before(self) -> int:
+        """Number of tensors that agree before any differs."""
+        return sum(1 for _ in takewhile(lambda verdict: verdict != "different", self.verdicts.values()))
+
+    def _count(self, verdict: Verdict) -> int:
+        return sum(each == verdict for each in self.verdicts.values())
 
     @property
     def first(self) -> Difference | None:
+        """The first difference in the order of computation; None if there is none."""
         return self.differences[0] if self.differences else None
 
     @property
@@ -88,7 +90,6 @@ class Comparison:
         return not self.differences
 
     def __str__(self) -> str:
-        compared = self.same + self.rounded + len(self.differences)
         if self.first is not None:
             others = len(self.differences) - 1
             after = f"; {others} after it differ, too" if others else ""
@@ -96,7 +97,7 @@ class Comparison:
         else:
             bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
             rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
-            lines = [f"{compared} tensors agree: {bits}{rounded}"]
+            lines = [f"{len(self.verdicts)} tensors agree: {bits}{rounded}"]
         return "\n".join([*lines, *self.notes])
 
 
@@ -137,34 +138,34 @@ class _Compared:
     def __init__(
         self, reference: Recording, run: Recording, exact: Recording | None, scale: float, bits: bool
     ) -> None:
-        self._reference, self._run, self._exact = reference, run, exact
+        self._reference, self._run = reference, run
         self._scale, self._bits = scale, bits
         self._found = Comparison()
         self._rounded_gradients: set[str] = set()
         self._parts: Counter[str] = Counter()
+        self._require_common()
+        self._bounds = Bounds(reference.whole, exact)
+
+    def _require_common(self) -> None:
+        if any(key.name for key in self._reference.entries.keys() & self._run.entries.keys()):
+            return
+        names = [sorted({k.name for k in r.entries} - {""})[:3] for r in (self._reference, self._run)]
+        raise DataError(
+            f"{self._reference.folder} and {self._run.folder} have no tensor in common: the first names are "
+            f"{', '.join(names[0]) or 'none'} and {', '.join(names[1]) or 'none'}; record the same model, with the same "
+            "microbatches"
+        )
 
     def result(self) -> Comparison:
         found = self._found
-        common = self._reference.entries.keys() & self._run.entries.keys()
-        if not any(key.name for key in common):
-            names = [sorted({k.name for k in r.entries} - {""})[:3] for r in (self._reference, self._run)]
-            raise DataError(
-                f"{self._reference.folder} and {self._run.folder} have no tensor in common: the first names are "
-                f"{', '.join(names[0]) or 'none'} and {', '.join(names[1]) or 'none'}; record the same model, with the same "
-                "microbatches"
-            )
-        self._require_exact()
         self._note_what_is_missing()
         for key in self._in_order():
-            same, rounded = found.same, found.rounded
-            difference = self._compare(key)
-            if difference is not None:
-                found.differences.append(difference)
+            judged = self._judge(key)
+            if isinstance(judged, Difference):
+                found.differences.append(judged)
                 found.verdicts[key] = "different"
-            elif (found.same, found.rounded) != (same, rounded):
-                found.verdicts[key] = "same" if found.same > same else "rounded"
-            if not found.differences:
-                found.before = found.same + found.rounded
+            elif judged is not None:
+                found.verdicts[key] = judged
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
         if self._parts:
@@ -173,29 +174,6 @@ class _Compared:
                 f"{self._parts.total()} tensors are parts of the reference's, and not compared: {parts}"
             )
         return found
-
-    def _require_exact(self) -> None:
-        """Refuse a recording in float64 of something else, which would allow anything."""
-        if self._exact is None:
-            return
-        apart = [
-            distance(self._sums[key], whole)
-            for key, of in self._exact.entries.items()
-            if (key.step, key.kind) == (0, Kind.OUTPUT)
-            and key in self._sums
-            and (whole := joined([e.of for e in of])) is not None
-            if whole.dtype == "float64"
-        ]
-        if not apart or median(apart) > _OTHER:
-            raise DataError(
-                f"{self._exact.folder} is not the reference in float64: "
-                + (
-                    f"its outputs are {median(apart):.2g} of their norm away"
-                    if apart
-                    else "it has none of its outputs"
-                )
-                + "; record model.double() on the same data"
-            )
 
     def _look_past_a_common_factor(self) -> None:
         """Put the gradient first that differs in itself, where clipping by the norm has changed all others with it."""
@@ -214,10 +192,10 @@ class _Compared:
         if count < 2 or not own:
             return
         first = own[0]
-        ours, theirs = self._whole(self._run, first.key), self._sums.get(first.key)
+        ours, theirs = self._run.whole.get(first.key), self._reference.whole.get(first.key)
         what = first.what
         if what == _UNTOLD and ours is not None and theirs is not None:
-            what = describe(first.key, ours, theirs, self._sums, first.size, first.allowed)
+            what = describe(first.key, ours, theirs, self._reference.whole, first.size, first.allowed)
         others = f"; {count} other gradients are {common:.4g} of the reference's, as clipping by the norm makes them"
         found.remove(first)
         found.insert(0, replace(first, what=what + others))
@@ -249,12 +227,8 @@ class _Compared:
 
     def _factor(self, key: Key) -> float | None:
         """Return the factor by which a gradient is a multiple of the reference's; None if it is none."""
-        ours, theirs = self._whole(self._run, key), self._sums.get(key)
+        ours, theirs = self._run.whole.get(key), self._reference.whole.get(key)
         return None if ours is None or theirs is None else fit(ours.projections, theirs.projections)
-
-    def _whole(self, recording: Recording, key: Key) -> Fingerprint | None:
-        entries = recording.entries.get(key)
-        return None if entries is None else joined([entry.of for entry in entries])
 
     def _in_order(self) -> Iterator[Key]:
         """Yield the places of tensors in the order of computation; gradients in the order in which a backward made them."""
@@ -326,13 +300,11 @@ class _Compared:
             both.append(found)
         return both
 
-    def _compare(self, key: Key) -> Difference | None:
+    def _judge(self, key: Key) -> Verdict | Difference | None:
+        """Compare a tensor; return None if that cannot be done."""
         if not key.name and self._run_is_cut:
             return None
-        if (
-            key.kind == Kind.SHARE
-            and self._shares[0][key.step, key.name] != self._shares[1][key.step, key.name]
-        ):
+        if key.kind == Kind.SHARE and len({frozenset(of[key.step, key.name]) for of in self._shares}) > 1:
             return None  # a backward of several microbatches at once has their sum
         ours, theirs = self._run.entries.get(key), self._reference.entries.get(key)
         if ours is None or theirs is None:
@@ -348,129 +320,60 @@ class _Compared:
             return Difference(
                 key, f"is not the same on processes {apart[0]} and {apart[1]}", float("inf"), 0.0
             )
-        q, r = joined([entry.of for entry in ours]), joined([entry.of for entry in theirs])
+        q, r = self._run.whole.get(key), self._reference.whole.get(key)
         if q is None or r is None or self._divided(q, r):
             self._parts[key.name] += 1
             return None
         if self._scale != 1.0 and key.kind in (Kind.OUTPUT_GRADIENT, Kind.SHARE):
             q = divided(q, self._scale)
         if (q.digest, q.shape, q.dtype) == (r.digest, r.shape, r.dtype):
-            self._found.same += 1
-            return None
-        size, allowed = distance(q, r), self._allowed(key, r)
-        update = self._updates(key, q, r) if key.kind == Kind.PARAMETER else None
-        if update is not None and size <= allowed:
-            size, allowed = self._apart(key, r, *update)
+            return "same"
+        return self._judge_other_bits(key, q, r)
+
+    def _judge_other_bits(self, key: Key, q: Fingerprint, r: Fingerprint) -> Verdict | Difference:
+        size = distance(q, r)
+        allowed = 0.0 if self._bits else self._bounds.of_value(key, bool(self._rounded_gradients))
+        updates = None if self._bits else self._updates(key, q, r)
+        factor = ""
+        if updates is not None:
+            ours, theirs = updates
+            same_gradient = (
+                replace(key, kind=Kind.GRADIENT) in self._run.entries
+                and key.name not in self._rounded_gradients
+            )
+            of_update = self._bounds.of_update(key, theirs, same_gradient)
+            factor = factor_in_words(ours, theirs, of_update)
+            if size <= allowed:
+                size = size_of([a - b for a, b in zip(ours, theirs, strict=True)]) / size_of(theirs)
+                allowed = of_update
         comparable = q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite)
         if comparable and size <= allowed and not self._bits:
-            self._found.rounded += 1
             if key.kind == Kind.GRADIENT:
                 self._rounded_gradients.add(key.name)
-            return None
+            return "rounded"
         # What a difference looks like is told of the first alone; the others follow from it.
-        first = not self._found.differences
         what = _UNTOLD
-        alike = None if update is None else self._apart(key, r, *update)[1]
-        if first and update is not None and alike and (factor := factor_in_words(*update, alike)):
-            what = f"its update {factor}"
-        elif first:
-            what = describe(key, q, r, self._sums, size, allowed)
+        if not self._found.differences:
+            others = self._reference.whole
+            what = f"its update {factor}" if factor else describe(key, q, r, others, size, allowed)
         return Difference(key, what, size, allowed)
 
-    @cached_property
-    def _sums(self) -> dict[Key, Fingerprint]:
-        """Sums over the whole tensors of the reference."""
-        found = ((key, joined([entry.of for entry in of])) for key, of in self._reference.entries.items())
-        return {key: of for key, of in found if of is not None}
+    def _updates(self, key: Key, q: Fingerprint, r: Fingerprint) -> tuple[list[float], list[float]] | None:
+        """Return projections of what a step adds to a parameter in the run and in the reference; None if that is unknown."""
+        before = replace(key, step=key.step - 1)
+        was, should = self._run.whole.get(before), self._reference.whole.get(before)
+        if key.kind != Kind.PARAMETER or was is None or should is None:
+            return None
+        if any(of.nonfinite or of.shape != r.shape for of in (q, r, was, should)):
+            return None
+        theirs = difference(r, should)
+        return (difference(q, was), theirs) if size_of(theirs) else None
 
     def _divided(self, q: Fingerprint, r: Fingerprint) -> bool:
         """Return whether the run's tensor has other rows, as where processes divide samples or experts."""
         if q.shape == r.shape or len(q.shape) != len(r.shape) or q.dtype != r.dtype:
             return False
         return len({entry.process for of in self._run.entries.values() for entry in of}) > 1
-
-    def _allowed(self, key: Key, r: Fingerprint) -> float:
-        """Return the largest relative difference that another order of sums explains."""
-        if not r.norm or self._bits:
-            return 0.0
-        unit = UNIT.get(r.dtype, 0.0)
-        exact = None if self._exact is None else self._exact.entries.get(key)
-        if exact is not None and (whole := joined([entry.of for entry in exact])) is not None:
-            return SLACK * max(distance(r, whole), self._usual[key.step, key.kind]) + SLACK * unit
-        # Gradients of float32 are rounded as autocast's outputs are.
-        allowed = max(ROUNDING.get(r.dtype, 0.0), self._least_precise)
-        if self._rounded_gradients and (key.kind == Kind.PARAMETER or key.step > 0):
-            allowed *= AFTER_ROUNDING
-        allowed = min(allowed, _MOST)
-        if key.kind in _GRADIENTS:
-            # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
-            allowed += allowed * self._largest(key) / r.norm
-        return allowed
-
-    def _updates(self, key: Key, q: Fingerprint, r: Fingerprint) -> tuple[list[float], list[float]] | None:
-        """Return projections of what a step adds to a parameter in the run and in the reference; None if that is unknown."""
-        before = replace(key, step=key.step - 1)
-        was, should = self._whole(self._run, before), self._sums.get(before)
-        if was is None or should is None or self._bits or any(x.nonfinite for x in (q, r, was, should)):
-            return None
-        theirs = difference(r, should)
-        return (difference(q, was), theirs) if size_of(theirs) else None
-
-    def _apart(self, key: Key, r: Fingerprint, ours: list[float], theirs: list[float]) -> tuple[float, float]:
-        """Return by how much an update differs from the reference's, relative to that, and what rounding explains.
-
-        A weight may be large beside its update, so a wrong update changes it by less than rounding would explain.
-        """
-        update = size_of(theirs)
-        size = size_of([a - b for a, b in zip(ours, theirs, strict=True)]) / update
-        # An update is rounded as the weight is. Adam divides a gradient by its size, so that of a small one may be far off.
-        rounding = SLACK * UNIT.get(r.dtype, 0.0) * r.norm / update
-        exact = None if self._exact is None else self._whole(self._exact, key)
-        begun = None if self._exact is None else self._whole(self._exact, replace(key, step=key.step - 1))
-        if exact is not None and begun is not None:
-            apart = [a - b for a, b in zip(difference(exact, begun), theirs, strict=True)]
-            return size, rounding + SLACK * max(size_of(apart) / update, _UPDATE)
-        known = replace(key, kind=Kind.GRADIENT) in self._run.entries
-        rounded = not known or key.name in self._rounded_gradients
-        return size, rounding + (_AFTER if rounded else _UPDATE)
-
-    @cached_property
-    def _usual(self) -> dict[tuple[int, Kind], float]:
-        """Distances from float64 that are usual in each step and kind, since one tensor's may be small by chance.
-
-        They are the largest of outputs and updates. A gradient that is nearly zero may be rounding alone, as far from
-        float64 as it is large, so of gradients they are larger than 95% of all.
-        """
-        assert self._exact is not None, "it is asked for with it alone"
-        found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-        for key, of in self._exact.entries.items():
-            exact, ours = joined([entry.of for entry in of]), self._sums.get(key)
-            if exact is not None and ours is not None and ours.norm:
-                found[key.step, key.kind].append(distance(ours, exact))
-        return {
-            (step, kind): sorted(values)[len(values) * 19 // 20 if kind in _GRADIENTS else -1]
-            for (step, kind), values in found.items()
-        }
-
-    def _largest(self, key: Key) -> float:
-        """Return the largest norm of a gradient of the same step and microbatch near a module."""
-        near = key.name.rsplit(".", 2)[0]
-        return self._norms.get((key.step, key.kind, key.microbatch, near), 0.0)
-
-    @cached_property
-    def _least_precise(self) -> float:
-        """Relative difference that rounding explains in the least precise dtype of the reference."""
-        dtypes = {of.dtype for of in self._sums.values()}
-        return max((ROUNDING[dtype] for dtype in dtypes & ROUNDING.keys()), default=0.0)
-
-    @cached_property
-    def _norms(self) -> dict[tuple[int, Kind, int, str], float]:
-        found: dict[tuple[int, Kind, int, str], float] = defaultdict(float)
-        for key, of in self._sums.items():
-            if key.kind in _GRADIENTS:
-                near = key.step, key.kind, key.microbatch, key.name.rsplit(".", 2)[0]
-                found[near] = max(found[near], of.norm)
-        return found
 
     def _note_what_is_missing(self) -> None:
         notes = self._found.notes

@@ -173,6 +173,12 @@ def divided(of: Fingerprint, factor: float) -> Fingerprint:
     )
 
 
+def forget_vectors() -> None:
+    """Free the odd numbers and random entries that are kept from one tensor to the next of its shape."""
+    for kept in (_weights, _odd, _random):
+        kept.cache_clear()
+
+
 def groups_of(length: int) -> list[range]:
     """Return the groups of a dimension's indices whose projections are kept."""
     count = min(length, GROUPS)

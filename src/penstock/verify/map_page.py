@@ -49,6 +49,8 @@ def _step(found: Comparison, step: int) -> dict[str, Any]:
     for key in keys:
         rows.setdefault(key.name or "the model", {}).setdefault(key.microbatch, []).append(key)
     return {
+        # A step without a difference is a sentence, so that the map of one that has some is in sight.
+        "same": len(keys) if all(found.verdicts[key] == "same" for key in keys) else 0,
         "name": f"Step {step}" if step >= 0 else "Before the first step",
         "columns": [*columns, "update" if step >= 0 else "parameter"],
         "rows": [

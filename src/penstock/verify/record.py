@@ -7,21 +7,17 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
@@ -35,14 +31,10 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.layers import is_joint, whole_name
 from penstock.stage.module import StageModule
-from penstock.stage.named import current_context
-from penstock.verify.fingerprint import Fingerprint, fingerprint
-from penstock.verify.recording import CALLS, Key, Kind, Writer
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of names that ``torch.compile`` and torch's wrappers of modules add."""
+from penstock.verify.fingerprint import Fingerprint, fingerprint, forget_vectors
+from penstock.verify.recording import Key, Kind, Writer
+from penstock.verify.sources import PipelineSource, PlainSource, Source, StagesSource
 
 
 @contextmanager
@@ -86,13 +78,13 @@ def record(
     if not isinstance(first_microbatch, int) or first_microbatch < 0:
         raise ConfigError(f"first_microbatch must be a whole number of at least 0, got {first_microbatch!r}")
     if isinstance(model, Pipeline):
-        source: _Source = _PipelineSource(model)
+        source: Source = PipelineSource(model)
     elif isinstance(model, StageModule):
-        source = _StagesSource(model.named_layers(), list(model.whole_model_parameters()))
+        source = StagesSource(model.named_layers(), list(model.whole_model_parameters()))
     elif isinstance(model, nn.Module):
-        source = _PlainSource({"": model}, first_microbatch)
+        source = PlainSource({"": model}, first_microbatch)
     elif isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
-        source = _PlainSource(dict(model), first_microbatch)
+        source = PlainSource(dict(model), first_microbatch)
     else:
         raise ConfigError(
             f"record takes a module, a Pipeline or a mapping from name prefixes to modules, got {model!r:.80}"
@@ -103,9 +95,7 @@ def record(
     try:
         recorder = _Recorder(source, writer, steps)
         with recorder.hooks():
-            notes = Notes()
-            notes._recorder = recorder
-            yield notes
+            yield Notes(recorder.note, source.has_module)
         complete = True
         if writer.entries == recorder.begun:
             warnings.warn(
@@ -116,12 +106,19 @@ def record(
             )
     finally:
         writer.close(complete)
+        forget_vectors()
 
 
 class Notes:
-    """Tensors that are recorded besides those of modules and parameters."""
+    """Tensors that are recorded besides those of modules and parameters.
 
-    _recorder: _Recorder
+    Args:
+        write: function that records a tensor under a name, for a microbatch.
+        is_module: function that tells whether a module of the model has a name.
+    """
+
+    def __init__(self, write: Callable[[str, Tensor, int], None], is_module: Callable[[str], bool]) -> None:
+        self._write, self._is_module = write, is_module
 
     def note(self, name: str, value: Tensor | float, *, microbatch: int = -1) -> None:
         """Record a tensor or a number, such as a microbatch's loss.
@@ -133,251 +130,19 @@ class Notes:
         Raises:
             ConfigError: if an argument is none of these, or the block has ended.
         """
-        if not isinstance(name, str) or not name or self._recorder.is_module(name):
+        if not isinstance(name, str) or not name or self._is_module(name):
             raise ConfigError(f"a note's name must be a text that no module of the model has, got {name!r}")
         if not isinstance(value, Tensor | float | int):
             raise ConfigError(f"note {name!r}: its value must be a tensor or a number, got {value!r:.80}")
         if not isinstance(microbatch, int) or microbatch < -1:
             raise ConfigError(f"note {name!r}: microbatch must be a whole number, got {microbatch!r}")
-        self._recorder.note(name, torch.as_tensor(value), microbatch)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Place of a call of a module in the run.
-
-    Attributes:
-        name: name of the module in the whole model.
-        microbatch: number of the microbatch.
-        run: name of the present run of the modules; calls of a module are counted in each.
-        first_call: number of the module's first call in this run.
-        again: whether it runs because a backward needs its output again.
-    """
-
-    name: str
-    microbatch: int
-    run: str
-    first_call: int = 0
-    again: bool = False
-
-
-class _Source:
-    """Modules and parameters that run, by their names in the whole model, and the place of a call in the run.
-
-    Attributes:
-        parameters: (name, parameter) pairs, each parameter once.
-        shares: whether the gradients of each microbatch are recorded, too.
-        whole_gradients: whether parameters have gradients of their own shape; False where replicas divide them flat.
-        aliases: further names of modules that the whole model has in several places → the first name.
-    """
-
-    parameters: list[tuple[str, nn.Parameter]]
-    _names: Mapping[Any, str]
-    shares = False
-    whole_gradients = True
-    aliases: Mapping[str, str] = MappingProxyType({})
-
-    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
-        """Watch the run as long as a stack is open."""
-
-    def next_step(self) -> None:
-        """Number microbatches from the first again."""
-
-    def values(self) -> Mapping[str, Tensor] | None:
-        """Return whole parameters between steps by name; None if the parameters themselves have their values."""
-        return None
-
-    @property
-    def module_names(self) -> Collection[str]:
-        """Names of the modules."""
-        return self._names.values()
-
-    @property
-    def in_forward(self) -> bool:
-        """True while a forward runs on this thread; gradients that it computes itself are not those of the loss."""
-        return current_context() is not None
-
-    def place(self, module: nn.Module) -> _Place | None:
-        """Return the place of the call of a module that has just ended; None if it is not recorded."""
-        raise NotImplementedError
-
-
-class _PlainSource(_Source):
-    """Modules that a loop calls."""
-
-    shares = True
-
-    def __init__(self, roots: dict[str, nn.Module], first: int) -> None:
-        wrappers = (DistributedDataParallel, nn.DataParallel)
-        roots = {p: m.module if isinstance(m, wrappers) else m for p, m in roots.items()}
-        compiled = [p for p, m in roots.items() if hasattr(m, "_orig_mod")]
-        if compiled:
-            raise ConfigError(
-                "the model is compiled, so its modules are not called; record it without torch.compile"
-            )
-        self._first = first
-        self._roots = {id(m) for m in roots.values()}
-        self._counts: Counter[int] = Counter()
-        self._inside: list[int] = []
-        self._microbatch: int | None = None
-        self.backward_of: int | None = None
-        self._names: dict[int, str] = {}
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for prefix, root in roots.items():
-            # A wrapper has the name of the module within it, which comes later.
-            modules = {_own_name(prefix, name): module for name, module in root.named_modules()}
-            for name, module in modules.items():
-                self._names.setdefault(id(module), name)
-            for name, parameter in root.named_parameters():
-                found.setdefault(id(parameter), (_own_name(prefix, name), parameter))
-        self.parameters = list(found.values())
-
-    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
-        def enter(module: nn.Module, args: Any) -> None:
-            if id(module) in self._roots and not self._inside:
-                self._inside.append(id(module))
-                recorder.begin_forward()
-                if torch.is_grad_enabled():
-                    self._microbatch = self._first + self._counts[id(module)]
-                    self._counts[id(module)] += 1
-                else:
-                    self._microbatch = None
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._inside == [id(module)]:
-                self._inside.clear()
-
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-
-    def next_step(self) -> None:
-        self._counts.clear()
-
-    @property
-    def in_forward(self) -> bool:
-        return bool(self._inside)
-
-    def place(self, module: nn.Module) -> _Place | None:
-        name = self._names.get(id(module))
-        if name is None:
-            return None
-        if not self._inside:  # a backward needs its output again
-            number = self.backward_of
-            return None if number is None else _Place(name, number, "again", again=True)
-        context = current_context()
-        known = None if context is None else context.microbatch
-        number = self._microbatch if known is None or self._microbatch is None else known
-        return None if number is None else _Place(name, number, "forward")
-
-
-class _StagesSource(_Source):
-    """Layers of stages, whose context tells the microbatch and the layer that runs."""
-
-    def __init__(
-        self, layers: Iterable[tuple[str, nn.Module]], parameters: list[tuple[str, nn.Parameter]]
-    ) -> None:
-        self.parameters = parameters
-        self._find_names(layers)
-
-    def _find_names(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        """Find the names of all modules of layers, and the places of the layers in the model."""
-        self._names: dict[tuple[str, int], str] = {}
-        self._layers: dict[int, str] = {}
-        self._places: dict[str, int] = {}
-        for name, layer in layers:
-            self._places.setdefault(name, len(self._places))
-            for inner, module in layer.named_modules():
-                if inner or not is_joint(name):  # a joint layer is not a module of the model
-                    whole = whole_name(name, inner, parameter=not is_joint(name))
-                    self._names.setdefault((name, id(module)), whole)
-                    self._layers.setdefault(id(module), name)
-
-    def place(self, module: nn.Module) -> _Place | None:
-        context = current_context()
-        if context is None or context.microbatch is None:
-            return None
-        layer = context.layer or self._layers.get(id(module), "")
-        if (layer, id(module)) not in self._names:
-            return None
-        name, first = self._names[layer, id(module)], self._places[layer] * CALLS
-        return _Place(name, context.microbatch, layer, first)
-
-
-class _PipelineSource(_StagesSource):
-    """The stages of a pipeline on this process."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        super().__init__([], list(pipe.named_parameters()))
-        first: dict[int, str] = {}
-        aliases = {}
-        for layer in pipe.layers:
-            # Each rank may have a copy of its own; the layers that were given show that they are one.
-            for inner, module in () if layer.module is None else layer.module.named_modules():
-                whole = whole_name(layer.name, inner, parameter=not is_joint(layer.name))
-                if (known := first.setdefault(id(module), whole)) != whole:
-                    aliases[whole] = known
-        self.aliases = aliases
-        self._pipe = pipe
-        self._thread = threading.local()
-        self._order = {layer.name: place for place, layer in enumerate(pipe.layers)}
-        self._steps, self._base = -1, 0
-        self._lock = threading.Lock()
-
-    def install(self, recorder: _Recorder, stack: ExitStack) -> None:
-        numbers = count()
-
-        def wrap(rank: int, run: Callable[[], None]) -> Callable[[], None]:
-            def recorded() -> None:
-                self._note_step(recorder)
-                self._thread.run = str(next(numbers))
-                try:
-                    run()
-                finally:
-                    self._thread.run = None
-
-            return recorded
-
-        stack.callback(self._pipe.wrap_ops(wrap))
-
-    def _note_step(self, recorder: _Recorder) -> None:
-        with self._lock:
-            if self._pipe.steps != self._steps:
-                self._base += self._pipe.microbatches * self._pipe.replicas if self._names else 0
-                self._steps = self._pipe.steps
-                # During a step, a rank may have a copy in the place of a module that others have, too.
-                layers = (pair for stage in self._pipe.stage_modules() for pair in stage.named_layers())
-                self._find_names(sorted(layers, key=lambda pair: self._order[pair[0]]))
-            recorder.begin_forward()
-
-    @property
-    def whole_gradients(self) -> bool:  # type: ignore[override]  # it begins with the optimizer
-        return self._pipe.shards is None
-
-    def next_step(self) -> None:
-        self._base = 0
-
-    def values(self) -> Mapping[str, Tensor] | None:
-        shards = self._pipe.shards
-        if shards is None or not shards.sharded_weights:
-            self._pipe.wait()  # with zero="overlap" values may still be arriving
-            return None
-        return self._pipe.state_dict()  # between steps a process has a part of each weight
-
-    def place(self, module: nn.Module) -> _Place | None:
-        run = getattr(self._thread, "run", None)
-        found = None if run is None else super().place(module)
-        if found is None:
-            return None
-        # Within a backward, a checkpoint of the user's own runs it again.
-        again = torch._C._current_graph_task_id() != -1
-        number, run = self._base + found.microbatch, f"{run} {found.run}{' again' if again else ''}"
-        return replace(found, microbatch=number, run=run, again=again)
+        self._write(name, torch.as_tensor(value), microbatch)
 
 
 class _Recorder:
     """Hooks that write what a source computes."""
 
-    def __init__(self, source: _Source, writer: Writer, steps: int) -> None:
+    def __init__(self, source: Source, writer: Writer, steps: int) -> None:
         self._source, self._writer, self._steps = source, writer, steps
         self._step, self._updated = 0, False
         # Updates before the present step of a pipeline's optimizer; None outside of one.
@@ -405,17 +170,13 @@ class _Recorder:
         with ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._output, with_kwargs=True).remove)
             # After the hook of outputs: a model's own output is still one of its forward.
-            self._source.install(self, stack)
+            self._source.install(self.begin_forward, stack)
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
             for name, parameter in self._source.parameters if self._source.shares else ():
                 if parameter.requires_grad and not is_dtensor(parameter) and not is_lazy(parameter):
                     stack.callback(parameter.register_hook(partial(self._share, name)).remove)
             yield
-
-    def is_module(self, name: str) -> bool:
-        """Return whether a module of the model has a name."""
-        return name in self._source.module_names
 
     def begin_forward(self) -> None:
         """Begin the next step if the optimizer has updated parameters since the last forward."""
@@ -459,13 +220,11 @@ class _Recorder:
     def _output_gradient(self, key: Key, gradient: Tensor) -> None:
         if self._source.in_forward:
             return
-        if isinstance(self._source, _PlainSource):
-            self._source.backward_of = key.microbatch
+        self._source.backward_of = key.microbatch
         if key.step == self._step:
             self._write(key, gradient)
 
     def _share(self, name: str, gradient: Tensor) -> None:
-        assert isinstance(self._source, _PlainSource), "others have no shares"
         if self.active and self._source.backward_of is not None:
             self._write(Key(self._step, Kind.SHARE, self._source.backward_of, name), gradient)
 
@@ -544,11 +303,6 @@ class _Recorder:
         found = fingerprint(value)
         self._last = (weakref.ref(value), value._version, found)
         return found
-
-
-def _own_name(prefix: str, name: str) -> str:
-    """Return a name in the whole model, without the parts that wrappers of torch add."""
-    return ".".join(part for part in (prefix, *name.split(".")) if part and part not in _WRAPPERS)
 
 
 def _recordable(value: Tensor) -> bool:

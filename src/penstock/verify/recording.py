@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.version import __version__
-from penstock.verify.fingerprint import GROUPS, VECTORS, Fingerprint
+from penstock.verify.fingerprint import GROUPS, VECTORS, Fingerprint, joined
 
 FORMAT = 1
 LIMIT = 1 << 30
@@ -30,15 +31,15 @@ class Kind(IntEnum):
     """Kind of a recorded tensor, in the order in which a step makes them."""
 
     OUTPUT = 0
-    """What a module returned."""
+    """Output of a module."""
     OUTPUT_GRADIENT = 1
-    """The gradient of what a module returned."""
+    """Gradient of a module's output."""
     SHARE = 2
-    """The gradient that one microbatch's backward gives a parameter."""
+    """Gradient that one microbatch's backward gives a parameter."""
     GRADIENT = 3
-    """The gradient of a parameter as the optimizer sees it."""
+    """Gradient of a parameter as the optimizer sees it."""
     PARAMETER = 4
-    """A parameter after the update."""
+    """Parameter after the update."""
 
     @property
     def words(self) -> str:
@@ -197,6 +198,12 @@ class Recording:
     entries: dict[Key, list[Entry]]
     cut_off: list[str]
     missing: list[str]
+
+    @cached_property
+    def whole(self) -> dict[Key, Fingerprint]:
+        """Sums over the tensors that are there as a whole, also in parts."""
+        found = ((key, joined([entry.of for entry in of])) for key, of in self.entries.items())
+        return {key: of for key, of in found if of is not None}
 
     @property
     def steps(self) -> list[int]:

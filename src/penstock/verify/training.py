@@ -9,7 +9,6 @@ PyTorch's as that is from the same training in float64.
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.base.current_folder import current_folder_last
 from penstock.base.errors import ConfigError
+from penstock.base.scratch import Scratch
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.loss_weights import loss_weights
 from penstock.runtime.model.given_model import given_model
@@ -83,8 +83,13 @@ class Layout:
     autocast: str = "none"
 
     def __post_init__(self) -> None:
-        if self.shard not in get_args(Shard):
-            raise ConfigError(f"shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
+        for name, allowed in (
+            ("shard", get_args(Shard)),
+            ("recompute", ("none", "full")),
+            ("autocast", ("none", *DTYPES)),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         if self.shard != "none" and self.replicas == 1:
             raise ConfigError(f"shard {self.shard!r} divides what replicas have, and there is one; take dp 2")
 
@@ -217,7 +222,7 @@ def _rows(cases: Sequence[_Case], transports: Sequence[str]) -> Iterator[Row]:
     # The number of threads changes the order of sums, and so the last bits.
     torch.set_num_threads(1)
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-verify-") as folder,
+        Scratch() as scratch,
         LocalProcesses(max(case.processes for case in cases)) as pool,
     ):
         references: dict[tuple[int, torch.dtype | None], Path] = {}
@@ -225,12 +230,12 @@ def _rows(cases: Sequence[_Case], transports: Sequence[str]) -> Iterator[Row]:
         def reference(case: _Case, dtype: torch.dtype | None) -> Path:
             key = case.microbatches, dtype
             if key not in references:
-                references[key] = Path(folder, f"reference-{len(references)}")
+                references[key] = scratch.path / f"reference-{len(references)}"
                 _plain(references[key], case, dtype)
             return references[key]
 
         for n, (case, transport) in enumerate(product(cases, transports)):
-            run = Path(folder, f"run-{n}")
+            run = scratch.path / f"run-{n}"
             if transport == "processes":
                 pool.run(case.processes, _pipelined, str(run), case)
             else:

@@ -1,0 +1,271 @@
+"""Modules and parameters that a recording watches: of any loop of PyTorch, of layers, or of a pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.base.errors import ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import is_joint, whole_name
+from penstock.stage.named import Context, current_context
+from penstock.verify.recording import CALLS
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that ``torch.compile`` and torch's wrappers of modules add."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a call of a module in the run.
+
+    Attributes:
+        name: name of the module in the whole model.
+        microbatch: number of the microbatch.
+        run: name of the present run of the modules; calls of a module are counted in each.
+        first_call: number of the module's first call in this run.
+        again: whether it runs because a backward needs its output again.
+    """
+
+    name: str
+    microbatch: int
+    run: str
+    first_call: int = 0
+    again: bool = False
+
+
+class Source:
+    """Modules and parameters that run, by their names in the whole model, and the place of a call in the run.
+
+    Attributes:
+        parameters: (name, parameter) pairs, each parameter once.
+        shares: whether the gradients of each microbatch are recorded, too.
+        whole_gradients: whether parameters have gradients of their own shape; False where replicas divide them flat.
+        aliases: further names of modules that the whole model has in several places → the first name.
+        backward_of: microbatch whose backward runs; None where that is not known.
+    """
+
+    parameters: list[tuple[str, nn.Parameter]]
+    _names: Mapping[Any, str]
+    shares = False
+    whole_gradients = True
+    aliases: Mapping[str, str] = MappingProxyType({})
+    backward_of: int | None = None
+
+    def install(self, begin_forward: Callable[[], None], stack: ExitStack) -> None:
+        """Watch the run as long as a stack is open, and tell of each forward before it is numbered."""
+
+    def next_step(self) -> None:
+        """Number microbatches from the first again."""
+
+    def values(self) -> Mapping[str, Tensor] | None:
+        """Return whole parameters between steps by name; None if the parameters themselves have their values."""
+        return None
+
+    def has_module(self, name: str) -> bool:
+        """Return whether a module has this name."""
+        return name in self._names.values()
+
+    @property
+    def in_forward(self) -> bool:
+        """True while a forward runs on this thread; gradients that it computes itself are not those of the loss."""
+        return current_context() is not None
+
+    def place(self, module: nn.Module) -> Place | None:
+        """Return the place of the call of a module that has just ended; None (default) if it is not recorded."""
+        return None
+
+
+class PlainSource(Source):
+    """Modules that a loop calls."""
+
+    shares = True
+
+    def __init__(self, roots: dict[str, nn.Module], first: int) -> None:
+        wrappers = (DistributedDataParallel, nn.DataParallel)
+        roots = {p: m.module if isinstance(m, wrappers) else m for p, m in roots.items()}
+        compiled = [p for p, m in roots.items() if hasattr(m, "_orig_mod")]
+        if compiled:
+            raise ConfigError(
+                "the model is compiled, so its modules are not called; record it without torch.compile"
+            )
+        self._first = first
+        self._roots = {id(m) for m in roots.values()}
+        self._counts: Counter[int] = Counter()
+        self._inside: list[int] = []
+        self._microbatch: int | None = None
+        self._names: dict[int, str] = {}
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, root in roots.items():
+            # A wrapper has the name of the module within it, which comes later.
+            modules = {_own_name(prefix, name): module for name, module in root.named_modules()}
+            for name, module in modules.items():
+                self._names.setdefault(id(module), name)
+            for name, parameter in root.named_parameters():
+                found.setdefault(id(parameter), (_own_name(prefix, name), parameter))
+        self.parameters = list(found.values())
+
+    def install(self, begin_forward: Callable[[], None], stack: ExitStack) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in self._roots and not self._inside:
+                self._inside.append(id(module))
+                begin_forward()
+                if torch.is_grad_enabled():
+                    self._microbatch = self._first + self._counts[id(module)]
+                    self._counts[id(module)] += 1
+                else:
+                    self._microbatch = None
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._inside == [id(module)]:
+                self._inside.clear()
+
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+    def next_step(self) -> None:
+        self._counts.clear()
+
+    @property
+    def in_forward(self) -> bool:
+        return bool(self._inside)
+
+    def place(self, module: nn.Module) -> Place | None:
+        name = self._names.get(id(module))
+        if name is None:
+            return None
+        if not self._inside:  # a backward needs its output again
+            number = self.backward_of
+            return None if number is None else Place(name, number, "again", again=True)
+        context = current_context()
+        known = None if context is None else context.microbatch
+        number = self._microbatch if known is None or self._microbatch is None else known
+        return None if number is None else Place(name, number, "forward")
+
+
+class StagesSource(Source):
+    """Layers of stages, whose context tells the microbatch and the layer that runs."""
+
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], parameters: list[tuple[str, nn.Parameter]]
+    ) -> None:
+        self.parameters = parameters
+        self._find_names(layers)
+
+    def _find_names(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        """Find the names of all modules of layers, and the places of the layers in the model."""
+        self._names: dict[tuple[str, int], str] = {}
+        self._layers: dict[int, str] = {}
+        self._places: dict[str, int] = {}
+        for name, layer in layers:
+            self._places.setdefault(name, len(self._places))
+            for inner, module in layer.named_modules():
+                if inner or not is_joint(name):  # a joint layer is not a module of the model
+                    whole = whole_name(name, inner, parameter=not is_joint(name))
+                    self._names.setdefault((name, id(module)), whole)
+                    self._layers.setdefault(id(module), name)
+
+    def place(self, module: nn.Module) -> Place | None:
+        context = current_context()
+        if context is None or context.microbatch is None:
+            return None
+        layer = context.layer or self._layers.get(id(module), "")
+        if (layer, id(module)) not in self._names:
+            return None
+        name, first = self._names[layer, id(module)], self._places[layer] * CALLS
+        return Place(name, context.microbatch, layer, first)
+
+
+class PipelineSource(StagesSource):
+    """The stages of a pipeline on this process."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._order = {layer.name: place for place, layer in enumerate(pipe.layers)}
+        super().__init__(self._layers_in_order(), list(pipe.named_parameters()))
+        first: dict[int, str] = {}
+        aliases = {}
+        for layer in pipe.layers:
+            # Each rank may have a copy of its own; the layers that were given show that they are one.
+            for inner, module in () if layer.module is None else layer.module.named_modules():
+                whole = whole_name(layer.name, inner, parameter=not is_joint(layer.name))
+                if (known := first.setdefault(id(module), whole)) != whole:
+                    aliases[whole] = known
+        self.aliases = aliases
+        self._thread = threading.local()
+        self._steps, self._base = -1, 0
+        self._lock = threading.Lock()
+        self._runs = count()
+
+    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+        layers = (pair for stage in self._pipe.stage_modules() for pair in stage.named_layers())
+        return sorted(layers, key=lambda pair: self._order[pair[0]])
+
+    def install(self, begin_forward: Callable[[], None], stack: ExitStack) -> None:
+        def wrap(rank: int, run: Callable[[], None]) -> Callable[[], None]:
+            def recorded() -> None:
+                with self._lock:
+                    self._note_step()
+                    begin_forward()
+                self._thread.active = True
+                try:
+                    run()
+                finally:
+                    self._thread.active, self._thread.context = False, None
+
+            return recorded
+
+        stack.callback(self._pipe.wrap_ops(wrap))
+
+    def _note_step(self) -> None:
+        if self._pipe.steps != self._steps:
+            self._base += self._pipe.microbatches * self._pipe.replicas if self._steps >= 0 else 0
+            self._steps = self._pipe.steps
+            # During a step, a rank may have a copy in the place of a module that others have, too.
+            self._find_names(self._layers_in_order())
+
+    @property
+    def whole_gradients(self) -> bool:  # type: ignore[override]  # it begins with the optimizer
+        return self._pipe.shards is None
+
+    def next_step(self) -> None:
+        self._base = 0
+
+    def values(self) -> Mapping[str, Tensor] | None:
+        shards = self._pipe.shards
+        if shards is None or not shards.sharded_weights:
+            self._pipe.wait()  # with zero="overlap" values may still be arriving
+            return None
+        return self._pipe.state_dict()  # between steps a process has a part of each weight
+
+    def place(self, module: nn.Module) -> Place | None:
+        found = super().place(module) if getattr(self._thread, "active", False) else None
+        if found is None:
+            return None
+        # Within a backward, a checkpoint of the user's own runs it again.
+        again = torch._C._current_graph_task_id() != -1
+        run = f"{self._run_of(current_context())} {found.run}{' again' if again else ''}"
+        return replace(found, microbatch=self._base + found.microbatch, run=run, again=again)
+
+    def _run_of(self, context: Context | None) -> int:
+        """Return a number for the present run of layers: an op runs them again where its first try was given up."""
+        if context is not getattr(self._thread, "context", None):
+            self._thread.context, self._thread.run = context, next(self._runs)
+        number: int = self._thread.run
+        return number
+
+
+def _own_name(prefix: str, name: str) -> str:
+    """Return a name in the whole model, without the parts that wrappers of torch add."""
+    return ".".join(part for part in (prefix, *name.split(".")) if part and part not in _WRAPPERS)
