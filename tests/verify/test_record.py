@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_recording_changes_no_number(schedule: str, tmp_path: Path):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(plain(tmp_path / "plain").parameters(), plain(None).parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_model_compiled_after_a_recording_has_no_warning_of_its_hooks(tmp_path: Path):
+    plain(tmp_path / "run")
+    layer = torch.compile(nn.Linear(2, 2), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(

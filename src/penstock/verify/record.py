@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
@@ -168,7 +168,10 @@ class _Recorder:
                 self._write(key, parameter if values is None else values[name])
         self.begun = self._writer.entries
         with ExitStack() as stack:
-            stack.callback(register_module_forward_hook(self._output, with_kwargs=True).remove)
+            handle = register_module_forward_hook(self._output, with_kwargs=True)
+            # The handle of torch 2.13 leaves this note of a hook, so that `torch.compile` warns of hooks ever after.
+            stack.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
+            stack.callback(handle.remove)
             # After the hook of outputs: a model's own output is still one of its forward.
             self._source.install(self.begin_forward, stack)
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
