@@ -135,10 +135,8 @@ OTHERS = [
 def test_threads_run_the_family(family, ranks, microbatches):
     (row,) = verify(SUBJECT, [(family, 1)], [ranks], [microbatches], transports=["threads"])
     assert row.good, row
-    if FAMILIES[family].in_order:
-        assert row.rounded == 0
-    else:
-        assert row.rounded > 0
+    # A sum of two microbatches has one order.
+    assert (row.rounded == 0) == (FAMILIES[family].in_order or microbatches == 2)
 
 
 class Dawdle(nn.Module):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ReplicaError
 from penstock.runtime.options import BufferRule
+from penstock.stage.compute.module_buffers import Mark
 from penstock.stage.module import StageModule
 from penstock.stage.same_values import same_values
 
@@ -73,8 +74,8 @@ class _StageCopy:
         self.before: Values = {}
         self._scratch = {buffer.name: buffer for buffer in stage_buffers(module, persistent=False)}
         self._changing: dict[tuple[bool, ...], set[str]] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
-        self._scratch_versions: dict[str, tuple[int, int]] = {}
+        self._marks: dict[str, Mark] = {}
+        self._scratch_marks: dict[str, Mark] = {}
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(buffer.owner.training for buffer in self.buffers.values())
@@ -96,11 +97,11 @@ class _StageCopy:
 
     def record(self) -> None:
         """Record that every copy has these values now."""
-        self._versions = {name: _version(buffer.value) for name, buffer in self.buffers.items()}
+        self._marks = {name: Mark(buffer.value) for name, buffer in self.buffers.items()}
 
     def record_scratch(self) -> None:
         """Record that scratch was written by forwards, and differs between copies."""
-        self._scratch_versions = {name: _version(value) for name, value in self._scratch_values().items()}
+        self._scratch_marks = {name: Mark(value) for name, value in self._scratch_values().items()}
 
     def _scratch_values(self) -> Values:
         values = {name: buffer.owner._buffers.get(buffer.attribute) for name, buffer in self._scratch.items()}
@@ -109,13 +110,13 @@ class _StageCopy:
     def written(self) -> Values:
         """Return all buffers written to since they were recorded."""
         scratch = self._scratch_values()
-        changed = {
-            n: value for n, value in scratch.items() if self._scratch_versions.get(n) != _version(value)
-        }
+        marks = self._scratch_marks
+        changed = {n: value for n, value in scratch.items() if n not in marks or not marks[n].holds(value)}
         return {n: self.buffers[n].value for n in self._written_names()} | changed
 
     def _written_names(self) -> list[str]:
-        return [n for n, buffer in self.buffers.items() if self._versions.get(n) != _version(buffer.value)]
+        marks = self._marks
+        return [n for n, buffer in self.buffers.items() if n not in marks or not marks[n].holds(buffer.value)]
 
     def changed(self) -> Values:
         """Return the persistent buffers that the step may have changed."""
@@ -267,7 +268,3 @@ def _join_statistics(copy: _StageCopy, buffer: NamedBuffer, changes: Sequence[Va
             joined = (joined * total + added) / (total + count)
             total += count
     return joined.to(before.dtype)
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.compute.module_buffers import snapshot
 from penstock.stage.layers import INTERNAL
 
 _DEPTH = 3
@@ -106,16 +107,7 @@ def _of_user(kind: type) -> bool:
 
 
 def _restore_tensor(tensor: Tensor) -> _Restore:
-    if tensor.is_inference() or tensor.is_meta:
-        return lambda: None
-    version, value = tensor._version, tensor.detach().clone()
-
-    def restore() -> None:
-        if tensor._version != version:
-            with torch.no_grad():
-                tensor.copy_(value)
-
-    return restore
+    return (lambda: None) if tensor.is_inference() or tensor.is_meta else snapshot(tensor)
 
 
 def _restore_parameter(parameter: nn.Parameter) -> tuple[_Restore, list[Any]]:

@@ -19,6 +19,7 @@ from penstock.runtime.weights.fixed import require_no_late_hook
 from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.isolation import Foreign, Isolation
+from penstock.stage.compute.module_buffers import Mark
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 
@@ -90,13 +91,13 @@ class SeparateModules:
 
     def record(self) -> None:
         """Record the user's buffers after a step; what its forwards wrote is not copied."""
-        self._versions = [_version(one._buffers[name]) for one, name, _ in self._buffers]
+        self._marks = [Mark(one._buffers[name]) for one, name, _ in self._buffers]
 
     def sync(self) -> None:
         """Give the copies the values that were written to the user's buffers since the last step, as a loaded state."""
-        for (one, name, other), before in zip(self._buffers, self._versions, strict=True):
+        for (one, name, other), before in zip(self._buffers, self._marks, strict=True):
             value, copied = one._buffers[name], other._buffers[name]
-            if _version(value) == before:
+            if before.holds(value):
                 continue
             if value is None or copied is None or (value.shape, value.dtype) != (copied.shape, copied.dtype):
                 other._buffers[name] = None if value is None else value.clone()
@@ -145,10 +146,6 @@ class Isolations:
             foreign = {key: known for key, known in names.items() if key not in registered}
             isolations[rank, s] = Isolation(foreign, buffers)
         return isolations
-
-
-def _version(buffer: Tensor | None) -> tuple[int, int]:
-    return id(buffer), 0 if buffer is None else buffer._version
 
 
 def _foreign(layer: str, module: nn.Module) -> Iterator[tuple[int, Foreign]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
+from penstock.stage.compute.module_buffers import Mark
 
 Foreign = tuple[nn.Module, str, str]
 """A parameter of another stage: its module, its name there, and its name in the whole model."""
@@ -37,20 +38,18 @@ class Isolation:
         self.copied: Sequence[tuple[str, Tensor]] = ()
         self._versions: list[int] = []
         self.loss: Sequence[tuple[str, nn.Module, str]] = ()
-        self._loss_before: list[tuple[Tensor, int]] = []
+        self._loss_before: list[Mark] = []
 
     def begin(self) -> None:
         """Start a step."""
         self._before = [owner.get_buffer(name).clone() for _, owner, name in self._buffers]
         self._versions = [parameter._version for _, parameter in self.copied]
-        buffers = (owner.get_buffer(name) for _, owner, name in self.loss)
-        self._loss_before = [(buffer, buffer._version) for buffer in buffers]
+        self._loss_before = [Mark(owner.get_buffer(name)) for _, owner, name in self.loss]
 
     def require_constant(self) -> None:
         """Check that no forward of this step changed a shared buffer or wrote into a parameter with copies."""
-        for (name, owner, inner), (buffer, version) in zip(self.loss, self._loss_before, strict=True):
-            now = owner.get_buffer(inner)
-            if now is not buffer or now._version != version:
+        for (name, owner, inner), before in zip(self.loss, self._loss_before, strict=True):
+            if not before.holds(owner.get_buffer(inner)):
                 raise PenstockError(
                     f"the loss function changes its buffer {name}, and each replica or copy of the last stage calls it with "
                     "other microbatches; make it part of the last layer, or use a schedule and mesh without copies"
@@ -61,8 +60,8 @@ class Isolation:
                     f"the forward writes into parameter {name} (nn.Embedding(max_norm=...) does so), and its copies on "
                     "other ranks or replicas would differ; do it after the optimizer's step, on all of them"
                 )
-        for (name, owner, inner), before in zip(self._buffers, self._before, strict=True):
-            if not torch.equal(owner.get_buffer(inner), before):
+        for (name, owner, inner), value in zip(self._buffers, self._before, strict=True):
+            if not torch.equal(owner.get_buffer(inner), value):
                 raise PenstockError(
                     f"the forward changes buffer {name}, whose module is used at several places on several ranks; each "
                     "rank's copy would differ. Keep these places on one rank (split=...), or put the module in eval mode"

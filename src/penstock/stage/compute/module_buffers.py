@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.same_values import same_values
+
 BufferPlace = tuple[nn.Module, str]
 """(Module that owns a buffer, name of the buffer in it)."""
 
@@ -44,15 +46,49 @@ def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
     """Copy a module's buffers; return a function that restores them, so that a forward can run again."""
     places = buffer_places([module])
     buffers = get_buffers(places)
-    values = [buffer.clone() for buffer in buffers]
-    versions = [None if buffer.is_inference() else buffer._version for buffer in buffers]
+    restores = [snapshot(buffer) for buffer in buffers]
 
     def restore() -> None:
-        with torch.no_grad():
-            for (owner, name), buffer, value, version in zip(places, buffers, values, versions, strict=True):
-                setattr(owner, name, buffer)
-                # Some cannot be written to, as those that expand() makes.
-                if version is None or buffer._version != version:
-                    buffer.copy_(value)
+        for (owner, name), buffer, write in zip(places, buffers, restores, strict=True):
+            setattr(owner, name, buffer)
+            write()
 
     return restore
+
+
+def snapshot(tensor: Tensor) -> Callable[[], None]:
+    """Copy a tensor; return a function that writes the values back if there are others.
+
+    They are compared, since the kernel of batch normalisation does not count its writes in the tensor's version, and not
+    written where nothing has changed, since there are tensors that cannot be written to: those that ``expand()`` makes, and
+    memory that is only read.
+    """
+    value = tensor.detach().clone()
+
+    def restore() -> None:
+        # Not through the tensor itself, or graphs of other microbatches would take this for a write of a forward's.
+        now = tensor.data
+        if now.layout is not torch.strided or not same_values(now, value, exact=True):
+            now.copy_(value)
+
+    return restore
+
+
+class Mark:
+    """A tensor as it is now, by which a later write is noticed."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._place = _place(tensor)
+        # The kernel of batch normalisation does not count its writes; running statistics have one dimension.
+        uncounted = tensor is not None and tensor.dim() == 1 and tensor.is_floating_point()
+        self._value = tensor.detach().clone() if tensor is not None and uncounted else None
+
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Return whether it is this tensor, and nothing was written into it."""
+        if _place(tensor) != self._place:
+            return False
+        return tensor is None or self._value is None or same_values(tensor, self._value, exact=True)
+
+
+def _place(tensor: Tensor | None) -> tuple[int, int]:
+    return id(tensor), 0 if tensor is None or tensor.is_inference() else tensor._version
