@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tests.support.hosts.hosts import Hosts, every, missing
@@ -35,6 +36,7 @@ from bench.compare import Figures, main
 from penstock.base.errors import PenstockError
 from penstock.parallel.context import attention as context
 from penstock.parallel.context.attention import current_division
+from penstock.parallel.context.exchange import TokenExchange
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions
@@ -119,10 +121,9 @@ def rank(seconds: list[float], rounds: int) -> None:
             dist.barrier()
             return time.perf_counter() - begun, sent() - before
 
-        exchange: Any = pipe.world._exchange
         apart = {
-            "start_gather": lambda part: partial(torch.stack, [part, part]),
-            "start_sum": lambda whole: (whole[0] + whole[1], lambda: None),
+            "start_gather": lambda _, part: partial(torch.stack, [part, part]),
+            "start_sum": lambda _, whole: (whole[0] + whole[1], lambda: None),
         }
         for groups, least in ((4, 0), (1, 1 << 40)):
             context._LEAST = least
@@ -132,10 +133,8 @@ def rank(seconds: list[float], rounds: int) -> None:
                 found: dict[str, list[tuple[float, int]]] = {"with": [], "without": []}
                 for _ in range(rounds + 1):
                     found["with"].append(step())
-                    vars(exchange).update(apart)
-                    found["without"].append(step())
-                    for name in apart:
-                        del vars(exchange)[name]
+                    with patch.multiple(TokenExchange, **apart):
+                        found["without"].append(step())
                 told["steps"].append((groups, each, {name: times[1:] for name, times in found.items()}))
     group = dist.new_group()
 
