@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from penstock import Pipeline
 from penstock.base.errors import StageError
 from penstock.runtime.model.python_state import python_state_kept
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.stage.compute.module_buffers import Mark, snapshot
 from tests.support import plain
 
 WIDTH = plain.WIDTH
@@ -65,6 +68,26 @@ def test_what_runs_to_be_thrown_away_leaves_statistics_as_they_were():
     with python_state_kept([norm]):
         norm(torch.randn(3, 2))
     assert norm.running_mean.tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.full((1,), float("nan")).expand(4), id="expanded"),
+        pytest.param(lambda: torch.ones(4).to(torch.float8_e4m3fn), id="float8"),
+        pytest.param(lambda: torch.ones(3, device="meta"), id="meta"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"),
+    ],
+)
+def test_tensors_of_every_kind_are_the_same_as_long_as_nothing_is_written(make: Callable[[], Tensor]):
+    value = make()
+    mark, restore = Mark(value), snapshot(value)
+    version = value._version
+    restore()
+    assert mark.holds(value)
+    assert value._version == version
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from penstock.stage.same_values import same_values
@@ -57,19 +56,17 @@ def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def snapshot(tensor: Tensor) -> Callable[[], None]:
-    """Copy a tensor; return a function that writes the values back if there are others.
+    """Copy a tensor; return a function that writes the values back if it has others.
 
-    They are compared, since the kernel of batch normalisation does not count its writes in the tensor's version, and not
-    written where nothing has changed, since there are tensors that cannot be written to: those that ``expand()`` makes, and
-    memory that is only read.
+    Else nothing is written, since some tensors cannot be written to: those that ``expand()`` makes, and memory that is only
+    read.
     """
-    value = tensor.detach().clone()
+    mark, value = Mark(tensor), tensor.detach().clone()
 
     def restore() -> None:
-        # Not through the tensor itself, or graphs of other microbatches would take this for a write of a forward's.
-        now = tensor.data
-        if now.layout is not torch.strided or not same_values(now, value, exact=True):
-            now.copy_(value)
+        if not mark.holds(tensor):
+            # Not through the tensor itself, or graphs of other microbatches would take this for a write of a forward's.
+            tensor.data.copy_(value)
 
     return restore
 
@@ -79,15 +76,23 @@ class Mark:
 
     def __init__(self, tensor: Tensor | None) -> None:
         self._place = _place(tensor)
-        # The kernel of batch normalisation does not count its writes; running statistics have one dimension.
-        uncounted = tensor is not None and tensor.dim() == 1 and tensor.is_floating_point()
-        self._value = tensor.detach().clone() if tensor is not None and uncounted else None
+        self._value = None if tensor is None or _counts_writes(tensor) else tensor.detach().clone()
 
     def holds(self, tensor: Tensor | None) -> bool:
         """Return whether it is this tensor, and nothing was written into it."""
         if _place(tensor) != self._place:
             return False
         return tensor is None or self._value is None or same_values(tensor, self._value, exact=True)
+
+
+def _counts_writes(tensor: Tensor) -> bool:
+    """Return whether all writes into a tensor are counted in its version.
+
+    The kernel of batch normalisation does not count its own, into running statistics, which have one dimension.
+    """
+    if tensor.is_meta:
+        return True
+    return not tensor.is_inference() and not (tensor.dim() == 1 and tensor.is_floating_point())
 
 
 def _place(tensor: Tensor | None) -> tuple[int, int]:
