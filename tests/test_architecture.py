@@ -20,7 +20,7 @@ SOURCE = Path(penstock.__file__).parent
 ROOT = SOURCE.parents[1]
 FLOORS = [
     {"base"},
-    {"schedule", "stage", "trace"},
+    {"schedule", "stage", "trace", "recordings"},
     {"parallel", "simulate", "forward", "profile"},
     {"runtime", "show"},
     {"plan"},

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from bench.mutants.mutant import Changes, mutant
+from penstock.recordings.files import Kind
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.stage.compute.stage import Stage
 from penstock.stage.split_backward.weight_grad import GradAccumulator, WeightGradQueue
-from penstock.verify.recording import Kind
 
 MESSAGE = "class: wrong gradient between stages; own"
 SPLIT = "class: weight gradients apart from the backward (zero bubble); own"

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.mutants.mutant import Changes, mutant
+from penstock.recordings.files import Kind
 from penstock.runtime.batch import splitter
 from penstock.runtime.batch.loss_weights import loss_weights
 from penstock.runtime.batch.splitter import BatchSplitter
 from penstock.stage.compute.runner import LossWeight, Runner
 from penstock.stage.named import Context
 from penstock.stage.values import StageState
-from penstock.verify.recording import Kind
 
 SCALING = "class: wrong loss scaling, as in Megatron-LM issues 673 and 906"
 DATA = "class: wrong rows for a rank or microbatch; own"

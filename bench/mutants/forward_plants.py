@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from bench.mutants.mutant import Changes, mutant
 from bench.mutants.subjects import Block
+from penstock.recordings.files import Kind
 from penstock.stage.compute.runner import Runner
 from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context
 from penstock.stage.rng.random_state import RandomState
-from penstock.verify.recording import Kind
 
 RECOMPUTE = "class: wrong recompute (TTrace, arXiv 2506.09280)"
 BUFFER = "class: buffer that is used again too early; own"

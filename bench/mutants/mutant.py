@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bench.mutants.subjects import SUBJECTS, Subject
-from penstock.verify.recording import Kind
+from penstock.recordings.files import Kind
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 Plant = Callable[["Changes"], None]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.mutants import subjects
 from bench.mutants.mutant import Changes, mutant
-from penstock.verify.recording import Kind
+from penstock.recordings.files import Kind
 
 DDP = "class: DistributedDataParallel used wrongly; well known"
 STAGES = "class: schedule of a pipeline; own"

@@ -15,13 +15,13 @@ from bench.mutants.update_plants import SKIP, change_apply, change_norms, named
 from penstock.parallel.replicas.bucket import Bucket
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.replicas.shards import OptimizerShards
+from penstock.recordings.files import Kind
 from penstock.runtime.batch.splitter import BatchSplitter
 from penstock.runtime.engine import Engine
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.compute.stage import Stage
-from penstock.verify.recording import Kind
 
 REDUCTION = "class: gradients not reduced, or over the wrong group (TTrace, arXiv 2506.09280)"
 SHARE = "class: wrong rows for a rank; own"

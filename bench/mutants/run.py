@@ -24,8 +24,8 @@ from bench.mutants.mutant import BY_NAME, MUTANTS, Changes, Mutant
 from bench.mutants.subjects import RUNS, Subject, plain
 from penstock.base.errors import PenstockError
 from penstock.base.scratch import Scratch
+from penstock.recordings.compare import Comparison
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.verify.compare import Comparison
 
 PLANTS = (batch_plants, forward_plants, backward_plants, update_plants, replica_plants, peer_plants)
 """Modules that register mutants as they are imported."""

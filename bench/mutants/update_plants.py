@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bench.mutants.mutant import Changes, mutant
+from penstock.recordings.files import Kind
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.weights import grad_norm
 from penstock.runtime.weights.grad_norm import GlobalNorm
 from penstock.stage.compute.runner import Runner
-from penstock.verify.recording import Kind
 
 NORM = "class: norm of gradients over the wrong ranks (Megatron-LM issue 7452)"
 UPDATE = "class: parameters that are not updated (TTrace, arXiv 2506.09280)"

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor.matrices import tensor_parallel as tensor_parallel
+    from penstock.recordings.compare import compare as compare
     from penstock.runtime.batch.work import StepResult as StepResult
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from penstock.train.callbacks.callback import StepEvent as StepEvent
     from penstock.train.callbacks.callback import TraceEvent as TraceEvent
     from penstock.train.callbacks.callback_list import CallbackList as CallbackList
-    from penstock.verify.compare import compare as compare
     from penstock.verify.record import record as record
 
 _HOME = {
@@ -143,7 +143,7 @@ _HOME = {
     "by_tokens": "penstock.stage.token_groups",
     "causal_lm_loss": "penstock.stage.compute.causal_lm_loss",
     "check": "penstock.schedule.check",
-    "compare": "penstock.verify.compare",
+    "compare": "penstock.recordings.compare",
     "from_transformers": "penstock.huggingface.from_transformers",
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",

@@ -15,8 +15,8 @@ from bench.mutants.run import PLANTS
 from torch import Tensor, nn
 
 from bench import compare
+from penstock.recordings.files import Kind
 from penstock.stage.compute.runner import LossWeight
-from penstock.verify.recording import Kind
 
 pytestmark = pytest.mark.slow
 

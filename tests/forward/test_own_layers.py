@@ -188,7 +188,22 @@ def test_a_sample_shows_values_that_pass_through_attributes_of_blocks():
     first = net.blocks[0]
     net.blocks[2] = unsplittable.Sly([first])
     x, _ = own_models.batch()
-    with pytest.raises(SplitError, match="a different gradient"):
+    with pytest.raises(SplitError, match="a different gradient") as refusal:
+        penstock.split(net, x)
+    first = "The first tensor that differs from the model's: blocks.0.inner.weight, gradient as the optimizer sees it"
+    assert first in str(refusal.value)
+
+
+def test_a_refused_split_names_the_first_tensor_that_differs():
+    net = own_models.made(own_models.WithUnused)
+    first = net.blocks[0]
+    # Each layer runs on a copy of its own, where the other block has never left a value.
+    first.register_forward_hook(lambda module, args, output: setattr(module, "seen", output.mean()))
+    net.blocks[2] = unsplittable.Peeking([first])
+    x, _ = own_models.batch()
+    with pytest.raises(
+        SplitError, match=r"a different result.* from the model's: blocks\.2, output, differs"
+    ):
         penstock.split(net, x)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import penstock
 from penstock.base.errors import ConfigError, DataError
 from penstock.cli import group
-from penstock.verify import recording
+from penstock.recordings import files
 from tests.verify.loops import MICROBATCHES, accumulate, batch, loss_of, make, piped, plain
 
 Run = Callable[[nn.Module, torch.Tensor, int], None]
@@ -151,7 +151,7 @@ def test_a_dtype_and_a_learning_rate(reference: Path, tmp_path: Path):
         optimizer.step()
     found = penstock.compare(reference, tmp_path / "rate")
     assert found.first is not None
-    assert found.first.key.kind == recording.Kind.PARAMETER
+    assert found.first.key.kind == files.Kind.PARAMETER
     assert "recorded on one side only: steps 1" in found.notes
 
 
@@ -331,7 +331,7 @@ def test_a_wrong_update_of_a_small_learning_rate_is_named(tmp_path: Path):
         found = penstock.compare(right, train(name, **options))
         assert re.search(words.replace("(a factor of 6/5)", r"\(a factor of 6/5\)"), str(found)), str(found)
         assert found.first is not None
-        assert found.first.key.kind == recording.Kind.PARAMETER
+        assert found.first.key.kind == files.Kind.PARAMETER
 
 
 def test_other_weights_at_the_start_are_named(reference: Path, tmp_path: Path):
@@ -376,15 +376,15 @@ def test_a_recording_that_was_cut_off_is_compared_as_far_as_it_goes(reference: P
     assert found.same > 50
     with pytest.raises(RuntimeError, match="stop"), penstock.record(tmp_path / "failed", make()):
         raise RuntimeError("stop")
-    assert recording.read(tmp_path / "failed").cut_off == ["process-00000.jsonl"]
+    assert files.read(tmp_path / "failed").cut_off == ["process-00000.jsonl"]
 
 
 def test_the_recording_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recording, "LIMIT", 20_000)
+    monkeypatch.setattr(files, "LIMIT", 20_000)
     with pytest.warns(RuntimeWarning, match="has 20,000 bytes and ends here; record fewer steps"):
         plain(tmp_path / "run")
     assert (tmp_path / "run" / "process-00000.jsonl").stat().st_size <= 20_000
-    assert recording.read(tmp_path / "run").cut_off
+    assert files.read(tmp_path / "run").cut_off
 
 
 def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path: Path):

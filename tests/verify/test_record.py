@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import penstock
 from penstock.base.errors import ConfigError
+from penstock.recordings.files import Key, Kind, read
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
-from penstock.verify.recording import Key, Kind, read
 from tests.support.lanes import slow
 from tests.verify.loops import MICROBATCHES, STEPS, accumulate, batch, in_process, loss_of, make, piped, plain
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from penstock.verify.compare import Difference
+    from penstock.recordings.compare import Difference
 
 
 @click.command(
@@ -57,7 +57,7 @@ def command(
     REFERENCE and RUN are folders that penstock.record wrote. Tensors are compared in the order of computation. Exit code 1
     if one differs by more than the order of sums explains.
     """
-    from penstock.verify.compare import compare
+    from penstock.recordings.compare import compare
 
     found = compare(reference, run, exact=exact, scale=scale, bits=bits)
     if page is not None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import SplitError
 from penstock.forward.loss_piece import loss_in
-from penstock.stage.layers import Layer, is_joint, plain_attributes, read_instead
+from penstock.recordings.in_memory import Seen, first_difference
+from penstock.stage.layers import Layer, is_joint, named_modules_of, plain_attributes, read_instead
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
 from penstock.stage.rng.random_state import cuda_generators, cuda_in_use
@@ -50,59 +51,150 @@ def check_sample(
         loss_reads: names of attributes that a loss function of the user's own reads in the model (default none).
         tensors: values of parameters and buffers by their names in the model (default: its own).
     """
-    copies = _Copies(model, tensors or {})
-    device = next(
-        (leaf.device for leaf in leaves_of(tuple(sample)) if isinstance(leaf, Tensor)), torch.device("cpu")
+    check = _Check(
+        model,
+        layers,
+        loss_fn,
+        sample,
+        named,
+        own_loss=own_loss,
+        stages=stages,
+        tensors=tensors,
+        autocast=autocast,
     )
-    close = _Closeness(device.type == "cpu", autocast)
-    casting: AbstractContextManager[Any] = nullcontext()
-    if autocast is not None:
-        casting = torch.autocast(device.type, dtype=autocast)
-    memo: dict[int, Any] = {}
-    reference = copies.of(model, "", memo)
-    # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
-    twin = copies.of(model, "", {})
-    instead = {id(m): t for m, t in zip(model.modules(), twin.modules(), strict=True)}
+    expected, gradients = check.model(loss_reads)
+    result, uses = check.layers()
+    problem = check.other_results(expected, result) or check.other_gradients(gradients, uses)
+    if problem:
+        raise SplitError(problem + check.first_difference())
 
-    def run(of: nn.Module = reference) -> Any:
-        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
-        with casting:
-            result = of(*(inputs if own_loss else inputs[:1]), **named_inputs)
-            return result if loss_fn is None else loss_in(result)
 
-    with _same_draws(), _constant(model):
-        expected = run()
-        _backward(expected)
-    _require_unset(model, reference, loss_reads)
-    _require_no_shared_state(layers, memo, run)
-    expected = _detached(expected)
-    gradients = {name: _dense(p.grad) for name, p in reference.named_parameters()}
-    names = {id(p): name for name, p in reference.named_parameters()}
-    known = {name: names[id(p)] for name, p in reference.named_parameters(remove_duplicate=False)}
-    del reference, names, memo, run
-    starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
-    memos: dict[int, dict[int, Any]] = {}
-    for s in set(stages or range(len(layers))):
-        read_instead(memos.setdefault(s, {}), instead)
-    alone = [
-        StageModule([Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos[s]))])
-        for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
-    ]
-    with _same_draws(), _constant(model):
-        inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
-        with casting:
-            result = _through(alone, inputs[0], named_inputs)
-            if loss_fn is not None:
-                result = loss_fn(result, *inputs[1:])
-        _require_equal(type(model).__name__, expected, _detached(result), close)
-        _backward(result)
-    ours: dict[str, list[nn.Parameter]] = {}
-    for layer, start in zip(alone, starts, strict=True):
-        for inner, p in layer.layers[0].named_parameters():
-            if p.grad is not None:
-                ours.setdefault(known[start + inner], []).append(p)
-    for name, gradient in gradients.items():
-        _require_same_gradient(name, gradient, ours.get(name, []), close)
+class _Check:
+    """Runs of a model and of its layers on the same sample, each on copies; see `check_sample`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        loss_fn: Callable[[Any, Any], Any] | None,
+        sample: Sequence[Any],
+        named: Mapping[str, Any],
+        *,
+        own_loss: bool,
+        stages: Sequence[int] | None,
+        tensors: Mapping[str, Tensor] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._model, self._layers, self._loss_fn = model, layers, loss_fn
+        self._sample, self._named, self._own_loss = tuple(sample), dict(named), own_loss
+        self._stages = stages or range(len(layers))
+        self._copies = _Copies(model, tensors or {})
+        leaves = (leaf for leaf in leaves_of(self._sample) if isinstance(leaf, Tensor))
+        device = next((leaf.device for leaf in leaves), torch.device("cpu"))
+        self._close = _Closeness(device.type == "cpu", autocast)
+        self._casting: AbstractContextManager[Any] = nullcontext()
+        if autocast is not None:
+            self._casting = torch.autocast(device.type, dtype=autocast)
+        # A parameter that is tied has several names in the model; gradients are compared by the first.
+        first: dict[int, str] = {}
+        self._first_names = {
+            name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)
+        }
+
+    def model(
+        self, loss_reads: Collection[str] = (), seen: Seen | None = None
+    ) -> tuple[list[Any], dict[str, Tensor | None]]:
+        """Run the model, and return its result and gradients by name.
+
+        Raises:
+            SplitError: if the forward leaves values for other layers where these cannot see them.
+        """
+        memo: dict[int, Any] = {}
+        reference = self._copies.of(self._model, "", memo)
+
+        def run() -> Any:
+            inputs, named_inputs = _cloned(self._sample), _cloned(self._named)
+            with self._casting:
+                result = reference(*(inputs if self._own_loss else inputs[:1]), **named_inputs)
+                return result if self._loss_fn is None else loss_in(result)
+
+        with (
+            _same_draws(),
+            _constant(self._model),
+            _watched(seen, {m: n for n, m in reference.named_modules()}),
+        ):
+            expected = run()
+            _backward(expected)
+        _require_unset(self._model, reference, loss_reads)
+        _require_no_shared_state(self._layers, memo, run)
+        return _detached(expected), {name: _dense(p.grad) for name, p in reference.named_parameters()}
+
+    def layers(self, seen: Seen | None = None) -> tuple[list[Any], dict[str, list[nn.Parameter]]]:
+        """Run the layers, and return their result and each parameter's copies that have gradients, by name."""
+        # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
+        twin = self._copies.of(self._model, "", {})
+        instead = {id(m): t for m, t in zip(self._model.modules(), twin.modules(), strict=True)}
+        starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in self._layers]
+        memos: dict[int, dict[int, Any]] = {}
+        for s in set(self._stages):
+            read_instead(memos.setdefault(s, {}), instead)
+        alone = [
+            StageModule(
+                [Layer(layer.name, layer.build, module=self._copies.of(layer.module, start, memos[s]))]
+            )
+            for layer, start, s in zip(self._layers, starts, self._stages, strict=True)
+        ]
+        names: dict[nn.Module, str] = {}
+        for layer in alone:
+            for name, module in named_modules_of(layer.names[0], layer.layers[0]):
+                names.setdefault(module, name)
+        with _same_draws(), _constant(self._model), _watched(seen, names):
+            inputs, named_inputs = _cloned(self._sample), _cloned(self._named)
+            with self._casting:
+                result = _through(alone, inputs[0], named_inputs)
+                if self._loss_fn is not None:
+                    result = self._loss_fn(result, *inputs[1:])
+            _backward(result)
+        uses: dict[str, list[nn.Parameter]] = {}
+        for layer, start in zip(alone, starts, strict=True):
+            for inner, p in layer.layers[0].named_parameters():
+                if p.grad is not None:
+                    uses.setdefault(self._first_names[start + inner], []).append(p)
+        return _detached(result), uses
+
+    def other_results(self, expected: list[Any], result: list[Any]) -> str:
+        """Return why a result is not the model's; empty if it is."""
+        if len(expected) == len(result) and all(map(self._close, expected, result)):
+            return ""
+        name = type(self._model).__name__
+        return (
+            f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
+            "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
+            "layers yourself, as docs/models.md shows under 'Layers by hand'"
+        )
+
+    def other_gradients(
+        self, expected: Mapping[str, Tensor | None], uses: Mapping[str, list[nn.Parameter]]
+    ) -> str:
+        """Return why gradients are not the model's; empty if they are."""
+        for name, gradient in expected.items():
+            if not _same_gradient(gradient, uses.get(name, []), self._close):
+                return (
+                    f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a "
+                    "value may reach a layer in a way other than through the forward's variables. Give the layers yourself, "
+                    "as docs/models.md shows under 'Layers by hand'"
+                )
+        return ""
+
+    def first_difference(self) -> str:
+        """Run both again, and return a sentence that names the first tensor that differs; empty if it is not found."""
+        model, layers = Seen("model"), Seen("layers")
+        _, gradients = self.model(seen=model)
+        _, uses = self.layers(seen=layers)
+        model.add_gradients(gradients)
+        layers.add_gradients({name: _sum_of(parts) for name, parts in uses.items()})
+        found = first_difference(model, layers)
+        return f". The first tensor that differs from the model's: {found}" if found else ""
 
 
 class _Copies:
@@ -152,6 +244,10 @@ def _same_draws() -> Iterator[None]:
         for generator in (torch.default_generator, *cuda_generators()):
             generator.manual_seed(SEED)
         yield
+
+
+def _watched(seen: Seen | None, names: dict[nn.Module, str]) -> AbstractContextManager[None]:
+    return nullcontext() if seen is None else seen.watching(names)
 
 
 @contextmanager
@@ -304,27 +400,14 @@ class _Closeness:
         return bool(distance <= self._tolerance * size + 1e-6)
 
 
-def _require_equal(name: str, expected: list[Any], result: list[Any], close: _Closeness) -> None:
-    if len(expected) != len(result) or not all(map(close, expected, result)):
-        raise SplitError(
-            f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
-            "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
-            "layers yourself, as docs/models.md shows under 'Layers by hand'"
-        )
-
-
-def _require_same_gradient(
-    name: str, expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness
-) -> None:
+def _same_gradient(expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness) -> bool:
     """Compare a gradient with the layers' sum; `uses` has the parameter's copy of each layer, one copy for each stage."""
-    if expected is None and not uses:
-        return
-    parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]
+    if expected is None or not uses:
+        return expected is None and not uses
     # Each of several may be a sum itself, of uses within a layer, which the model adds up in the order of all.
-    terms = 2 * len(uses) - 1
-    if expected is None or not parts or not close(expected, sum(parts[1:], parts[0]), terms):
-        raise SplitError(
-            f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a value "
-            "may reach a layer in a way other than through the forward's variables. Give the layers yourself, as "
-            "docs/models.md shows under 'Layers by hand'"
-        )
+    return close(expected, _sum_of(uses), 2 * len(uses) - 1)
+
+
+def _sum_of(uses: Sequence[nn.Parameter]) -> Any:
+    parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]
+    return sum(parts[1:], parts[0])

@@ -24,6 +24,7 @@ from penstock.huggingface.own_forward import GRIDS, OwnForward, image_shape, log
 from penstock.huggingface.quantised import without_quantisation
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
+from penstock.recordings.in_memory import Seen, first_difference
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.named import Context, names_given, names_taken, within
@@ -187,14 +188,11 @@ class _Sample:
         name = type(self.model).__name__
         if not all(bool(x.isfinite().all()) for x in (logits, loss)):
             raise SplitError(f"{name} cannot be proved: a small random model of it gives no finite numbers")
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-            torch.manual_seed(_SEED)
-            found, added = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
-            ours = sum(added.values(), self.loss(found, self.labels))
-            ours.backward()
-            seen = self._gradients()
+        found, ours, seen = self._of_layers()
         if not torch.equal(found, logits):
-            raise SplitError(f"{name} cannot be cut: its layers give other logits than its forward")
+            raise SplitError(
+                f"{name} cannot be cut: its layers give other logits than its forward{self._first_difference()}"
+            )
         if not torch.equal(ours, loss):
             raise SplitError(f"{name} cannot be cut: {UNKNOWN}")
         for parameter, expected in gradients.items():
@@ -204,6 +202,7 @@ class _Sample:
             ):
                 raise SplitError(
                     f"{name} cannot be cut: its layers give {parameter} another gradient than its forward"
+                    f"{self._first_difference()}"
                 )
         if not torch.equal(own_loss, loss):
             raise SplitError(
@@ -211,6 +210,27 @@ class _Sample:
                 f"{'penstock.causal_lm_loss' if self.loss is causal_lm_loss else 'its loss_function'} "
                 f"({loss.item():.4f})"
             )
+
+    def _of_layers(self) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Return logits, loss and gradients of the layers."""
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            torch.manual_seed(_SEED)
+            found, added = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
+            ours = sum(added.values(), self.loss(found, self.labels))
+            ours.backward()
+            return found.detach(), ours.detach(), self._gradients()
+
+    def _first_difference(self) -> str:
+        """Run both again, and return words for the first tensor that differs; empty if it is not found."""
+        names = {module: name for name, module in self.model.named_modules()}
+        of_model, of_layers = Seen("model"), Seen("layers")
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            with of_model.watching(names):
+                of_model.add_gradients(self._whole()[3])
+            with of_layers.watching(names):
+                of_layers.add_gradients(self._of_layers()[2])
+        found = first_difference(of_model, of_layers)
+        return f". The first tensor that differs: {found}" if found else ""
 
     def _through(self, layers: list[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, and the losses that layers add to the model's."""

@@ -9,7 +9,7 @@ reads its mode and attributes from a module of the user.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import Any, Literal
@@ -97,6 +97,14 @@ def whole_name(layer: str, inner: str, parameter: bool = True) -> str:
     if is_joint(layer) and (not parameter or begins_in(inner, prefixes(layer)[1:])):
         return inner
     return f"{layer}.{inner}" if inner else layer
+
+
+def named_modules_of(layer: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a layer that is one of the model, after its name in the whole model."""
+    joint = is_joint(layer)
+    for inner, each in module.named_modules():
+        if inner or not joint:
+            yield whole_name(layer, inner, parameter=not joint), each
 
 
 def is_second_name(name: str) -> bool:

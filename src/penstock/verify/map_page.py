@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.recordings.compare import Comparison
+from penstock.recordings.files import Key, Kind
 from penstock.show.page import fill_template
-from penstock.verify.compare import Comparison
-from penstock.verify.recording import Key, Kind
 
 _LETTERS = {
     Kind.OUTPUT: "F",

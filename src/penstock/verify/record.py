@@ -16,24 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError
 from penstock.parallel.dtensor import is_dtensor, local
+from penstock.recordings.files import Key, Kind, Writer
+from penstock.recordings.fingerprint import Fingerprint, fingerprint, forget_vectors
+from penstock.recordings.in_memory import hook_on_all_modules, tensors_returned
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.module import StageModule
-from penstock.verify.fingerprint import Fingerprint, fingerprint, forget_vectors
-from penstock.verify.recording import Key, Kind, Writer
 from penstock.verify.sources import PipelineSource, PlainSource, Source, StagesSource
 
 
@@ -168,10 +166,7 @@ class _Recorder:
                 self._write(key, parameter if values is None else values[name])
         self.begun = self._writer.entries
         with ExitStack() as stack:
-            handle = register_module_forward_hook(self._output, with_kwargs=True)
-            # The handle of torch 2.13 leaves this note of a hook, so that `torch.compile` warns of hooks ever after.
-            stack.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
-            stack.callback(handle.remove)
+            stack.enter_context(hook_on_all_modules(self._output))
             # After the hook of outputs: a model's own output is still one of its forward.
             self._source.install(self.begin_forward, stack)
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -201,15 +196,10 @@ class _Recorder:
         with self._lock:
             call = place.first_call + self._calls[microbatch, place.run, name]
             self._calls[microbatch, place.run, name] += 1
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if not all(map(_recordable, leaves)):
-            return
-        for slot, leaf in enumerate(leaves):
+        for slot, (leaf, own) in enumerate(tensors_returned(args, kwargs, output)):
             if not place.again:
                 self._write(Key(self._step, Kind.OUTPUT, microbatch, name, call, slot), leaf)
-            # The gradient of an input that is passed on is that of all its uses, not of the module's output alone.
-            if leaf.requires_grad and id(leaf) not in given:
+            if own:
                 of_grad = Key(self._step, Kind.OUTPUT_GRADIENT, microbatch, name, call, slot)
                 leaf.register_hook(partial(self._output_gradient, of_grad))
 
@@ -306,15 +296,6 @@ class _Recorder:
         found = fingerprint(value)
         self._last = (weakref.ref(value), value._version, found)
         return found
-
-
-def _recordable(value: Tensor) -> bool:
-    """Return whether a tensor has values: not one of ``torch.func``, of a trace or of an export."""
-    return not (
-        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or isinstance(value, FakeTensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(value)
-    )
 
 
 def _of_part(value: Tensor, whole: Any) -> Fingerprint | None:

@@ -17,10 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.base.errors import ConfigError
+from penstock.recordings.files import CALLS
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.layers import is_joint, whole_name
+from penstock.stage.layers import named_modules_of
 from penstock.stage.named import Context, current_context
-from penstock.verify.recording import CALLS
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of names that ``torch.compile`` and torch's wrappers of modules add."""
@@ -170,11 +170,9 @@ class StagesSource(Source):
         self._places: dict[str, int] = {}
         for name, layer in layers:
             self._places.setdefault(name, len(self._places))
-            for inner, module in layer.named_modules():
-                if inner or not is_joint(name):  # a joint layer is not a module of the model
-                    whole = whole_name(name, inner, parameter=not is_joint(name))
-                    self._names.setdefault((name, id(module)), whole)
-                    self._layers.setdefault(id(module), name)
+            for whole, module in named_modules_of(name, layer):
+                self._names.setdefault((name, id(module)), whole)
+                self._layers.setdefault(id(module), name)
 
     def place(self, module: nn.Module) -> Place | None:
         context = current_context()
@@ -198,8 +196,7 @@ class PipelineSource(StagesSource):
         aliases = {}
         for layer in pipe.layers:
             # Each rank may have a copy of its own; the layers that were given show that they are one.
-            for inner, module in () if layer.module is None else layer.module.named_modules():
-                whole = whole_name(layer.name, inner, parameter=not is_joint(layer.name))
+            for whole, module in () if layer.module is None else named_modules_of(layer.name, layer.module):
                 if (known := first.setdefault(id(module), whole)) != whole:
                     aliases[whole] = known
         self.aliases = aliases

@@ -24,6 +24,7 @@ from penstock.base.current_folder import current_folder_last
 from penstock.base.errors import ConfigError
 from penstock.base.scratch import Scratch
 from penstock.parallel.mesh import MeshShape
+from penstock.recordings.compare import Comparison, compare
 from penstock.runtime.batch.loss_weights import loss_weights
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -38,7 +39,6 @@ from penstock.stage.compute.runner import LossFunction
 from penstock.stage.microbatches import split_batch
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
-from penstock.verify.compare import Comparison, compare
 from penstock.verify.record import record
 
 # With the usual eps of 1e-8, Adam takes the sign of a gradient that is rounding alone, and weights drift apart by it.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import hypot, sqrt
 
-from penstock.verify.fingerprint import Fingerprint, groups_of
-from penstock.verify.recording import Key, Kind
+from penstock.recordings.files import Key, Kind
+from penstock.recordings.fingerprint import Fingerprint, groups_of
 
 _MOST = 64
 """Largest numerator and denominator of a factor that is told as a ratio."""

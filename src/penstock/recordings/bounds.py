@@ -9,9 +9,9 @@ from functools import cached_property
 from statistics import median
 
 from penstock.base.errors import DataError
-from penstock.verify.fingerprint import Fingerprint
-from penstock.verify.likeness import difference, distance, size_of
-from penstock.verify.recording import Key, Kind, Recording
+from penstock.recordings.files import Key, Kind, Recording
+from penstock.recordings.fingerprint import Fingerprint
+from penstock.recordings.likeness import difference, distance, size_of
 
 SLACK = 4.0
 """A run may be so many times as far from the reference as the reference is from itself in float64."""

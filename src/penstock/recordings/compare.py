@@ -12,10 +12,10 @@ from statistics import median
 from typing import Literal
 
 from penstock.base.errors import ConfigError, DataError
-from penstock.verify.bounds import Bounds
-from penstock.verify.fingerprint import Fingerprint, divided
-from penstock.verify.likeness import describe, difference, distance, factor_in_words, fit, size_of
-from penstock.verify.recording import Entry, Key, Kind, Recording, read
+from penstock.recordings.bounds import Bounds
+from penstock.recordings.files import Entry, Key, Kind, Recording, read
+from penstock.recordings.fingerprint import Fingerprint, divided
+from penstock.recordings.likeness import describe, difference, distance, factor_in_words, fit, size_of
 
 Verdict = Literal["same", "rounded", "different"]
 
@@ -130,8 +130,20 @@ def compare(
     """
     if not 0 < scale < float("inf"):
         raise ConfigError(f"scale must be a number above 0, got {scale!r}")
-    compared = _Compared(read(reference), read(run), None if exact is None else read(exact), scale, bits)
-    return compared.result()
+    exactly = None if exact is None else read(exact)
+    return compare_recordings(read(reference), read(run), exact=exactly, scale=scale, bits=bits)
+
+
+def compare_recordings(
+    reference: Recording,
+    run: Recording,
+    *,
+    exact: Recording | None = None,
+    scale: float = 1.0,
+    bits: bool = False,
+) -> Comparison:
+    """Compare two recordings that were read, as `compare` does."""
+    return _Compared(reference, run, exact, scale, bits).result()
 
 
 class _Compared:

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.version import __version__
-from penstock.verify.fingerprint import GROUPS, VECTORS, Fingerprint, joined
+from penstock.recordings.fingerprint import GROUPS, VECTORS, Fingerprint, joined
 
 FORMAT = 1
 LIMIT = 1 << 30
@@ -76,9 +76,14 @@ class Key:
         if self.step < 0:
             return f"before the first step: {self.name}, its value"
         microbatch = f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
+        return f"step {self.step}{microbatch}: {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Module or parameter, and kind, in words."""
         call = f", call {self.call + 1}" if self.call else ""
         slot = f", tensor {self.slot + 1}" if self.slot else ""
-        return f"step {self.step}{microbatch}: {self.name or 'the model'}{call}{slot}, {self.kind.words}"
+        return f"{self.name or 'the model'}{call}{slot}, {self.kind.words}"
 
 
 @dataclass(frozen=True)

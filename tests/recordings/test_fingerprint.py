@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.verify.fingerprint import GROUPS, divided, fingerprint, groups_of, joined
-from penstock.verify.likeness import distance
+from penstock.recordings.fingerprint import GROUPS, divided, fingerprint, groups_of, joined
+from penstock.recordings.likeness import distance
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -1,0 +1,1 @@
+"""Recordings of what a run computes, and their comparison: the first tensor that differs."""
