@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -67,6 +68,24 @@ def check_sample(
     problem = check.other_results(expected, result) or check.other_gradients(gradients, uses)
     if problem:
         raise SplitError(problem + check.first_difference())
+
+
+def without_values(model: nn.Module, layers: Sequence[Layer]) -> tuple[nn.Module, list[Layer]]:
+    """Return copies of a model and of its layers on the meta device, for a check with values that are given to it."""
+    memo: dict[int, Any] = {}
+    copies = _Copies(model, {}, keeps_values=False)
+    structure = copies.of(model, "", memo)
+    read_instead(memo, {id(module): memo[id(module)] for module in model.modules()})
+    start_of = _starts(layers)
+    return structure, [
+        replace(layer, module=copies.of(layer.module, start, memo))
+        for layer, start in zip(layers, start_of, strict=True)
+    ]
+
+
+def _starts(layers: Sequence[Layer]) -> list[str]:
+    """Return what stands before the names within each layer in the whole model."""
+    return ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
 
 
 class _Check:
@@ -134,7 +153,7 @@ class _Check:
         # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
         twin = self._copies.of(self._model, "", {})
         instead = {id(m): t for m, t in zip(self._model.modules(), twin.modules(), strict=True)}
-        starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in self._layers]
+        starts = _starts(self._layers)
         memos: dict[int, dict[int, Any]] = {}
         for s in set(self._stages):
             read_instead(memos.setdefault(s, {}), instead)
@@ -198,16 +217,21 @@ class _Check:
 
 
 class _Copies:
-    """Copies of modules of a model."""
+    """Copies of modules of a model.
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    Args:
+        tensors: values of parameters and buffers by their names in the model, in place of its own.
+        keeps_values: whether other tensors have the model's values; they are on the meta device otherwise (default True).
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], *, keeps_values: bool = True) -> None:
+        self._tensors, self._keeps_values = tensors, keeps_values
         self._noise: dict[tuple[int, torch.Size], Tensor] = {}
         generator = torch.Generator().manual_seed(SEED)
         for name, p in model.named_parameters(remove_duplicate=False):
             value = tensors.get(name, p).detach()
             trains = p.requires_grad and p.is_floating_point()
-            if trains and _place(value) not in self._noise and not value.any():
+            if trains and keeps_values and _place(value) not in self._noise and not value.any():
                 # 0.02 is a usual scale of initial weights: activations stay small.
                 noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
                 self._noise[_place(value)] = noise.to(value.device, value.dtype)
@@ -217,17 +241,21 @@ class _Copies:
         if not isinstance(module, nn.Module):
             return module
         for name, p in module.named_parameters(remove_duplicate=False):
-            value = self._tensors.get(start + name, p)
+            value = self._value(start + name, p)
             value = self._noise.get(_place(value), value)
             memo.setdefault(id(p), nn.Parameter(value.detach(), requires_grad=p.requires_grad))
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            memo.setdefault(id(buffer), self._tensors.get(start + name, buffer).detach().clone())
+            memo.setdefault(id(buffer), self._value(start + name, buffer).detach().clone())
         for inner in module.modules():
             # What hooks before a forward have computed (pruning, the older weight_norm); the copy's hooks do it again.
             for attribute in vars(inner).values():
                 if isinstance(attribute, Tensor) and not attribute.is_leaf:
                     memo.setdefault(id(attribute), attribute.detach())
         return copy.deepcopy(module, memo)
+
+    def _value(self, name: str, tensor: Tensor) -> Tensor:
+        value = self._tensors.get(name, tensor)
+        return value if self._keeps_values else value.detach().to("meta")
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:

@@ -14,6 +14,7 @@ from penstock.runtime.engine import Engine, Probe
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.row_check import RowCheck
+from penstock.runtime.weights.parameters import LocalParameters
 from penstock.stage.rng.random_state import RandomState
 
 
@@ -36,6 +37,7 @@ class FirstStep:
         local_stages: LocalStages,
         splitter: BatchSplitter,
         *,
+        parameters: LocalParameters,
         random: RandomState,
         layers: FirstStepCheck | None,
         rows: RowCheck | None,
@@ -43,7 +45,7 @@ class FirstStep:
         replicas: int,
     ) -> None:
         self._engine, self._local_stages, self._splitter = engine, local_stages, splitter
-        self._random, self._evaluated = random, False
+        self._parameters, self._random, self._evaluated = parameters, random, False
         self._layers, self._rows, self._memory, self._replicas = layers, rows, memory, replicas
 
     def before(self) -> None:
@@ -74,7 +76,7 @@ class FirstStep:
         if trains and self._layers is not None:
             with self._engine.calling("pipe.step()"):
                 self._engine.wait_for_parameters(whole=True)  # it reads those of all processes
-                self._layers.run(work.batch)
+                self._layers.run(work.batch, self._parameters)
             self._layers = None
         # One microbatch for all processes is the whole batch. All processes have the same flags.
         cuts = (work.options.microbatches > 1 or self._replicas > 1) and not work.flags & APART

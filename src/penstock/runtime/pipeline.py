@@ -199,6 +199,7 @@ class Pipeline(PipelineModel):
         self._find_place()
         # 4. The stages of this process, and the engine that runs them.
         layers_of_stages = self._split(split, loss.function, autocast)
+        layer_check = self._make_layer_check(layers_of_stages, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
         self._local = self._build(program, layers_of_stages, loss.function, settings, own_names)
         self.stages = self._local.stages_by_number
@@ -210,7 +211,7 @@ class Pipeline(PipelineModel):
         self._local.wrap_loss(self._splitter.weight)
         self._container = given.container
         self._first_step: FirstStep | None = self._make_first_step(
-            layers_of_stages, loss.function, parameters, autocast
+            layer_check, loss.function, parameters, autocast
         )
         others = [loss.function] if isinstance(loss.function, nn.Module) else []
         # Last, since it takes the values of what this process does not hold.
@@ -259,6 +260,22 @@ class Pipeline(PipelineModel):
             split, self.layers, loss_fn, self.schedule, world=world, seed=self.seed, autocast=autocast
         )
         return split_layers(self.layers, self.schedule.stages, split)
+
+    def _make_layer_check(
+        self, layers_of_stages: Sequence[Sequence[Layer]], loss_fn: LossFunction, autocast: torch.dtype | None
+    ) -> FirstStepCheck | None:
+        """Return the check of layers that were not compared with their model; made before axes divide them."""
+        layers = self.layers
+        if not (self.execution.check_split and isinstance(layers, ModelLayers) and layers.unchecked):
+            return None
+        return FirstStepCheck(
+            layers,
+            loss_fn,
+            stages=[s for s, stage in enumerate(layers_of_stages) for _ in stage],
+            world=self.world,
+            checker=self.schedule.placement.holders[-1][0],
+            autocast=autocast,
+        )
 
     def _build(
         self,
@@ -321,24 +338,13 @@ class Pipeline(PipelineModel):
 
     def _make_first_step(
         self,
-        layers_of_stages: Sequence[Sequence[Layer]],
+        of_layers: FirstStepCheck | None,
         loss_fn: LossFunction,
         parameters: LocalParameters,
         autocast: torch.dtype | None,
     ) -> FirstStep:
-        of_layers, of_rows, layers = None, None, self.layers
-        checks = self.execution.check_split
-        if checks and isinstance(layers, ModelLayers) and layers.unchecked:
-            of_layers = FirstStepCheck(
-                layers,
-                loss_fn,
-                stages=[s for s, stage in enumerate(layers_of_stages) for _ in stage],
-                parameters=parameters,
-                world=self.world,
-                checker=self.schedule.placement.holders[-1][0],
-                autocast=autocast,
-            )
-        if checks:
+        of_rows = None
+        if self.execution.check_split:
             dtypes = [autocast, *(p.dtype for m in self._local.modules.values() for p in m.parameters())]
             of_rows = RowCheck(
                 self._local.modules,
@@ -351,6 +357,7 @@ class Pipeline(PipelineModel):
             self._engine,
             self._local,
             self._splitter,
+            parameters=parameters,
             random=self._random,
             layers=of_layers,
             rows=of_rows,

@@ -13,8 +13,11 @@ from torch.nn.utils import parametrizations, prune
 
 import penstock
 from penstock.base.errors import SplitError
+from penstock.parallel.dtensor import is_dtensor, local
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support import own_models, unsplittable
+from penstock.train.config.sections import ModelConfig
+from penstock.train.model import llama
+from tests.support import mixtures, own_models, unsplittable
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
 from tests.zoo.case import KINDS as LAYERS
@@ -297,22 +300,82 @@ def test_what_does_not_fit_is_not_compared_and_said_so(processes: LocalProcesses
     assert not in_processes[1][0]
 
 
-def with_tensor_parallelism(rank: int) -> list[str]:
-    net = own_models.made(own_models.NanoGPT)
+class Peeking(nn.Module):
+    """A block that adds what another one has left in an attribute."""
+
+    def __init__(self, block: nn.Module, others: list[nn.Module]) -> None:
+        super().__init__()
+        self.block, self.others = block, others
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x) + getattr(self.others[0], "seen", 0.0)
+        return out
+
+
+class InLoop(nn.Module):
+    """Layers of another model behind a forward of its own; the last block may read from the first one."""
+
+    def __init__(self, net: nn.Sequential, peeks: bool) -> None:
+        super().__init__()
+        self.embedding, *blocks, self.head = net
+        self.blocks = nn.ModuleList(blocks)
+        if peeks:
+            self.blocks[0].register_forward_hook(
+                lambda module, args, out: setattr(module, "seen", out.mean())
+            )
+            self.blocks[-1] = Peeking(self.blocks[-1], [self.blocks[0]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def divided(rank: int, sizes: dict[str, int], peeks: bool) -> tuple[str, list[str], bool, bool]:
+    """What a process's first step says, whether weights are as before, and whether it has parts of them."""
+    torch.manual_seed(1)
+    if "ep" in sizes:
+        net, loss_fn, (x, y) = mixtures.mixture(), mixtures.loss_of, mixtures.batch()
+    else:
+        config = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
+        net = nn.Sequential(*(layer.build() for layer in llama.layers(config)))
+        loss_fn, (x, y) = mixtures.loss_of, torch.randint(0, 32, (2, 8, 16))
+    mesh = penstock.MeshShape(pp=2, **sizes)
     with (
         warnings.catch_warnings(record=True) as caught,
-        pipeline(net, None, None, mesh=penstock.MeshShape(pp=1, tp=2)) as pipe,
+        pipeline(InLoop(net, peeks), loss_fn, None, mesh=mesh) as pipe,
     ):
         warnings.simplefilter("always")
-        pipe.step(*own_models.batch())
-    return [str(w.message) for w in caught if w.category is RuntimeWarning]
+        before = {name: local(p).detach().clone() for name, p in pipe.named_parameters()}
+        refusal = ""
+        try:
+            pipe.step(x, y)
+        except SplitError as error:
+            refusal = str(error)
+        same = all(torch.equal(local(p), before[name]) for name, p in pipe.named_parameters())
+        told = [str(w.message) for w in caught if w.category is RuntimeWarning]
+        return refusal, told, same, any(map(is_dtensor, pipe.parameters()))
 
 
-def test_sharded_matrices_are_not_compared_and_one_process_says_so(processes: LocalProcesses):
-    (text,), *others = processes.run(2, with_tensor_parallelism)
-    assert "NanoGPT" in text
-    assert "processes divide its matrices" in text
-    assert not any(others)
+@pytest.mark.slow
+def test_divided_layers_are_compared_as_they_were_before(processes: LocalProcesses):
+    cases = [
+        (sizes, peeks) for sizes in ({"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}) for peeks in (False, True)
+    ]
+    for (sizes, peeks), by_rank in zip(cases, run_cases(processes, 4, divided, cases), strict=True):
+        for refusal, told, unchanged, in_parts in by_rank:
+            assert unchanged
+            assert in_parts == ("cp" not in sizes)
+            assert not told, (sizes, told)
+            if peeks:
+                assert "The first tensor that differs from the model's: blocks.3, output, " in refusal, (
+                    sizes,
+                    refusal,
+                )
+            else:
+                assert not refusal, (sizes, refusal)
 
 
 class Tired(own_models.Block):
