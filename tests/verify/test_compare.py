@@ -387,6 +387,53 @@ def test_the_recording_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert files.read(tmp_path / "run").cut_off
 
 
+def test_kept_values_tell_the_number_that_differs_most(tmp_path: Path):
+    def recorded(name: str, change: float, tensors: str | None) -> Path:
+        model = make()
+        with torch.no_grad():
+            model.blocks[2].up.weight[3, 5] += change
+        with penstock.record(tmp_path / name, model, steps=1, tensors=tensors):
+            accumulate(model, batch(0), 0)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return tmp_path / name
+
+    pattern = r"blocks\.2\..*"
+    one, other = recorded("one", 0.0, pattern), recorded("other", 0.25, pattern)
+    found = penstock.compare(one, other)
+    value = make().blocks[2].up.weight[3, 5].item()
+    words = f"; 1 of 512 numbers differ, most at [3, 5]: {value + 0.25:.6g}, and the reference's {value:.6g}"
+    assert words in str(found)
+    kept = {key.name for key, of in files.read(one).entries.items() if of[0].values is not None}
+    assert kept == {name for name, _ in make().named_modules() if re.fullmatch(pattern, name)} | {
+        name for name, _ in make().named_parameters() if re.fullmatch(pattern, name)
+    }
+    assert "numbers differ" not in str(penstock.compare(recorded("sums", 0.0, None), other))
+    for path in (other / "process-00000").iterdir():
+        path.write_bytes(b"{}")
+    with pytest.raises(DataError, match=r"safetensors is damaged"):
+        penstock.compare(one, other)
+
+
+def test_values_count_for_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "LIMIT", 200_000)
+    model = make()
+    with (
+        pytest.warns(RuntimeWarning, match="ends here; record fewer steps, or keep fewer tensors"),
+        penstock.record(tmp_path / "run", model, tensors=".*"),
+    ):
+        accumulate(model, batch(0), 0)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 300_000
+
+
+@pytest.mark.parametrize("tensors", ["blocks.(", 3])
+def test_tensors_must_be_a_regular_expression(tmp_path: Path, tensors: Any):
+    with (
+        pytest.raises(ConfigError, match="tensors must be a regular expression"),
+        penstock.record(tmp_path / "run", make(), tensors=tensors),
+    ):
+        pass
+
+
 def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path: Path):
     plain(tmp_path / "run", wrong_count)
     words = ["compare", str(reference), str(tmp_path / "run")]

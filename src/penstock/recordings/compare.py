@@ -11,9 +11,11 @@ from itertools import takewhile
 from statistics import median
 from typing import Literal
 
+import torch
+
 from penstock.base.errors import ConfigError, DataError
 from penstock.recordings.bounds import Bounds
-from penstock.recordings.files import Entry, Key, Kind, Recording, read
+from penstock.recordings.files import Entry, Key, Kind, Recording, kept_values, read
 from penstock.recordings.fingerprint import Fingerprint, divided
 from penstock.recordings.likeness import describe, difference, distance, factor_in_words, fit, size_of
 
@@ -368,7 +370,24 @@ class _Compared:
         if not self._found.differences:
             others = self._reference.whole
             what = f"its update {factor}" if factor else describe(key, q, r, others, size, allowed)
+            what += self._largest(key)
         return Difference(key, what, size, allowed)
+
+    def _largest(self, key: Key) -> str:
+        """Name the place of the largest difference, if both recordings kept the tensor."""
+        ours, theirs = (kept_values(of.entries[key]) for of in (self._run, self._reference))
+        if ours is None or theirs is None or ours.shape != theirs.shape or not ours.numel():
+            return ""
+        apart = (
+            (ours.to(torch.complex128 if ours.is_complex() else torch.float64) - theirs).abs().nan_to_num()
+        )
+        at = [int(n) for n in torch.unravel_index(apart.argmax(), apart.shape)]
+        place = f"at {at}" if at else "in its one number"
+        count = int((ours != theirs).sum())
+        return (
+            f"; {count} of {ours.numel()} numbers differ, most {place}: {ours[*at].item():.6g}, and the reference's "
+            f"{theirs[*at].item():.6g}"
+        )
 
     def _updates(self, key: Key, q: Fingerprint, r: Fingerprint) -> tuple[list[float], list[float]] | None:
         """Return projections of what a step adds to a parameter in the run and in the reference; None if that is unknown."""

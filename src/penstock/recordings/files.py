@@ -14,7 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from penstock.base.errors import ConfigError, DataError
+from penstock.base.tensor_file import TensorFile, write_tensors
 from penstock.base.version import __version__
 from penstock.recordings.fingerprint import GROUPS, VECTORS, Fingerprint, joined
 
@@ -93,12 +96,14 @@ class Entry:
     Attributes:
         order: number of the entry in its process, in the order in which the process made them.
         process: rank of the process.
+        values: file with the tensor itself; None if only its sums were recorded.
     """
 
     key: Key
     order: int
     process: int
     of: Fingerprint
+    values: Path | None = None
 
 
 class Writer:
@@ -141,8 +146,12 @@ class Writer:
         """True once the file has ended."""
         return self._file.closed
 
-    def write(self, key: Key, of: Fingerprint) -> None:
-        """Append a tensor; any thread may call it."""
+    def write(self, key: Key, of: Fingerprint, values: Tensor | None = None) -> None:
+        """Append a tensor; any thread may call it.
+
+        Args:
+            values: the tensor itself, if it is to be kept, too.
+        """
         table = {
             "at": [key.step, int(key.kind), key.microbatch, key.name, key.call, key.slot],
             "dtype": of.dtype,
@@ -155,23 +164,32 @@ class Writer:
             **({} if of.nonfinite else {"rows": of.rows, "columns": of.columns}),
         }
         with self._lock:
+            if values is not None and self._has_room(values.nbytes):
+                path = _values_of(self.path, self._order)
+                path.parent.mkdir(exist_ok=True)
+                write_tensors(path, {"": values})
+                table["values"] = True
             self._line({"order": self._order, **table})
             self._order += 1
 
     def _line(self, table: Mapping[str, Any]) -> None:
-        if self._file.closed or self._full:
-            return
         text = json.dumps(table, separators=(",", ":")) + "\n"
-        self._bytes += len(text)
-        if self._bytes > LIMIT:
-            self._full = True
+        if self._has_room(len(text)):
+            self._file.write(text)
+
+    def _has_room(self, count: int) -> bool:
+        """Return whether so many further bytes are to be written, and count them."""
+        if self._file.closed or self._full:
+            return False
+        self._bytes += count
+        self._full = self._bytes > LIMIT
+        if self._full:
             warnings.warn(
-                f"the recording {self.path} has {LIMIT:,} bytes and ends here; record fewer steps",
+                f"the recording {self.path} has {LIMIT:,} bytes and ends here; record fewer steps, or keep fewer tensors",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return
-        self._file.write(text)
+        return not self._full
 
     def close(self, complete: bool) -> None:
         """End the file; may be called twice.
@@ -216,6 +234,27 @@ class Recording:
         return sorted({key.step for key in self.entries if key.step >= 0})
 
 
+def _values_of(path: Path, order: int) -> Path:
+    """Return the file with the values of a process's entry."""
+    return path.with_suffix("") / f"{order:08d}.safetensors"
+
+
+def kept_values(entries: Sequence[Entry]) -> Tensor | None:
+    """Return the values of a tensor, if one entry has the whole; None if they were not kept.
+
+    Raises:
+        DataError: if the file is damaged or not there.
+    """
+    path = next((entry.values for entry in entries if entry.of.whole and entry.values is not None), None)
+    if path is None:
+        return None
+    try:
+        with TensorFile(path) as file:
+            return file.read("")
+    except (OSError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
 def read(folder: str | os.PathLike[str]) -> Recording:
     """Read a recording.
 
@@ -249,7 +288,9 @@ def read(folder: str | os.PathLike[str]) -> Recording:
                 elif "end" in table:
                     complete = True
                 else:
-                    found.append(_entry(table, process))
+                    entry = _entry(table, process)
+                    kept = table.get("values") is True
+                    found.append(replace(entry, values=_values_of(path, entry.order)) if kept else entry)
         except KeyError as error:
             raise DataError(f"{path} is damaged: a line has no {error}") from error
         except (OSError, ValueError, TypeError, IndexError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError
+from penstock.base.tensor_file import DTYPES
 from penstock.parallel.dtensor import is_dtensor, local
 from penstock.recordings.files import Key, Kind, Writer
 from penstock.recordings.fingerprint import Fingerprint, fingerprint, forget_vectors
@@ -42,6 +44,7 @@ def record(
     *,
     steps: int = 2,
     first_microbatch: int = 0,
+    tensors: str | None = None,
 ) -> Iterator[Notes]:
     """Record what is computed in the block: outputs, gradients and updates, for `penstock.compare`.
 
@@ -49,7 +52,8 @@ def record(
     the gradient as the optimizer sees it and of the value after the update: a digest of the bits, the norm, the number of
     values that are not finite, shape, dtype, and projections on a few pseudo-random vectors. Of parts of a tensor these add
     up, so that a parameter that processes divide (DTensor) is compared with the undivided one. No number of the run changes.
-    Files are lines of JSON, at most 1 GiB for a process.
+    Files are lines of JSON, and of the tensors that `tensors` names the values in safetensors' format; at most 1 GiB for a
+    process together.
 
     A step ends with the update by an optimizer of ``torch.optim``, whichever has parameters of the model. A forward of the
     model with gradients enabled is a microbatch; so a loop that accumulates gradients has as many as a pipeline. In several
@@ -63,6 +67,8 @@ def record(
         steps: number of steps to record (default 2); later ones run as without recording.
         first_microbatch: number of this process's first microbatch in the whole batch, where processes have their own
             (default 0). A `Pipeline` knows it.
+        tensors: regular expression; of modules and parameters whose whole name it matches, values are kept, too, and
+            `penstock.compare` then names the number that differs most (default: of none).
 
     Returns:
         A context manager; its value has a method `Notes.note` for tensors that no module returns, such as losses.
@@ -75,6 +81,12 @@ def record(
     require_count("steps", steps)
     if not isinstance(first_microbatch, int) or first_microbatch < 0:
         raise ConfigError(f"first_microbatch must be a whole number of at least 0, got {first_microbatch!r}")
+    try:
+        kept = None if tensors is None else re.compile(tensors)
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"tensors must be a regular expression of names, got {tensors!r:.80}: {error}"
+        ) from error
     if isinstance(model, Pipeline):
         source: Source = PipelineSource(model)
     elif isinstance(model, StageModule):
@@ -91,7 +103,7 @@ def record(
     writer = Writer(Path(folder), process, processes, source.aliases)
     complete = False
     try:
-        recorder = _Recorder(source, writer, steps)
+        recorder = _Recorder(source, writer, steps, kept)
         with recorder.hooks():
             yield Notes(recorder.note, source.has_module)
         complete = True
@@ -140,8 +152,8 @@ class Notes:
 class _Recorder:
     """Hooks that write what a source computes."""
 
-    def __init__(self, source: Source, writer: Writer, steps: int) -> None:
-        self._source, self._writer, self._steps = source, writer, steps
+    def __init__(self, source: Source, writer: Writer, steps: int, kept: re.Pattern[str] | None) -> None:
+        self._source, self._writer, self._steps, self._kept = source, writer, steps, kept
         self._step, self._updated = 0, False
         # Updates before the present step of a pipeline's optimizer; None outside of one.
         self._pipeline_updates: int | None = None
@@ -282,7 +294,10 @@ class _Recorder:
         with torch.no_grad():
             found = self._sums(value, whole)
         if found is not None:
-            self._writer.write(key, found)
+            # Of a tensor in parts, no process has the values; of dtypes that the format lacks, sums are all there is.
+            keeps = self._kept is not None and self._kept.fullmatch(key.name) and found.whole
+            storable = keeps and value.dtype in DTYPES.values() and value.layout is torch.strided
+            self._writer.write(key, found, local(value) if storable else None)
 
     def _sums(self, value: Tensor, whole: Tensor | None) -> Fingerprint | None:
         if is_dtensor(value):
