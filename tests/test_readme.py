@@ -89,14 +89,18 @@ def test_it_has_at_most_600_words_and_what_it_names_is_there():
     assert len(README.split()) <= 600
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/start.md", "docs/which_parallelism.md", "docs/huggingface.md"]
+)
 def test_other_axes_and_fine_tuning_are_one_click_away(page: str):
     text = (ROOT / page).read_text()
     for target in (
         "experts.md", "long_context.md", "parallelism.md#sharding-over-replicas", "fine_tuning.md",
         "fine_tuning.md#qlora-on-two-cards",
     ):  # fmt: skip
-        assert re.search(rf"\]\((docs/)?{re.escape(target)}\)", text), f"{page} has no link to {target}"
+        anchor = "" if "#" in target else r"(#[\w-]+)?"
+        linked = rf"\]\((docs/)?{re.escape(target)}{anchor}\)"
+        assert re.search(linked, text), f"{page} has no link to {target}"
 
 
 def section(heading: str) -> str:
