@@ -21,9 +21,15 @@ from penstock.train.config.config import Config, from_mapping
 from tests.support.documentation import DOCS
 from tests.support.page import Reader, require_options
 
+PAGES = {
+    "torch_pipelining.md": 20, "accelerate.md": 25, "megatron.md": 50, "deepspeed.md": 35, "torchtitan.md": 25,
+    "nemo.md": 20,
+}  # fmt: skip
+"""Pages, each with the least number of our names in its tables."""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["torch_pipelining.md", "accelerate.md", "megatron.md", "deepspeed.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_programs_and_commands_of_a_page_run_and_both_programs_print_the_same_losses(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -33,7 +39,7 @@ def test_programs_and_commands_of_a_page_run_and_both_programs_print_the_same_lo
     reader = Reader(tmp_path)
     reader.follow(f"coming_from/{page}")
     assert reader.outputs
-    if page in ("torch_pipelining.md", "accelerate.md"):
+    if page in ("torch_pipelining.md", "accelerate.md", "torchtitan.md"):
         outputs = [output for command, output in reader.outputs.items() if ".py" in command]
         first, *others = (re.findall(r"^loss (\S+)", output, re.M) for output in outputs)
         assert first
@@ -114,8 +120,7 @@ def require_name(code: str, names: Names) -> None:
 
 
 def test_every_name_of_ours_in_the_tables_exists(names: Names):
-    pages = {"torch_pipelining.md": 20, "accelerate.md": 25, "megatron.md": 50, "deepspeed.md": 35}
-    for page, least in pages.items():
+    for page, least in PAGES.items():
         codes = our_names(page)
         assert len(codes) >= least
         for code in codes:
