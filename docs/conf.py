@@ -30,6 +30,7 @@ extensions = [
     "public_names",
     "command_help",
     "schedule_gallery",
+    "llms",
 ]
 exclude_patterns = ["_build", "_extensions", "_static"]
 

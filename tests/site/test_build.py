@@ -52,6 +52,12 @@ def built(folder: Path, *options: str) -> Path:
     return html
 
 
+def test_language_models_find_every_page(site: Path):
+    links = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text())
+    assert len(links) > 50
+    assert [link for link in links if not (site / link).is_file()] == []
+
+
 def test_every_public_name_command_and_schedule_has_its_place(site: Path):
     reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     entries = set(re.findall(r'id="(penstock\.[\w.]+)"', reference))

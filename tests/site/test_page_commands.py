@@ -39,6 +39,7 @@ FOLLOWED = {
     "bench/RESULTS.md": "tests/bench/test_commands.py",
     "recipes/": "tests/recipes",
     "notebooks/": "tests/site/test_build.py",
+    "AGENTS.md": "tests/test_agents_page.py",
 }
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
 FOLLOWED_HERE = (
