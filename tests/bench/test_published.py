@@ -61,6 +61,16 @@ def test_published_steps_are_near_the_reach_of_a_preset_and_inside_the_interval_
             assert any("no published step is near" in sentence for sentence in plan.assumptions)
 
 
+def test_intervals_of_mixtures_are_those_that_published_rows_show():
+    """Each preset's error holds for all of its rows, whatever they leave open, and is that of the largest."""
+    for name in ("h100", "b200"):
+        error = read_cluster(name).expert_error
+        assert error is not None
+        rows = [row for row in section("experts").rows if name in row.group]
+        ratios = [max(row.predicted / row.measured, row.measured / row.predicted) for row in rows]
+        assert error - 0.01 <= max(ratios) - 1 <= error
+
+
 def test_bytes_reach_their_targets():
     assert summary(section("memory"), "Korthikanti, weights").largest <= 0.01
     assert summary(section("memory"), "Korthikanti, activations").largest <= 0.01

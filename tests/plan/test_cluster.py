@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +12,16 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.plan import cluster as module
-from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, rated_flops, read_cluster, with_memory
+from penstock.plan.cluster import (
+    DATA_SHEETS,
+    PRESETS,
+    Cluster,
+    Device,
+    LinkSpeed,
+    rated_flops,
+    read_cluster,
+    with_memory,
+)
 
 DEVICE = "[device]\nmemory = 1e9\nmemory_bandwidth = 1e9\nmatmul = {bf16 = 1e12}\n"
 
@@ -28,7 +39,17 @@ def written(folder: Path, text: str | bytes) -> Path:
         ("NVIDIA H100 80GB HBM3", "fp32", None),
         ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
         ("AMD Instinct MI300X", "fp8", 2615e12),
-        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("NVIDIA A100-SXM-64GB", "bf16", 312e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA GB200", "bf16", 2500e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H20", "bf16", 148e12),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
         ("cpu", "fp32", None),
     ],
 )
@@ -55,6 +76,51 @@ def test_presets_are_sound(name: str):
     assert cluster.dtype in device.matmul
 
 
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_data_sheets_give_clusters_without_an_interval(name: str):
+    cluster = read_cluster(f"{name}*2x4")
+    assert (cluster.ranks_per_node, cluster.nodes, cluster.error) == (2, 4, None)
+    assert cluster.data_sheet.startswith("NVIDIA")
+    assert cluster.dtype == ("fp16" if name == "v100" else "bf16")
+    assert cluster.device.matmul[cluster.dtype] == pytest.approx(
+        0.63 * cluster.device.peak_rate(cluster.dtype)
+    )
+    assert cluster.node.bandwidth >= cluster.network.bandwidth
+
+
+def test_rates_of_data_sheets_are_medians_of_the_shares_that_fitted_presets_reach():
+    """Ratings of memory and links, in one direction: data sheets of A100 80 GB SXM, H100 SXM and B200."""
+    fitted = [read_cluster(name) for name in ("a100-80gb", "h100", "b200")]
+    rated_memory, rated_links = (2.039e12, 3.35e12, 8e12), (300e9, 450e9, 900e9)
+    rates = tomllib.loads((Path(module.__file__).parent / "clusters" / "datasheets.toml").read_text())[
+        "rates"
+    ]
+
+    def share(found: list[float]) -> float:
+        return statistics.median(found)
+
+    devices = [cluster.device for cluster in fitted]
+    assert rates["matmul"] == pytest.approx(
+        share([d.matmul["bf16"] / d.peak_rate("bf16") for d in devices]), abs=5e-4
+    )
+    attention = share([d.attention_rate("bf16") / d.peak_rate("bf16") for d in devices])
+    assert rates["attention"] == pytest.approx(attention, abs=5e-4)
+    for reached in (
+        [d.memory_bandwidth / rated for d, rated in zip(devices, rated_memory, strict=True)],
+        [(d.optimizer_bandwidth or 0) / rated for d, rated in zip(devices, rated_memory, strict=True)],
+        [cluster.node.bandwidth / rated for cluster, rated in zip(fitted, rated_links, strict=True)],
+    ):
+        assert min(1.0, share(reached)) == rates["bandwidth"]
+    assert rates["matmul_width"] == share([d.matmul_width for d in devices])
+    assert rates["launch"] == share([d.launch for d in devices])
+
+
+def test_a_data_sheet_has_links_for_no_more_nodes_than_share_them():
+    assert read_cluster("gb200*4x18").devices == 72
+    with pytest.raises(ConfigError, match="gb200 has links for 18 nodes, which share NVLink, got 19"):
+        read_cluster("gb200*4x19")
+
+
 def test_sizes_of_a_preset():
     assert read_cluster("h100").devices == read_cluster("h100*8").devices == 8
     assert read_cluster("h100*4").ranks_per_node == 4
@@ -71,7 +137,7 @@ def test_the_files_keys_are_read(tmp_path: Path):
         memory=80e9, matmul={"bf16": 232e12}, memory_bandwidth=1.8e12, reserve=4e9, matmul_width=300,
         attention={"bf16": 150e12}, score_bandwidth=1.8e12, launch=5e-6, optimizer_bandwidth=1.5e12,
     )  # fmt: skip
-    assert cluster.reach == {"tp": 8, "sequence": 8192}
+    assert (cluster.reach, cluster.expert_error) == ({"tp": 8, "sequence": 8192}, 0.3)
     assert cluster.node == LinkSpeed(5e-6, 250e9)
     assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)
     assert read_cluster(f"{path}*2x5").devices == 10

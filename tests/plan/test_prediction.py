@@ -41,6 +41,21 @@ def of_small(layout: Any, cluster: Cluster = H100, batch: int = 16, **values: An
     return predict(of_shape(SMALL), cluster, layout, sequence=values.get("sequence", SEQUENCE), batch=batch)
 
 
+def test_a_cluster_without_an_error_claims_no_interval():
+    prediction = predicted("pp=2", round_cluster(error=None))
+    assert (prediction.low, prediction.high) == (None, None)
+    assert (prediction.as_dict()["low"], prediction.step_seconds) == (None, 56)
+    assert "There is no interval: the file of the cluster round has no error." in prediction.assumptions
+
+
+def test_a_data_sheet_is_named_as_the_source_of_the_rates():
+    plan = of_small("pp=2", read_cluster("rtx-4090*2"))
+    assert plan.low is plan.high is None
+    assert any("NVIDIA Ada GPU Architecture" in sentence for sentence in plan.assumptions)
+    never = "There is no interval: no step on rtx-4090 has been compared with a prediction."
+    assert plan.assumptions[-1] == never
+
+
 def test_a_step_of_1f1b_by_hand():
     """Two stages of 2 blocks: F 2 s, B 4 s, 8 microbatches; 20 parameters a rank at 32 bytes and 320 bytes/s."""
     prediction = predicted("pp=2", round_cluster(error=0.25, step_overhead=0.5))
@@ -142,9 +157,13 @@ def test_assumptions_are_said():
     assert len(said) == 5
     assert said[-1] == "12 of the 16 devices are idle."
     interval = "The interval is the step divided and multiplied by "
-    assert predicted("pp=16", batch=2, blocks=16).assumptions == (f"{interval}1.1: the error of round.",)
+    assert predicted("pp=16", round_cluster(error=0.1), 2, 16).assumptions == (
+        f"{interval}1.1: the error of round.",
+    )
     measured = timed_profile(machine={"cores": 2, "machine": "x86_64", "ranks": 4}, spread=0.5)
-    sentence, of_spread = predict(measured, round_cluster(ranks_per_node=2), "pp=2", batch=8).assumptions
+    sentence, of_spread = predict(
+        measured, round_cluster(ranks_per_node=2, error=0.1), "pp=2", batch=8
+    ).assumptions
     assert sentence.startswith("Layers take the seconds measured on 2 cores (x86_64) with 4 ranks busy")
     assert of_spread == (
         f"{interval}1.5: the spread of the measured timed; measure again on a quiet machine."

@@ -29,7 +29,7 @@ from penstock.cli.plan_files import (
 )
 from penstock.cli.plan_run import compare, config_of, precision_of
 from penstock.cli.plan_text import changes_text, headline, memory_table, plans_table, reasons_text, summary
-from penstock.plan.cluster import Cluster, read_cluster, with_memory
+from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult
@@ -53,8 +53,8 @@ _REASONS = 3
 @click.argument("model")
 @click.option(
     "--cluster", "-c", "cluster_name", required=True, metavar="NAME*NxM|FILE",
-    help="Machines: a preset (a100-40gb, a100-80gb, h100, h200, b200, mi300x) with N devices a node and M nodes, or a TOML "
-    "file, as `penstock doctor --measure` writes.",
+    help="Machines: a preset with N devices a node and M nodes, or a TOML file, as `penstock doctor --measure` writes. "
+    f"Presets fitted to runs: {', '.join(PRESETS)}. From data sheets: {', '.join(DATA_SHEETS)}.",
 )  # fmt: skip
 @click.option(
     "--sequence", "-s", type=int, metavar="S", help="Tokens of a sample. Default: the config's, or 2048."

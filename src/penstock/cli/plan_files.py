@@ -19,7 +19,7 @@ from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import Profile
 from penstock.schedule.text import is_csv
 from penstock.show.figures import require_bokeh
-from penstock.show.units import size_text, time_text
+from penstock.show.units import interval_text, size_text, time_text
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
@@ -158,7 +158,7 @@ def differences(layout: Layout) -> list[str]:
 def header(plan: Prediction) -> str:
     """Return the comment at the head of a file that a plan is written to."""
     return (
-        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
+        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({interval_text(plan.low, plan.high)}),\n"
         f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
         f"# Layout: {plan.layout}\n"
     )

@@ -22,7 +22,7 @@ from penstock.profile.model_profile import Profile
 from penstock.profile.read_shape import NoClosedFormError, read_shape
 from penstock.show.planned import plan
 from penstock.show.run import read_run
-from penstock.show.units import finite, is_measured, time_text
+from penstock.show.units import finite, interval_text, is_measured, time_text
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
@@ -41,9 +41,12 @@ class RunComparison:
 
     @property
     def inside(self) -> bool | None:
-        """True if the measured step is inside the predicted interval; None if the run has no metrics of it."""
+        """True if the measured step is inside the predicted interval; None without metrics or interval."""
         step = next((row for row in self.rows if row.term == "step"), None)
-        return None if step is None else self.prediction.low <= step.measured <= self.prediction.high
+        low, high = self.prediction.low, self.prediction.high
+        if step is None or low is None or high is None:
+            return None
+        return low <= step.measured <= high
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as values that JSON can represent."""
@@ -68,8 +71,8 @@ class RunComparison:
         table_console().print(table)
         if self.inside is not None:
             where = "inside" if self.inside else "outside"
-            low, high = time_text(self.prediction.low), time_text(self.prediction.high)
-            click.echo(f"The measured step is {where} the predicted interval of {low} to {high}.")
+            interval = interval_text(self.prediction.low, self.prediction.high)
+            click.echo(f"The measured step is {where} the predicted interval of {interval}.")
         click.echo("The predictions below use the cluster corrected by these factors.\n")
 
 

@@ -10,7 +10,14 @@ from penstock.plan.explore.outlook import changes, grouped_reasons, limits_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
 from penstock.profile.model_profile import Profile
-from penstock.show.units import batch_text, parameters_text, reserve_text, size_text, time_text
+from penstock.show.units import (
+    batch_text,
+    interval_text,
+    parameters_text,
+    reserve_text,
+    size_text,
+    time_text,
+)
 
 # Ranks in the table of memory; of more, the first and the last 8.
 _MAX_ROWS = 16
@@ -78,7 +85,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"{size_text(plan.capacity + plan.reserved)}",
         f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
-        f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
+        f"step          {time_text(plan.step_seconds)} ({interval_text(plan.low, plan.high)}): {parts}",
         f"speed         {plan.tokens_per_second:,.0f} {plan.unit}/s; {plan.tflops_per_device:.4g} TFLOP/s a device, MFU "
         f"{plan.mfu:.1%} ({flops}); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",

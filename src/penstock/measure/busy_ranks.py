@@ -24,7 +24,7 @@ from penstock.measure.device_rates import (
 )
 from penstock.parallel.mesh import MeshShape
 from penstock.parallel.replicas.exchange import gather_values
-from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.plan.cluster import MEASURED_ERROR, Cluster, Device, LinkSpeed
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.trace.events import Trace
@@ -68,6 +68,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15) -> Cluster
         ranks_per_node=max(ranks, dp),
         node=LinkSpeed(latency, bandwidth, reduces),
         dtype="fp32",
+        error=MEASURED_ERROR,
         op_overhead=small.gap,
         step_overhead=small.overhead,
         overlap=False,  # ranks on the same cores reduce at the expense of their backward

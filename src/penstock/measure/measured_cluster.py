@@ -17,7 +17,7 @@ from penstock.base.output_files import OutputFile, require_outputs, signed, sign
 from penstock.measure.device_rates import measure_device, medians
 from penstock.measure.link_speeds import measure_links
 from penstock.measure.rounds import Answer, Rounds
-from penstock.plan.cluster import Cluster, read_cluster
+from penstock.plan.cluster import MEASURED_ERROR, read_cluster
 from penstock.runtime.start.launch_environment import find_launch, own_device
 from penstock.runtime.workers.world import World
 
@@ -66,7 +66,7 @@ def write_measured_cluster(
     if not _trouble(measured):
         rates = medians([answer.value for answer in measured])
         rates["memory"] = min(answer.value["memory"] for answer in measured)  # all ranks have to fit
-        error = min(_LARGEST_ERROR, max(Cluster.error, rates.pop("spread")))
+        error = min(_LARGEST_ERROR, max(MEASURED_ERROR, rates.pop("spread")))
         table |= {"dtype": next(iter(rates["matmul"])), "error": error, "device": rates}
         if world is not None:
             joined = world

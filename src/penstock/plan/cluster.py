@@ -1,12 +1,14 @@
 """Clusters: devices, their achieved rates, and the links between them.
 
-A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), or a TOML file::
+A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), or a TOML file. Presets are fitted to
+published runs, or have the figures of a data sheet. A file has these keys::
 
     name = "mine"
     ranks_per_node = 8
     nodes = 4
     dtype = "bf16"                   # of the matrix products, unless a layout says otherwise
     error = 0.08                     # a step may take 1.08 times as long or short as predicted
+    expert_error = 0.3               # the same of mixtures of experts; this is error by default
     reach = {tp = 8, sequence = 8192}  # largest tp and tokens of a sample for which error holds; it is 0.5 beyond
 
     [device]
@@ -50,12 +52,20 @@ from penstock.base.tables import Count, Flag, Number, Table, explain
 from penstock.profile.closed_form import Dtype
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
-"""Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
+"""Names of the clusters that are fitted to published runs, one file each in ``penstock/plan/clusters``."""
+DATA_SHEETS = (
+    "rtx-3090", "rtx-4090", "rtx-5090", "l40s", "a10", "rtx-6000-ada", "v100", "h800", "h20", "gb200",
+)  # fmt: skip
+"""Names of the clusters with the figures of a data sheet, all in ``penstock/plan/clusters/datasheets.toml``."""
+_OTHER_CARDS = frozenset({"laptop", "d", "max"})
+"""Words in a device's name that tell a slower card of the same number."""
 ERROR_BEYOND = 0.5
 """Least error beyond a cluster's reach, where published steps take up to 1.49 times as long as predicted.
 
 bench/PUBLISHED.md has them. They are A100s with tp = 16, and H100s with samples of 131,072 tokens (1.22 times).
 """
+MEASURED_ERROR = 0.1
+"""Least error of a cluster whose rates were measured."""
 UNSTEADY = 0.2
 """Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
@@ -149,7 +159,9 @@ class Cluster(Table):
         ranks_per_node, nodes: number of devices.
         node, network: links within a node and between nodes.
         dtype: default dtype of matrix products.
-        error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error).
+        error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error); None (default)
+            claims no interval.
+        expert_error: the same of mixtures of experts; None (default) is `error`.
         reach: largest "tp", and "sequence" (tokens of a sample), for which `error` holds; beyond, it is at least
             `ERROR_BEYOND`. Without them (default), it holds for all.
         op_overhead: seconds that the runtime adds to each op of a schedule.
@@ -157,6 +169,7 @@ class Cluster(Table):
         slowdown: factor on the seconds of all ops (default 1), as from a recalibration on a run.
         overlap: True (default) if reductions of gradients hide behind the backward; a layout may say otherwise.
         unfused_dropout: True if models with dropout in attention run kernels that store scores.
+        data_sheet: source of the device's figures, if no run on it has been compared with a prediction.
     """
 
     name: str
@@ -166,13 +179,15 @@ class Cluster(Table):
     node: LinkSpeed = LinkSpeed()
     network: LinkSpeed = LinkSpeed()
     dtype: str = "bf16"
-    error: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    error: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    expert_error: Annotated[Number, Field(ge=0, le=10)] | None = None
     reach: Annotated[Mapping[Literal["tp", "sequence"], Count], Field(min_length=1)] | None = None
     op_overhead: Size = 0.0
     step_overhead: Size = 0.0
     slowdown: Rate = 1.0
     overlap: Flag = True
     unfused_dropout: Flag = False
+    data_sheet: str = ""
 
     @property
     def devices(self) -> int:
@@ -241,7 +256,9 @@ def read_cluster(text: str | Path) -> Cluster:
     if match := re.fullmatch(r"(.+?)\*([0-9]{1,12})(?:[xX]([0-9]{1,12}))?", name):
         name, counts = match[1], (int(match[2]), int(match[3] or 1))
     if name in PRESETS:
-        source = (files("penstock.plan") / "clusters" / f"{name}.toml").read_text()
+        source = _shipped(name)
+    elif name in DATA_SHEETS:
+        return _of_data_sheet(name, counts)
     elif name.endswith(".toml") or os.path.exists(name):
         try:
             source = read_bytes(Path(name), _MAX_BYTES).decode()
@@ -249,27 +266,74 @@ def read_cluster(text: str | Path) -> Cluster:
             raise ConfigError(f"cannot read the cluster {name!r}: {error}") from error
     else:
         raise ConfigError(
-            f"no cluster {name!r}{nearest(name, list(PRESETS))}; give a TOML file, or one of {', '.join(PRESETS)} with its "
-            "size, such as a100-80gb*8x4 for 4 nodes of 8"
+            f"no cluster {name!r}{nearest(name, [*PRESETS, *DATA_SHEETS])}; give a TOML file, or one of "
+            f"{', '.join((*PRESETS, *DATA_SHEETS))} with its size, such as a100-80gb*8x4 for 4 nodes of 8"
         )
     try:
         table = tomllib.loads(source)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not TOML: {error}") from error
-    cluster = _from_table(table, name)
+    return _sized_as(_from_table(table, name), counts)
+
+
+def _sized_as(cluster: Cluster, counts: tuple[int, int] | None) -> Cluster:
+    """Return a cluster with so many devices a node and nodes, or its own if None."""
     if counts is not None:
         cluster = replace(cluster, ranks_per_node=counts[0], nodes=counts[1])
     if not 1 <= cluster.devices <= _MAX_DEVICES:
         raise ConfigError(
-            f"{text}: a cluster has 1 to {_MAX_DEVICES:,} devices, got {cluster.ranks_per_node} x {cluster.nodes}"
+            f"{cluster.name}: a cluster has 1 to {_MAX_DEVICES:,} devices, got {cluster.ranks_per_node} x {cluster.nodes}"
         )
     return cluster
 
 
+def _shipped(name: str) -> str:
+    """Return the text of a file of clusters that comes with Penstock."""
+    return (files("penstock.plan") / "clusters" / f"{name}.toml").read_text()
+
+
+def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
+    """Return the cluster of a data sheet, with the shares of its ratings that fitted presets reach."""
+    tables = tomllib.loads(_shipped("datasheets"))
+    sheet, rates, links = tables[name], tables["rates"], tables["links"]
+    most = sheet.get("most_nodes")
+    if most is not None and counts is not None and counts[1] > most:
+        raise ConfigError(
+            f"{name} has links for {most} nodes, which share NVLink, got {counts[1]}; give a TOML file with the links "
+            "between your racks"
+        )
+    peak, bandwidth = sheet["tflops"] * 1e12, sheet["memory_bandwidth"] * rates["bandwidth"]
+    dtypes = ("fp16",) if "dtype" in sheet else ("bf16", "fp16")
+    table = {
+        "name": name,
+        "data_sheet": sheet["source"],
+        "ranks_per_node": sheet["ranks_per_node"],
+        "dtype": dtypes[0],
+        "node": links[sheet["node"]],
+        "network": links[sheet["network"]],
+        "device": {
+            "memory": sheet["memory"],
+            "peak": dict.fromkeys(dtypes, peak),
+            "matmul": dict.fromkeys(dtypes, peak * rates["matmul"]),
+            "matmul_width": rates["matmul_width"],
+            "attention": dict.fromkeys(dtypes, peak * rates["attention"]),
+            "memory_bandwidth": bandwidth,
+            "optimizer_bandwidth": bandwidth,
+            "launch": rates["launch"],
+        },
+    }
+    return _sized_as(_from_table(table, name), counts)
+
+
 def rated_flops(device: str, dtype: str) -> float | None:
     """Return the rated FLOP/s of a device by its driver's name for it, as "NVIDIA H100 80GB HBM3"; None if unknown."""
-    preset = next((preset for preset in PRESETS if preset.split("-")[0] in device.lower()), None)
-    return None if preset is None else (read_cluster(preset).device.peak or {}).get(dtype)
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    for preset in (*PRESETS, *DATA_SHEETS):
+        # Devices with more memory are rated alike.
+        named = {word for word in preset.split("-") if not word.endswith("gb")}
+        if named <= words and not words & _OTHER_CARDS:
+            return (read_cluster(preset).device.peak or {}).get(dtype)
+    return None
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:

@@ -27,6 +27,7 @@ from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
 from penstock.show.units import (
     Unit,
     batch_text,
+    interval_text,
     parameters_text,
     reserve_text,
     size_text,
@@ -207,7 +208,7 @@ def _first_events(trace: Trace) -> Trace:
 
 def _cards(plan: Prediction) -> list[tuple[str, str]]:
     return [
-        (time_text(plan.step_seconds), f"a step ({time_text(plan.low)} to {time_text(plan.high)})"),
+        (time_text(plan.step_seconds), f"a step ({interval_text(plan.low, plan.high)})"),
         (f"{plan.tokens_per_second:,.0f}", f"{plan.unit} a second"),
         (f"{plan.mfu:.1%}", f"MFU; {plan.tflops_per_device:.4g} TFLOP/s a device"),
         (size_text(plan.peak_bytes), f"on the fullest device, of {size_text(plan.capacity)}"),

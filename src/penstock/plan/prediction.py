@@ -58,7 +58,8 @@ class Prediction:
     Attributes:
         layout: the layout, with the number of stages per rank filled in.
         step_seconds: seconds of a step.
-        low, high: interval in which the measured step is expected: seconds divided by a factor, and times this factor.
+        low, high: interval in which the measured step is expected: seconds divided by a factor, and times this factor;
+            None if the cluster claims none.
         tokens_per_second: tokens of a batch over the seconds of a step, over all devices.
         tflops_per_device: TFLOP/s of a device, of the model's FLOPs: forward and twice as many in the backward.
         hardware_tflops_per_device: the same with what is recomputed.
@@ -78,8 +79,8 @@ class Prediction:
 
     layout: Layout
     step_seconds: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     tokens_per_second: float
     tflops_per_device: float
     hardware_tflops_per_device: float
@@ -194,15 +195,15 @@ def predict(
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    factor = 1 + _error(profile, cluster, layout, sequence)
+    error, _ = _interval(profile, cluster, layout, sequence)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     return Prediction(
         layout=layout,
         step_seconds=seconds,
-        low=seconds / factor,
-        high=seconds * factor,
+        low=None if error is None else seconds / (1 + error),
+        high=None if error is None else seconds * (1 + error),
         tokens_per_second=batch * sequence / seconds,
         tflops_per_device=model,
         hardware_tflops_per_device=hardware,
@@ -472,7 +473,12 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
             "overlap=true predicts reductions that hide behind it."
         )
-    sentences.append(_interval(profile, cluster, layout, sequence))
+    if cluster.data_sheet:
+        sentences.append(
+            f"Rates of {cluster.name} are those of its data sheet ({cluster.data_sheet}) times the shares that fitted "
+            "presets reach; measure your machine with penstock doctor --measure."
+        )
+    sentences.append(_interval(profile, cluster, layout, sequence)[1])
     if layout.devices < cluster.devices:
         sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
     return tuple(sentences)
@@ -486,20 +492,22 @@ def _sharded(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
     return (f"Over {layout.replicas} replicas, {text}.",)
 
 
-def _error(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> float:
-    """Return the error that a prediction may have."""
-    least = ERROR_BEYOND if profile.shape is not None and cluster.beyond(layout.tp, sequence) else 0.0
-    return max(cluster.error, profile.spread, least)
-
-
-def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> str:
-    error = _error(profile, cluster, layout, sequence)
-    if error > max(cluster.error, profile.spread):
-        return (
-            f"The interval is the step divided and multiplied by {1 + error:.3g}: no published step is near "
-            f"{cluster.beyond(layout.tp, sequence)}."
-        )
-    of_profile = profile.spread > cluster.error
-    source = f"the spread of the measured {profile.name}" if of_profile else f"the error of {cluster.name}"
-    again = "; measure again on a quiet machine" if error > UNSTEADY and cluster.name not in PRESETS else ""
-    return f"The interval is the step divided and multiplied by {1 + error:.3g}: {source}{again}."
+def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
+    """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
+    if cluster.error is None:
+        compared = f"no step on {cluster.name} has been compared with a prediction"
+        why = compared if cluster.data_sheet else f"the file of the cluster {cluster.name} has no error"
+        return None, f"There is no interval: {why}."
+    name, shape = cluster.name, profile.shape
+    again = "; measure again on a quiet machine"
+    noisy = again if max(cluster.error, profile.spread) > UNSTEADY and name not in PRESETS else ""
+    known = [
+        (cluster.error, f"the error of {name}{noisy}"),
+        (profile.spread, f"the spread of the measured {profile.name}{noisy}"),
+    ]
+    if shape is not None and shape.experts and cluster.expert_error is not None:
+        known.append((cluster.expert_error, f"the error of {name} for mixtures of experts"))
+    if shape is not None and (far := cluster.beyond(layout.tp, sequence)):
+        known.append((ERROR_BEYOND, f"no published step is near {far}"))
+    error, why = max(known, key=lambda pair: pair[0])
+    return error, f"The interval is the step divided and multiplied by {1 + error:.3g}: {why}."

@@ -74,6 +74,11 @@ def time_text(seconds: float) -> str:
     return unit_of_seconds(abs(seconds)).text(seconds) if seconds else "0 s"
 
 
+def interval_text(low: float | None, high: float | None) -> str:
+    """Return the ends of an interval of seconds, or that there is none if they are None."""
+    return "no interval" if low is None or high is None else f"{time_text(low)} to {time_text(high)}"
+
+
 def size_text(size: float) -> str:
     """Return bytes in a unit that suits them."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

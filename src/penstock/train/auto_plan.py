@@ -21,6 +21,7 @@ from penstock.runtime.health.hang import Timeout
 from penstock.runtime.start.launch_environment import local_size
 from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.show.units import interval_text
 from penstock.train.config.config import Config
 from penstock.train.config.resolve import find_mesh
 from penstock.train.config.sections import ParallelConfig
@@ -70,8 +71,8 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
         )
         best = result.best
         report(
-            f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms per step expected ({1e3 * best.low:.4g} to "
-            f"{1e3 * best.high:.4g}), the best of {result.evaluated:,} layouts"
+            f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms per step expected "
+            f"({interval_text(best.low, best.high)}), the best of {result.evaluated:,} layouts"
         )
         assert best.costs is not None, "the prediction is of a whole step"
         return best.layout.as_dict(), best.costs.counts
