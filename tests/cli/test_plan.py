@@ -353,3 +353,35 @@ def test_the_best_plans_may_get_an_order_of_their_own(folder: Path):
         check(read_csv(path))
         assert ours["layout"]["schedule"] == str(path.absolute())  # so that a run may begin in any folder
     assert "belong to a search" in message(*words[:-4], "--layout", "pp=4", "--search-orders", "1")
+
+
+def test_todays_layout_stands_beside_the_proposed_one():
+    words = ("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", "--top", "1", "--tokens", "2B")
+    today = plan("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", "--layout", "pp=4,schedule=gpipe")
+    found = plan(*words, "--beside", "pp=4,schedule=gpipe")
+    assert found["beside"] == today
+    best = found["plans"][0]
+    seconds = 2e9 / best["tokens_per_second"]
+    assert found["training"]["days"] == pytest.approx(seconds / 86400)
+    assert found["training"]["device_hours"] == pytest.approx(4 * seconds / 3600)
+    text = invoke(*words, "--beside", "pp=4,schedule=gpipe", "--out", "plan.toml").stdout
+    lines = [line.split() for line in text.splitlines()]
+    assert ["today", "proposed"] in lines
+    assert any(line[:1] == ["messages"] for line in lines)
+    assert "2,000,000,000 tokens take" in text
+
+
+def test_samples_longer_than_the_configs_are_only_predicted():
+    words = ("gpt2", "-c", "h100*2", "-s", "256", "-b", "4")
+    assert "at most 64" in message(*words)
+    outcome = invoke(*words, "--positions", "256")
+    assert outcome.exit_code == 0, outcome.exception
+    assert "There is no run.toml: the model's config allows samples of 64 tokens" in outcome.stdout
+    assert not Path("run.toml").exists()
+    assert "takes samples of up to 64 tokens already" in message(*words, "--positions", "32")
+
+
+@pytest.mark.parametrize("text", ["0", "many", "-3B", "1e99"])
+def test_tokens_are_a_number(text: str):
+    words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "4")
+    assert "--tokens must be a number from 1, such as 300B or 1.5e12" in message(*words, f"--tokens={text}")

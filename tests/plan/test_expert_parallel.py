@@ -11,15 +11,17 @@ from click.testing import CliRunner
 
 from penstock.base.errors import ConfigError
 from penstock.cli.plan import command
-from penstock.plan.cluster import Cluster, Device, LinkSpeed, read_cluster
+from penstock.plan.cluster import Cluster, Device, LinkSpeed, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
-from penstock.plan.prediction import predict
+from penstock.plan.explore.outlook import experts_text
+from penstock.plan.prediction import Prediction, predict
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times
 from penstock.profile.closed_form import Workload, block_cost
 from penstock.profile.layer_cost import DeviceWork
 from penstock.profile.model_profile import Profile, of_shape, read_profile
 from penstock.profile.model_shape import ModelShape
+from penstock.show.units import size_text
 from penstock.train.config.file import load
 from tests.support.planning import timed_profile
 
@@ -191,3 +193,28 @@ def test_the_written_run_divides_the_experts(tmp_path: Path, monkeypatch: pytest
         config = load(tmp_path / "run.toml")
         assert (config.parallel.dp, config.parallel.ep) == (4, ep)
         assert ("gets 1.2 times the mean" in done.output) == (ep > 1)
+
+
+def test_the_answer_says_in_words_why_this_ep():
+    cluster = read_cluster("h100*4")
+    plan = predict(of_shape(SHAPE), cluster, "dp=4,ep=2", sequence=16, batch=8)
+    one, four = (predict(of_shape(SHAPE), cluster, f"dp=4,ep={ep}", sequence=16, batch=8) for ep in (1, 4))
+
+    def change(other: Prediction) -> str:
+        share = other.step_seconds / plan.step_seconds - 1
+        text = f"{abs(share):.1%} {'slower' if share >= 0 else 'quicker'}"
+        return f"ep={other.layout.ep} is {text} and needs {size_text(other.peak_bytes)}"
+
+    text = experts_text(of_shape(SHAPE), cluster, plan, 16, 8)
+    assert text == f"ep=2: a device has 4 of 8 experts a block; {change(one)}; {change(four)}"
+    tight = with_memory(cluster, (one.peak_bytes + plan.peak_bytes) / 2)
+    within = predict(of_shape(SHAPE), tight, "dp=4,ep=2", sequence=16, batch=8)
+    assert f"; ep=1 needs {size_text(one.peak_bytes)} of {size_text(tight.device.usable)}; " in experts_text(
+        of_shape(SHAPE), tight, within, 16, 8
+    )
+    alone = predict(of_shape(SHAPE), cluster, "pp=2", sequence=16, batch=8)
+    assert experts_text(of_shape(SHAPE), cluster, alone, 16, 8).endswith(
+        "over 1 device of a stage there is no other choice"
+    )
+    dense = of_shape(SHAPE.dense)
+    assert experts_text(dense, cluster, predict(dense, cluster, "pp=2", sequence=16, batch=8), 16, 8) == ""

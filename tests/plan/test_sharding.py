@@ -159,7 +159,7 @@ def test_a_fixed_sharding_is_kept_and_its_window_chosen():
     assert {(plan.layout.shard, plan.layout.dp * plan.layout.cp) for plan in result.plans} == {("weights", 4)}
     given = found(80e9, shard="weights", window=2)
     assert {plan.layout.window for plan in given.plans} == {2}
-    with pytest.raises(ConfigError, match="cannot run on 8 devices with"):
+    with pytest.raises(ConfigError, match="no layout of large has two on 8 devices"):
         found(80e9, shard="weights", pp=8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import click
 
@@ -28,6 +29,7 @@ WAITING = click.option(
     help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
 )  # fmt: skip
 
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "b": 1,
 }  # fmt: skip
@@ -61,6 +63,18 @@ def parse_bytes(option: str, text: str) -> float:
             f"{option} must be bytes above 0 in B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 70GB, got {text!r}"
         )
     return size
+
+
+def parse_count(option: str, text: str) -> float:
+    """Return a large number given with or without K, M, B or T for thousands, millions, billions and trillions."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", text.strip().lower().replace(",", ""))
+    try:
+        count = float(match[1]) * _THOUSANDS[match[2]] if match else 0.0
+    except ValueError:
+        count = 0.0
+    if not 1 <= count < 1e18:
+        raise ConfigError(f"{option} must be a number from 1, such as 300B or 1.5e12, got {text!r}")
+    return count
 
 
 def stage_bytes(option: str, text: str) -> int | list[int]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from penstock.base.errors import ConfigError
-from penstock.cli.cost_arguments import parse_bytes
+from penstock.cli.cost_arguments import parse_bytes, parse_count
 from penstock.cli.plan_files import (
     data_of_run,
     differences,
@@ -28,7 +28,15 @@ from penstock.cli.plan_files import (
     write_signed,
 )
 from penstock.cli.plan_run import compare, config_of, precision_of
-from penstock.cli.plan_text import changes_text, headline, memory_table, plans_table, reasons_text, summary
+from penstock.cli.plan_text import (
+    beside_table,
+    changes_text,
+    headline,
+    memory_table,
+    plans_table,
+    reasons_text,
+    summary,
+)
 from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import left_out_text, limits_text
@@ -37,8 +45,15 @@ from penstock.plan.explore.searched_orders import with_searched_order
 from penstock.plan.plan_page import write_plan
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.run_layout import Layout, layout_values
+from penstock.plan.side_by_side import Training
 from penstock.plan.stage_costs import dtype_of
-from penstock.profile.model_profile import Profile, default_sequence, is_profile, read_model
+from penstock.profile.model_profile import (
+    Profile,
+    default_sequence,
+    is_profile,
+    read_model,
+    with_positions,
+)
 from penstock.profile.read_shape import NoClosedFormError
 
 # Reasons against other layouts that are printed without --why.
@@ -67,6 +82,19 @@ _REASONS = 3
     "--layout", "layout_text", metavar="KEY=VALUE,...",
     help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, shard, window, "
     "reduce_every, sequence_parallel, split, attention, overlap, dtype, imbalance.",
+)  # fmt: skip
+@click.option(
+    "--beside", "beside_text", metavar="KEY=VALUE,...",
+    help="Layout that you run today: print it beside the proposed one. Keys as in --layout.",
+)  # fmt: skip
+@click.option(
+    "--tokens", "tokens_text", metavar="N",
+    help="Tokens of the whole training, such as 300B: print its days and device hours.",
+)  # fmt: skip
+@click.option(
+    "--positions", type=int, metavar="N",
+    help="Longest sample that the model takes, in tokens, in place of its config's. Longer samples than the config's are "
+    "only predicted.",
 )  # fmt: skip
 @click.option(
     "--fix", "fixes", multiple=True, metavar="KEY=VALUE",
@@ -120,6 +148,9 @@ def command(
     sequence: int | None,
     batch: int | None,
     layout_text: str | None,
+    beside_text: str | None,
+    tokens_text: str | None,
+    positions: int | None,
     fixes: tuple[str, ...],
     schedules: str | None,
     devices: int | None,
@@ -155,14 +186,24 @@ def command(
     require_writable(out, page, order, read)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
-    for name, value in (("--sequence", sequence), ("--batch", batch)):
+    tokens = None if tokens_text is None else parse_count("--tokens", tokens_text)
+    for name, value in (("--sequence", sequence), ("--batch", batch), ("--positions", positions)):
         if value is not None and not 1 <= value <= 2**31:
             raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
     cluster = read_cluster(cluster_name)
     profile = _read_profile(model, cluster, run, sequence, values)
+    longest = None
+    if positions is not None:
+        longest = profile.shape and (profile.shape.positions or profile.shape.context)
+        profile = with_positions(profile, positions)
     if memory_limit is not None:
         cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
     untrained = None if own else why_untrained(profile, cluster, values)
+    if longest and sequence is not None and sequence > longest:
+        untrained = (
+            f"the model's config allows samples of {longest:,} tokens; set its max_position_embeddings, and what scales its "
+            f"rotary positions, to plan a run of {sequence:,}"
+        )
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
     comparison = None
@@ -193,6 +234,10 @@ def command(
                 profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
             )
         best = result.best
+    today = None
+    if beside_text is not None:
+        today = predict(profile, cluster, beside_text, sequence=sequence, batch=batch)
+    training = None if tokens is None else Training.of(best, tokens)
     # Files come first: they are complete even if the reader of the output is gone.
     lines = []
     if page is not None:
@@ -207,10 +252,14 @@ def command(
     if best.layout.schedule == str(order):
         lines += ["", f"order:   {order}"]
     if as_json:
-        ran = {} if comparison is None else {"from_run": comparison.as_dict()}
+        ran: dict[str, Any] = {} if comparison is None else {"from_run": comparison.as_dict()}
+        if today is not None:
+            ran["beside"] = today.as_dict()
+        if training is not None:
+            ran["training"] = training.as_dict()
         click.echo(json.dumps(result.as_dict() | ran))
         return
-    _show(profile, cluster, result, sequence, batch, why)
+    _show(profile, cluster, result, sequence=sequence, batch=batch, why=why, today=today, training=training)
     for line in lines:
         click.echo(line)
 
@@ -261,19 +310,28 @@ def _show(
     profile: Profile,
     cluster: Cluster,
     result: Prediction | SearchResult,
+    *,
     sequence: int,
     batch: int,
     why: bool,
+    today: Prediction | None,
+    training: Training | None,
 ) -> None:
+    best = result if isinstance(result, Prediction) else result.best
+    if isinstance(result, SearchResult):
+        click.echo(f"{headline(profile, cluster, result, sequence)}\n")
+    if today is not None:
+        beside_table(today, best)
+    if training is not None:
+        click.echo(f"{training.text(best)}\n")
     if isinstance(result, Prediction):
         click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
         click.echo(f"{limits_text(profile, cluster, result, sequence)}\n")
         memory_table(result)
         return
-    click.echo(f"{headline(profile, cluster, result.best, sequence)}\n")
     plans_table(result)
-    click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
-    memory_table(result.best)
+    click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, best, sequence, batch)}\n")
+    memory_table(best)
     click.echo(f"\nWhy not another:\n{reasons_text(result, None if why else _REASONS)}")
     click.echo(f"\n{left_out_text(result)}")
     click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")

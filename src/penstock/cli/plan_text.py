@@ -6,9 +6,10 @@ from rich.table import Table
 
 from penstock.cli.output import table_console
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import changes, grouped_reasons, limits_text
+from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons, limits_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
+from penstock.plan.side_by_side import compared_text, side_by_side
 from penstock.profile.model_profile import Profile
 from penstock.show.units import (
     batch_text,
@@ -78,6 +79,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = f"{'fits' if plan.fits else 'does NOT fit'} in {size_text(plan.capacity)}"
     of_sizes = "6 FLOPs per parameter and token, and attention in full"
+    experts = experts_text(profile, cluster, plan, sequence, batch)
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
@@ -91,6 +93,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
         f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}{reserve_text(plan.reserved)}",
+        *([f"experts       {experts}"] if experts else []),
         *(f"assumed       {sentence}" for sentence in plan.assumptions),
     ]
     return "\n".join(lines)
@@ -118,12 +121,16 @@ def memory_table(plan: Prediction) -> None:
     table_console().print(table)
 
 
-def headline(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> str:
-    """Return what to run, how fast it is, and what limits it, as two lines."""
-    return (
-        f"Use {plan.layout}\n{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
-        f"{limits_text(profile, cluster, plan, sequence)}"
-    )
+def headline(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int) -> str:
+    """Return whether not to pipeline, what to run, how fast it is, and what limits it, as two or three lines."""
+    plan, verdict = result.best, result.without_pipeline
+    lines = [verdict] if verdict else []
+    lines += [
+        f"Use {plan.layout}",
+        f"{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
+        f"{limits_text(profile, cluster, plan, sequence)}",
+    ]
+    return "\n".join(lines)
 
 
 def reasons_text(result: SearchResult, most: int | None = None) -> str:
@@ -143,10 +150,18 @@ def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, seque
     """Return how the plan's time and rank among the best change with bandwidth, memory and batch."""
     lines = []
     for text, best in changes(profile, cluster, result, sequence, batch):
-        if best is None:
-            lines.append(f"  {text}: none of these plans fits")
-            continue
-        same = best.layout == result.best.layout
-        then = "the same plan" if same else f"best of these is then {best.layout}"
-        lines.append(f"  {text}: {time_text(best.step_seconds)} a step; {then}")
+        seconds = "" if best is None else f"{time_text(best.step_seconds)} a step; "
+        lines.append(f"  {text}: {seconds}{change_text(result, best)}")
     return "\n".join(lines)
+
+
+def beside_table(today: Prediction, proposed: Prediction) -> None:
+    """Print today's layout beside the proposed one, a figure a line."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "today", "proposed"):
+        table.add_column(name, overflow="fold")
+    for row in side_by_side(today, proposed):
+        table.add_row(*row)
+    console = table_console()
+    console.print(table)
+    console.print(f"{compared_text(today, proposed)}\n")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import changes, grouped_reasons, left_out_text, limits_text
+from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
 from penstock.plan.rank_memory import RankMemory
@@ -316,9 +316,6 @@ def _changes(
 ) -> list[tuple[str, str, str]]:
     rows = []
     for text, best in changes(profile, cluster, search, sequence, batch):
-        if best is None:
-            rows.append((text, "", "none of these layouts fits"))
-        else:
-            same = best.layout == search.best.layout
-            rows.append((text, time_text(best.step_seconds), "the same layout" if same else str(best.layout)))
+        seconds = "" if best is None else time_text(best.step_seconds)
+        rows.append((text, seconds, change_text(search, best)))
     return rows

@@ -485,7 +485,11 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
 
 
 def _sharded(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence about the gathers and reductions of a sharded layout."""
+    """Return a sentence about the gathers and reductions of a sharded layout, or that nothing is sharded."""
+    if layout.shard != "none" and layout.replicas == 1:
+        return (
+            f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
+        )
     if not layout.sharding.comes_and_goes:
         return ()
     text = residency_of(schedule, layout.sharding).summary()

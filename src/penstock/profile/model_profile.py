@@ -227,6 +227,28 @@ def default_sequence(profile: Profile) -> int:
     return min(SEQUENCE, shape.positions or shape.context or SEQUENCE)
 
 
+def with_positions(profile: Profile, positions: int) -> Profile:
+    """Return the profile of a model that takes samples of up to so many tokens.
+
+    Raises:
+        ConfigError: if the profile is of layers, or the model takes longer samples already.
+    """
+    shape = profile.shape
+    if shape is None:
+        raise ConfigError(
+            f"the layers of {profile.name} were profiled with samples of their own length; profile them with longer ones"
+        )
+    most = shape.positions or shape.context
+    if positions < most:
+        raise ConfigError(
+            f"{profile.name} takes samples of up to {most:,} tokens already, got --positions {positions:,}; give more, or "
+            "leave it out"
+        )
+    if shape.positions:
+        return replace(profile, shape=replace(shape, positions=positions))
+    return replace(profile, shape=replace(shape, context=positions))
+
+
 def of_shape(shape: ModelShape) -> Profile:
     """Return the profile of a model with a shape, in closed form."""
     return Profile(name=shape.name, source="sizes", shape=shape)

@@ -12,7 +12,7 @@ from penstock.plan.cluster import Cluster, Device, read_cluster, with_memory
 from penstock.plan.explore import branch_and_bound, search_space
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.layout_bounds import least_seconds
-from penstock.plan.explore.outlook import grouped_reasons, time_shares
+from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, time_shares
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.explore.search_space import make_space
 from penstock.plan.prediction import Prediction, predict
@@ -323,3 +323,67 @@ def test_a_measured_backward_may_take_less_than_its_halves():
     result = found(small, top=1)
     assert result.complete
     assert result.best.step_seconds == pytest.approx(quickest.step_seconds, rel=1e-9)
+
+
+def test_layouts_that_differ_in_v_alone_have_one_row():
+    given = {"pp": 2, "dp": 1, "tp": 1, "microbatch": 1, "recompute": "none"}
+    result = search(
+        medium(8), read_cluster("h100*2"), sequence=512, batch=8, fixed=given, schedules=["interleaved-1f1b"]
+    )
+    (plan,) = result.plans
+    alone = [
+        predict(
+            medium(8), read_cluster("h100*2"), replace(plan.layout, v=v), sequence=512, batch=8
+        ).step_seconds
+        for v in (2, 4)
+    ]
+    assert plan.step_seconds == pytest.approx(min(alone), rel=1e-9)
+
+
+def test_where_a_pipeline_is_slower_the_result_says_not_to_pipeline():
+    """Whole replicas fit, and in a pipeline of 1F1B ranks wait."""
+    given = {"tp": 1, "cp": 1, "schedule": "1f1b"}
+    result = search(medium(4), read_cluster("h100*4"), sequence=2048, batch=32, fixed=given)
+    assert result.best.layout.pp == 1
+    nearest = min(result.rejections["pp"].values(), key=lambda reason: reason.slower)
+    assert result.without_pipeline.startswith("Do not pipeline here: data parallelism alone is best; pp=")
+    assert result.without_pipeline.endswith(f", the quickest with a pipeline, is {nearest.text}.")
+    piped = search(medium(4), read_cluster("h100*4"), sequence=512, batch=4, fixed={"pp": 4})
+    assert piped.without_pipeline == ""
+    alone = search(medium(4), read_cluster("h100*1"), sequence=512, batch=4, fixed={"pp": 1})
+    assert alone.without_pipeline == ""
+
+
+def test_where_no_plan_fits_after_a_change_the_space_is_searched_anew():
+    profile, cluster = medium(8), read_cluster("h100*2")
+    everything = search(
+        profile, cluster, sequence=2048, batch=16, fixed={"pp": 2, "recompute": "none"}, top=1
+    )
+    tight = search(
+        profile,
+        cluster,
+        sequence=2048,
+        batch=16,
+        fixed={"pp": 2},
+        top=1,
+        memory=1.02 * everything.best.peak_bytes,
+    )
+    limited = with_memory(cluster, tight.capacity)
+    assert tight.best.peak_bytes > 0.75 * limited.device.usable
+    found = dict(changes(profile, limited, tight, 2048, 16))["3/4 of the memory"]
+    assert found is not None
+    assert found.peak_bytes <= 0.75 * limited.device.usable
+    assert found.layout not in [plan.layout for plan in tight.plans]
+    assert change_text(tight, found) == f"none of these plans fits; then {found.layout}"
+    assert change_text(tight, None) == "none found that fits"
+    assert change_text(tight, tight.best) == "the same plan"
+
+
+def test_sharding_asked_for_on_one_device_is_answered_in_its_own_words():
+    with pytest.raises(ConfigError) as error:
+        search(medium(4), read_cluster("h100*1"), sequence=512, batch=4, fixed={"shard": "weights"})
+    assert str(error.value).startswith(
+        "shard=weights divides weights over replicas (dp x cp of them), and no layout of"
+    )
+    said = predict(medium(4), read_cluster("h100*1"), "shard=optimizer", sequence=512, batch=4).assumptions
+    assert said[-1].startswith("shard=optimizer changes nothing: replicas divide it")

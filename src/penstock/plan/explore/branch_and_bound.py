@@ -120,6 +120,7 @@ def search(
         not_compared=not_compared(space),
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
+        space=space,
     )
 
 
@@ -146,16 +147,18 @@ def _run(
 def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
     """Return the quickest plan for each choice of degrees, microbatch and schedule, the quickest first.
 
-    Schedules with the same step and memory, as two whose orders are the same for these counts, are one: the first in the
-    catalogue.
+    Of layouts that differ in v alone, it is the quickest. Schedules with the same step and memory, as two whose orders are
+    the same for these counts, are one: the first in the catalogue.
     """
     places = {name: n for n, name in enumerate(FAMILIES)}
-    keyed = [(float(f"{p.step_seconds:.9g}"), places.get(p.layout.schedule, -1), p) for p in plans]
+    keyed = [
+        (float(f"{p.step_seconds:.9g}"), places.get(p.layout.schedule, -1), p.layout.v or 1, p) for p in plans
+    ]
     chosen: dict[Any, Prediction] = {}
     schedules: set[Any] = set()
-    for seconds, _, plan in sorted(keyed, key=lambda entry: entry[:2]):
+    for seconds, _, _, plan in sorted(keyed, key=lambda entry: entry[:3]):
         at = plan.layout
-        counts = (at.pp, at.dp, at.tp, at.ep, at.cp, at.v, at.microbatch)
+        counts = (at.pp, at.dp, at.tp, at.ep, at.cp, at.microbatch)
         if (*counts, at.schedule) not in schedules:
             schedules.add((*counts, at.schedule))
             chosen.setdefault((*counts, seconds, f"{plan.peak_bytes:.9g}"), plan)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
-from penstock.base.errors import PenstockError
+from penstock.base.counts import plural
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.plan.cluster import Cluster, LinkSpeed
+from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.rejections import SAME, Reason, value_text
 from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.explore.search_space import divisors
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.stage_costs import layer_times, stage_costs
 from penstock.profile.model_profile import Profile
+from penstock.show.units import size_text
 
 # Share of a step from which its limit is named.
 _SHOWN_SHARE = 0.001
+# Least seconds of a search under other conditions.
+_AGAIN = 2.0
 
 
 def grouped_reasons(result: SearchResult, most: int | None = None) -> list[tuple[str, str, str]]:
@@ -91,7 +98,11 @@ def left_out_text(result: SearchResult) -> str:
 def changes(
     profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int
 ) -> list[tuple[str, Prediction | None]]:
-    """Return the best of a search's plans under other bandwidth, memory and batch; None where none of them fits."""
+    """Return the best of a search's plans under other bandwidth, memory and batch.
+
+    Where none of them fits, the same space is searched again, for as long as the search took and at least `_AGAIN`
+    seconds; None if that finds nothing.
+    """
     device = cluster.device
     less = replace(cluster, device=replace(device, memory=device.memory * 0.75))
     cases = (
@@ -114,7 +125,57 @@ def _best_under(
             plans.append(predict(profile, cluster, plan.layout, sequence=sequence, batch=batch))
         except PenstockError:
             continue  # this layout does not allow the change
-    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
+    best = min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
+    space = result.space
+    if best is not None or space is None:
+        return best
+    limit = max(_AGAIN, result.seconds)
+    try:
+        again = search(
+            profile, cluster, sequence=sequence, batch=batch, fixed=space.fixed, schedules=space.schedules,
+            devices=space.devices, top=1, limit=limit,
+        )  # fmt: skip
+    except ConfigError:
+        return None  # no layout of the space allows the batch
+    return next(iter(again.plans), None)
+
+
+def change_text(result: SearchResult, best: Prediction | None) -> str:
+    """Return in words which plan is best after a change, as `changes` returns it."""
+    if best is None:
+        return "none found that fits"
+    if best.layout == result.best.layout:
+        return "the same plan"
+    if best.layout in (plan.layout for plan in result.plans):
+        return f"best of these is then {best.layout}"
+    return f"none of these plans fits; then {best.layout}"
+
+
+def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
+    """Return why a mixture's layout has its ep: the same layout with every other number; empty without experts."""
+    shape, at = profile.shape, plan.layout
+    if shape is None or not shape.experts:
+        return ""
+    stage = at.replicas * at.tp
+    others = [ep for ep in divisors(gcd(stage, shape.experts)) if ep != at.ep]
+    held = f"ep={at.ep}: a device has {shape.experts // at.ep} of {shape.experts} experts a block"
+    if not others:
+        return f"{held}; over {plural(stage, 'device')} of a stage there is no other choice"
+    return "; ".join((held, *(_with_experts(profile, cluster, plan, ep, sequence, batch) for ep in others)))
+
+
+def _with_experts(
+    profile: Profile, cluster: Cluster, plan: Prediction, ep: int, sequence: int, batch: int
+) -> str:
+    """Return what another ep would change, in words."""
+    try:
+        other = predict(profile, cluster, plan.layout.with_values(ep=ep), sequence=sequence, batch=batch)
+    except PenstockError as error:
+        return f"ep={ep} cannot run ({error})"
+    if not other.fits:
+        return f"ep={ep} needs {size_text(other.peak_bytes)} of {size_text(other.capacity)}"
+    change = other.step_seconds / plan.step_seconds - 1
+    return f"ep={ep} is {abs(change):.1%} {'slower' if change >= 0 else 'quicker'} and needs {size_text(other.peak_bytes)}"
 
 
 def _with_links(cluster: Cluster, factor: float) -> Cluster:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
-from penstock.plan.explore.rejections import Reason, Smallest
+from penstock.plan.explore.rejections import SAME, Reason, Smallest
+from penstock.plan.explore.search_space import Space
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
@@ -37,6 +38,7 @@ class SearchResult:
         outcomes: every simulated layout that fits.
         not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
         capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
+        space: the layouts that were searched.
     """
 
     plans: tuple[Prediction, ...]
@@ -50,6 +52,26 @@ class SearchResult:
     not_compared: tuple[str, ...] = ()
     capacity: float = math.inf
     reserved: float = 0.0
+    space: Space | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def without_pipeline(self) -> str:
+        """Sentence that says not to pipeline, where no layout with pp above 1 is as quick as the best; empty otherwise."""
+        best, others = self.best.layout, self.rejections.get("pp", {})
+        nearest = min(others, key=lambda pp: others[pp].slower, default=None)
+        if best.pp > 1 or nearest is None or others[nearest].slower <= SAME:
+            return ""
+        named = {
+            "FSDP": best.sharding.shard == "weights",
+            "data parallelism": best.dp > 1 and best.sharding.shard != "weights",
+            "tensor parallelism": best.tp > 1,
+            "context parallelism": best.cp > 1,
+        }
+        reason = others[nearest]
+        slower = "no layout with pp above 1 fits or can run"
+        if reason.slower < math.inf:
+            slower = f"pp={nearest}, the quickest with a pipeline, is {reason.text}"
+        return f"Do not pipeline here: {' with '.join(name for name, has in named.items() if has)} alone is best; {slower}."
 
     @property
     def best(self) -> Prediction:
@@ -95,6 +117,7 @@ class SearchResult:
                 for dimension, reasons in self.rejections.items()
             },
             "not_compared": list(self.not_compared),
+            "without_pipeline": self.without_pipeline,
         }
 
 

@@ -421,6 +421,12 @@ def _why_empty(space: Space) -> str:
     below = next((n for n in range(space.batch - 1, max(0, space.batch - reach), -1) if allows(n)), None)
     above = next((n for n in range(space.batch + 1, space.batch + reach) if allows(n)), None)
     near = " or ".join(str(n) for n in (below, above) if n is not None)
+    shard = space.fixed.get("shard")
+    if not near and shard in ("gradients", "weights"):
+        return (
+            f"shard={shard} divides {shard} over replicas (dp x cp of them), and no layout of {space.profile.name} has "
+            f"two on {plural(space.devices, 'device')} with the values given; leave out shard, or take more devices"
+        )
     if near:
         return f"a batch of {space.batch} does not divide over {on}; the nearest batch that does is {near}"
     experts = ", and ep must divide dp x cp x tp" if space.fixed.get("ep", 1) > 1 else ""
