@@ -11,7 +11,9 @@ import pytest
 from penstock.plan.cluster import Cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.plan_page import write_plan
 from penstock.plan.prediction import predict
+from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import Profile
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -101,3 +103,33 @@ def test_odd_names_remain_text(chromium: Browser, tmp_path: Path):
     chromium.wait_until_still()
     assert order.name in chromium.tooltip()
     assert chromium.complaints() == []
+
+
+def test_the_timeline_zooms_to_parts_in_which_blocks_are_labelled(chromium: Browser, tmp_path: Path):
+    """256 microbatches have no room for labels; in a part of the step they have."""
+    profile = small_model()
+    plan = predict(profile, CLUSTER, Layout(pp=4, microbatch=1), sequence=256, batch=256)
+    chromium.open(write_plan(tmp_path / "plan.html", profile, CLUSTER, plan, sequence=256, batch=256))
+    assert texts(chromium, "h1 ~ p, .say p")[1].startswith("pp=4,dp=1,")
+    whole = chromium.frame("measured")
+
+    def labels(part: str) -> int:
+        chromium.run(
+            "const part = document.getElementById('part'); part.value = arguments[0];"
+            "part.dispatchEvent(new Event('change'))",
+            part,
+        )
+        chromium.wait_until_still()
+        return len(chromium.run("return penstock.find('measured-labels').data.text"))
+
+    few = labels("")
+    places = []
+    for part in ("0", "0.5", "1"):
+        assert labels(part) > max(few, 50)
+        places.append(chromium.frame("measured"))
+    begin, middle, end = places
+    assert begin.x0 == 0
+    assert end.x1 == pytest.approx(whole.x1)
+    assert begin.x1 < middle.x0 < middle.x1 < end.x0
+    labels("")
+    assert chromium.frame("measured").x1 == pytest.approx(whole.x1)

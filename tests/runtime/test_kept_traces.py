@@ -15,7 +15,7 @@ from penstock.runtime.kept_traces import KeptTraces
 )
 def test_the_first_and_the_last_step_and_those_between_that_were_asked_for(tmp_path: Path, every, kept):
     gathered: list[int] = []
-    traces = KeptTraces(tmp_path, 9, every, writes=False, say=pytest.fail)
+    traces = KeptTraces(tmp_path, 9, every, writes=False, say=pytest.fail, api="train")
     for step in range(3, 10):  # a run that was resumed after step 2
 
         def gather(step: int = step) -> object:
@@ -29,5 +29,5 @@ def test_the_first_and_the_last_step_and_those_between_that_were_asked_for(tmp_p
 
 def test_processes_of_other_replicas_gather_no_trace(tmp_path: Path):
     pipe = SimpleNamespace(gather_expert_load=lambda: None, is_first=False)
-    assert KeptTraces(tmp_path, 1, 1, writes=True, say=pytest.fail).after(1, pipe) is None
+    assert KeptTraces(tmp_path, 1, 1, writes=True, say=pytest.fail, api="train").after(1, pipe) is None
     assert list(tmp_path.iterdir()) == []

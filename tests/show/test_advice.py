@@ -31,7 +31,7 @@ def test_schedules_that_hold_no_more_and_are_shorter_are_proposed_with_what_simu
     assert change.words == "with zb-v in the same memory"
     assert advised.changes[0].makespan == 132
     assert "the step would be 23% shorter and 5.9% idle instead of 27.3% (simulated)" in advised.sentence
-    assert [line for change in advised.proposed for line in change.lines.all] == [
+    assert [line for change in advised.proposed for line in change.lines.of("")] == [
         "penstock train --set schedule.name=interleaved-zb parallel.virtual_stages=2 schedule.split=even",
         'Pipeline(..., schedule="interleaved-zb", virtual_stages=2, split="even")',
     ]

@@ -234,14 +234,30 @@ def test_several_steps_are_shown_together(plain: Reader, tmp_path: Path):
 
 
 def test_what_if_has_the_lines_to_paste_and_nothing_that_is_slower(tmp_path: Path):
-    text = page(tmp_path, {"a": measured("1f1b", 2, 8, blocks=[4, 4])}).text
+    text = page(tmp_path, {"a": measured("1f1b", 4, 8, blocks=[4] * 4)}).text
     table = text[text.index("What if") :]
     assert "penstock train --set schedule.name=zb-v" in table
     assert 'Pipeline(..., schedule="zb-v"' in table
-    assert "other changes within the same memory were simulated; none makes the step shorter." in table
+    assert (
+        "One other change within the same memory was simulated; it does not make the step shorter." in table
+    )
     changes = re.findall(r" ([+-]\d+\.\d)% ", table)
     assert changes[0] == "+0.0"
     assert all(change.startswith("-") for change in changes[1:])
+
+
+def test_without_a_change_that_is_worth_it_there_is_no_what_if(tmp_path: Path):
+    text = page(tmp_path, {"a": measured("1f1b", 2, 8, blocks=[4, 4])}).text
+    assert "makes the step 2% shorter." in text
+    assert "What if" not in text
+
+
+def test_a_step_that_holds_nothing_has_no_memory_chart(tmp_path: Path):
+    trace = measured()
+    reader = page(tmp_path, {"a": replace(trace, held=np.zeros_like(trace.held))})
+    assert json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"] is None
+    assert '"name":"memory-figure"' not in reader.scripts["penstock-figures"]
+    assert "held for backwards" not in reader.text
 
 
 def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
@@ -260,7 +276,9 @@ def test_metrics_become_curves_without_what_is_no_number_and_facts_are_escaped(p
         {"kind": "train", "step": 1, "loss": 4.0, "lr": "fast"},
         {"kind": "train", "step": 2, "loss": float("nan")},
         {"kind": "train", "step": 3, "loss": 3.0},
+        {"kind": "held_out", "step": 1, "held_out_bits": 2.5},
         {"kind": "held_out", "step": 3, "held_out_bits": 2.0},
+        {"kind": "train", "step": 3, "grad_norm": 1.0},
         {"kind": "final"},
     ]
     facts = RunFacts(1234.5, 0.421, (Fact("command", EVIL), Fact("host", "node-7")))
@@ -274,6 +292,7 @@ def test_metrics_become_curves_without_what_is_no_number_and_facts_are_escaped(p
     assert "[4.0, 3.0]" in curves
     assert "held-out bits" in curves
     assert "learning rate" not in curves
+    assert "gradient norm" not in curves  # one point
     assert "curve-0" not in json.loads(plain.scripts["penstock-figures"])
     assert "MFU" not in plain.text
 

@@ -19,7 +19,7 @@ def keep(folder: Path, mesh: MeshShape, steps: int, every: int, writes: bool) ->
     torch.set_num_threads(1)
     loss_fn = torch.nn.functional.mse_loss
     with Pipeline(plain.model(4), loss_fn, microbatches=4, mesh=mesh, timeout=300) as pipe:
-        kept = KeptTraces(folder, steps, every, writes, pytest.fail)
+        kept = KeptTraces(folder, steps, every, writes, pytest.fail, api="train")
         for step in range(1, steps + 1):
             pipe.step(*plain.batch(step, 8))
             kept.after(step, pipe)

@@ -31,7 +31,6 @@ from penstock.cli.plan_run import compare, config_of, precision_of
 from penstock.cli.plan_text import (
     beside_table,
     changes_text,
-    headline,
     memory_table,
     plans_table,
     reasons_text,
@@ -39,7 +38,7 @@ from penstock.cli.plan_text import (
 )
 from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
-from penstock.plan.explore.outlook import left_out_text, limits_text
+from penstock.plan.explore.outlook import headline, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.explore.searched_orders import with_searched_order
 from penstock.plan.plan_page import write_plan
@@ -319,7 +318,7 @@ def _show(
 ) -> None:
     best = result if isinstance(result, Prediction) else result.best
     if isinstance(result, SearchResult):
-        click.echo(f"{headline(profile, cluster, result, sequence)}\n")
+        click.echo("\n".join(headline(profile, cluster, result, sequence)) + "\n")
     if today is not None:
         beside_table(today, best)
     if training is not None:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from penstock.cli.output import table_console
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons, limits_text
+from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
 from penstock.plan.side_by_side import compared_text, side_by_side
@@ -119,18 +119,6 @@ def memory_table(plan: Prediction) -> None:
         values = memory.as_dict()
         table.add_row(str(rank), *(size_text(values[name]) for name in shown), memory.peak_op)
     table_console().print(table)
-
-
-def headline(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int) -> str:
-    """Return whether not to pipeline, what to run, how fast it is, and what limits it, as two or three lines."""
-    plan, verdict = result.best, result.without_pipeline
-    lines = [verdict] if verdict else []
-    lines += [
-        f"Use {plan.layout}",
-        f"{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
-        f"{limits_text(profile, cluster, plan, sequence)}",
-    ]
-    return "\n".join(lines)
 
 
 def reasons_text(result: SearchResult, most: int | None = None) -> str:

@@ -55,7 +55,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         self._forget()
         run, leads = Path(args.output_dir), self._group.leads
         self._group.decide(lambda: self._begin(run, state, args.device))
-        self._traces = KeptTraces(run, state.max_steps, self._every, leads, to_stderr)
+        self._traces = KeptTraces(run, state.max_steps, self._every, leads, to_stderr, api="Trainer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._traces is not None, "training has begun"
@@ -95,7 +95,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
             run,
             to_stderr,
             step=state.global_step,
-            layout=_layout(pipe),
+            layout=pipe.layout,
             device=device,
             processes=processes,
             threads=pipe.threads,
@@ -119,11 +119,6 @@ def plan_line(pipe: Pipeline, varies: bool = False) -> str:
     least, most = ("at least ", "at most ") if varies else ("", "")
     counted = f"{least}{plural(pipe.microbatches, 'microbatch')} of a batch each"
     return (
-        f"pipeline: {_layout(pipe)} ({kind}), {plural(schedule.stages, 'stage')}, {counted}; with stages of equal cost "
+        f"pipeline: {pipe.layout} ({kind}), {plural(schedule.stages, 'stage')}, {counted}; with stages of equal cost "
         f"{most}{figures.bubble_of_makespan:.1%} of the ranks' time is idle"
     )
-
-
-def _layout(pipe: Pipeline) -> str:
-    replicas = f" x {pipe.replicas} replicas" if pipe.replicas > 1 else ""
-    return f"{pipe.schedule.name} on {plural(pipe.ranks, 'rank')}{replicas}"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, left_out_text, limits_text
+from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, headline, left_out_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
 from penstock.plan.rank_memory import RankMemory
@@ -176,7 +176,8 @@ def _page(
         f"{cluster.ranks_per_node} devices of {size_text(plan.capacity + plan.reserved)}; "
         f"{batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
-        sentences=_sentences(plan, search, limits_text(profile, cluster, plan, sequence)),
+        headline=headline(profile, cluster, plan if search is None else search, sequence),
+        sentences=_sentences(plan, search),
         layout=_layout(plan),
         plans=None if search is None else _plans(search),
         step={
@@ -216,14 +217,14 @@ def _cards(plan: Prediction) -> list[tuple[str, str]]:
     ]
 
 
-def _sentences(plan: Prediction, search: SearchResult | None, limits: str) -> list[str]:
+def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
     sentences = []
     if not plan.fits:
         sentences.append(
             f"This layout does not fit: the fullest device needs {size_text(plan.peak_bytes - plan.capacity)} more."
         )
     parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in plan.parts.items() if seconds)
-    sentences.append(f"The step's time: {parts}. {limits}")
+    sentences.append(f"The step's time: {parts}.")
     if plan.reserved:
         sentences.append(
             f"A layout may use {size_text(plan.capacity)} of a device{reserve_text(plan.reserved)}."

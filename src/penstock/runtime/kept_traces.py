@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.base.errors import DataError
 from penstock.runtime.pipeline import Pipeline
-from penstock.trace.events import Trace
+from penstock.trace.events import API, Trace
 from penstock.trace.expert_load import EXPERTS
 from penstock.trace.folder import save_step
 
@@ -20,11 +20,14 @@ class KeptTraces:
         steps: number of the last step.
         every: steps between two traces; 0 for the first and the last alone.
         writes: whether this process writes, one of the run's.
+        api: the API that the run uses, in whose words its report gives advice; see `API`.
     """
 
-    def __init__(self, run: Path, steps: int, every: int, writes: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Path, steps: int, every: int, writes: bool, say: Callable[[str], None], *, api: str
+    ) -> None:
         self._run, self._steps, self._every = run, steps, every
-        self._writes, self._say = writes, say
+        self._writes, self._say, self._api = writes, say, api
         self._began = False
 
     def after(self, step: int, pipe: Pipeline) -> Trace | None:
@@ -47,8 +50,8 @@ class KeptTraces:
         assert trace is not None, "a step has just been done"
         if not self._writes:
             return None
-        if load is not None:
-            trace = replace(trace, info={**trace.info, EXPERTS: load.tokens})
+        experts = {} if load is None else {EXPERTS: load.tokens}
+        trace = replace(trace, info={**trace.info, API: self._api, **experts})
         try:
             save_step(self._run, step, trace)
         except DataError as error:

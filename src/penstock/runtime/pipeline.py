@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.base.counts import require_count
+from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, PenstockError, StageError
 from penstock.forward.own_layers import ModelLayers
 from penstock.parallel.axis import GivenLoss
@@ -46,6 +48,7 @@ from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.start.place import Place, current_place
 from penstock.runtime.start.refusals import print_traceback_once
+from penstock.runtime.start.start_record import start_of
 from penstock.runtime.validation import (
     LossScale,
     device_type,
@@ -61,8 +64,10 @@ from penstock.runtime.validation import (
 from penstock.runtime.weights.grad_norm import GlobalNorm
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.agreement import require_same_pipeline
+from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
@@ -72,8 +77,8 @@ from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.layers import Layer, require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
-from penstock.trace.events import Trace
-from penstock.trace.expert_load import ExpertLoad
+from penstock.trace.events import API, Trace
+from penstock.trace.expert_load import EXPERTS, ExpertLoad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -185,6 +190,7 @@ class Pipeline(PipelineModel):
         if parallel.sharding.comes_and_goes:
             make_residency(self.schedule, parallel.sharding)
         self.microbatches, self.ranks, self.steps = microbatches, self.schedule.ranks, 0
+        self._reported: dict[int, Trace] = {}
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
         # 3. The processes meet, and compare what each was given.
@@ -540,6 +546,63 @@ class Pipeline(PipelineModel):
         self._require_open()
         with self.calling("pipe.gather_trace()"):
             return self._engine.gather_trace(self.trace())
+
+    def report(self, path: str | Path) -> Path:
+        """Write the report page of a training loop, one HTML file; every process of the run calls it, between two steps.
+
+        Rank 0 writes. The page shows the last step, and beside it the steps of earlier calls, so that calls after several
+        steps of a run show how it develops.
+
+        Returns:
+            Path of the page.
+
+        Raises:
+            ConfigError: if the page cannot be written, or Bokeh is missing (``pip install 'penstock-torch[report]'``).
+            PenstockError: if there is no training step to report.
+        """
+        self._require_open()
+        with self.calling("pipe.report()"):
+            trace = self._engine.gather_trace(self.trace())
+            if trace is None or not np.isin(trace.kind, (Kind.B, Kind.I)).any():
+                last = "no step has run" if trace is None else "the last call was an evaluation"
+                raise PenstockError(
+                    f"{last}, so there is nothing to report; call pipe.report() after pipe.step()"
+                )
+            load = self._engine.gather_expert_load()
+            experts = {} if load is None else {EXPERTS: load.tokens}
+            group = RunGroup.of(self.world)
+            if group.leads:
+                info = {**trace.info, API: "Pipeline", **experts}
+                self._reported[self.steps] = replace(trace, info=info)
+            return Path(group.decide(lambda: str(self._write_report(path))))
+
+    def _write_report(self, path: str | Path) -> Path:
+        from penstock.show.analysis import StepAnalysis
+        from penstock.show.report import write
+        from penstock.show.report_page import RunFacts, fact_lines
+
+        parameter = next(self.parameters(), torch.empty(0))
+        start = start_of(
+            step=0,
+            layout=self.layout,
+            device=parameter.device,
+            processes=self.ranks * self.replicas * self.tensor_ranks if self.in_processes else 1,
+            threads=self.threads,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            rated=lambda device, dtype: None,
+        )
+        steps = [StepAnalysis(f"step {number}", trace) for number, trace in sorted(self._reported.items())]
+        return write(path, steps, title=self.layout, facts=RunFacts(lines=fact_lines([start])))
+
+    @property
+    def layout(self) -> str:
+        """The layout in words, as in "1f1b on 4 ranks (pp 2 x dp 2 x tp 1), optimizer sharded"."""
+        shape, shard = self.mesh or MeshShape(pp=self.ranks), self.parallel.shard
+        if shard == "none" and self.shards is not None:
+            shard = "optimizer"
+        axes = f" ({shape})" if shape.ranks > shape.pp else ""
+        sharded = f", {shard} sharded" if shard != "none" else ""
+        return f"{self.schedule.name} on {plural(shape.ranks, 'rank')}{axes}{sharded}"
 
     def gather_expert_load(self) -> ExpertLoad | None:
         """Return the tokens of each expert in the last step, and the time of their exchange; all processes call it.

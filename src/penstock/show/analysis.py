@@ -20,7 +20,7 @@ from penstock.show.planned import PlannedStep, plan
 from penstock.show.units import is_measured
 from penstock.show.what_if import Alternatives, Change
 from penstock.trace.bubbles import Bubbles, bubbles
-from penstock.trace.events import Trace
+from penstock.trace.events import API, Trace
 from penstock.trace.join import present
 from penstock.trace.messages import peaks
 
@@ -194,11 +194,8 @@ class StepAnalysis:
     @property
     def to_try(self) -> list[str]:
         """The lines that make the changes that `sentences` name, in their order."""
-        return (
-            []
-            if self.advice is None
-            else [line for change in self.advice.proposed for line in change.lines.all]
-        )
+        proposed = () if self.advice is None else self.advice.proposed
+        return [line for change in proposed for line in change.lines.of(self.trace.info.get(API))]
 
     @cached_property
     def over_plan(self) -> str:

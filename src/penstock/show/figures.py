@@ -78,13 +78,16 @@ def height_of_ranks(ranks: int) -> int:
 
 
 def curves(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the curves of runs' ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
+    """Return the curves of runs' ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``.
+
+    Curves of a single point are left out.
+    """
     from bokeh.embed import json_item
 
     shown: dict[str, dict[str, Any]] = {}
     for title, key, kind in CURVES:
         lines = [points_of(metrics, key, kind) for metrics in runs]
-        if any(lines):
+        if any(len(points) > 1 for points in lines):
             name = f"curve-{len(shown)}"
             shown[name] = dict(json_item(curve(name, title, lines)))
     return shown
@@ -245,11 +248,12 @@ def _figure(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
 
 def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> Any:
     """Return a figure of curves over steps; the title must not be a user's text, which only the template escapes."""
-    from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 
     still: dict[str, Any] = {"toolbar_location": None, "sizing_mode": "stretch_width"}
-    plot = figure(name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", **_BARE, **still)
+    plot: Any = figure(
+        name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", **_BARE, **still
+    )
     for points, colour in zip(lines, LINES, strict=False):
         if not points:
             continue
@@ -257,8 +261,10 @@ def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> 
         plot.line(x, y, line_width=2, line_color=colour)
         if len(points) < 60:
             plot.scatter(x, y, size=5, color=colour)
-    if min(y for points in lines for _, y in points) >= 0:
-        plot.y_range = DataRange1d(start=0)
+    # Without it, the axis of a constant such as a learning rate would be from -1 to 1.
+    plot.y_range.default_span = 0.2 * max(abs(y) for points in lines for _, y in points) or 2.0
+    plot.xaxis.ticker.min_interval = 1
+    plot.xaxis.ticker.num_minor_ticks = 0
     plot.xaxis.axis_label = "step"
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None

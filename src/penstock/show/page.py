@@ -30,7 +30,7 @@ from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.report_page import RunFacts, numbered, overview_table
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
-from penstock.trace.events import Trace
+from penstock.trace.events import API, Trace
 from penstock.trace.expert_load import EXPERTS
 from penstock.trace.join import merged_halves
 
@@ -174,7 +174,7 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
         "causes": [(CAUSES[cause].colour, CAUSES[cause].meaning) for cause in step.bubbles.causes],
         "merged": step.measured and bool(merged_halves(trace).any()),
         "unsplit": _unsplit(trace),
-        "memory_ranks": [] if step.peaks is None else drawn_ranks(step),
+        "memory_ranks": [] if step.peaks is None or not step.peaks.any() else drawn_ranks(step),
         "limit": finite(trace.info.get("limit")) is not None,
         "above_plan": step.plan is not None and step.measured,
         "times": _times(step, unit),
@@ -251,8 +251,11 @@ def _share(time: Any, makespan: float, unit: Unit) -> str:
 
 
 def _changes(step: StepAnalysis, unit: Unit) -> list[list[object]]:
-    """Return the present order and the changes that make it shorter: times, memory, and the lines that make them."""
-    if step.advice is None:
+    """Return the present order and the changes that make it shorter: times, memory, and the lines that make them.
+
+    Without a change that helps there is no row; the step's sentences say so.
+    """
+    if step.advice is None or not step.advice.proposed:
         return []
     now = step.advice.changes[0]
     return [
@@ -262,7 +265,7 @@ def _changes(step: StepAnalysis, unit: Unit) -> list[list[object]]:
             f"{change.makespan / now.makespan - 1:+.1%}" if now.makespan else "",
             f"{change.bubble:.1%}",
             _memory(step, change.memory),
-            change.lines.all,
+            change.lines.of(step.trace.info.get(API)),
         ]
         for change in (now, *step.advice.better)
     ]

@@ -94,9 +94,12 @@ def _bars(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
 
 
 def _memory(step: StepAnalysis, planned: Trace | None, unit: Unit) -> dict[str, Any] | None:
-    """Return steps of the ranks' memory, and its limit; of very many ranks, the one that holds most and a few more."""
+    """Return steps of the ranks' memory, and its limit; of very many ranks, the one that holds most and a few more.
+
+    None where nothing is known to be held, as by stages that are compiled.
+    """
     trace = step.trace
-    if step.peaks is None:
+    if step.peaks is None or not step.peaks.any():
         return None
     ranks = drawn_ranks(step)
     return {

@@ -71,7 +71,7 @@ def read_facts(
     starts = _starts(run / "run.json", problems)
     last = starts[-1] if starts else {}
     speed = _speed(metrics)
-    return RunFacts(speed, _mfu(run, settings, last, speed), _lines(starts))
+    return RunFacts(speed, _mfu(run, settings, last, speed), fact_lines(starts))
 
 
 def _starts(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -97,7 +97,8 @@ def _speed(metrics: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
-def _lines(starts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
+def fact_lines(starts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
+    """Return the facts about a run from the entries of its starts; the last one counts."""
     if not starts:
         return ()
     last = starts[-1]

@@ -7,6 +7,7 @@ conditions of the machine as the trace shows them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -249,11 +250,17 @@ class ChangeLines:
     train: str = ""  # options of penstock train; empty if it has none for the change
     pipeline: str = ""  # keywords of `Pipeline`; empty for the step as it is
 
-    @property
-    def all(self) -> list[str]:
-        """Lines to copy, one for each way there is."""
-        train = [f"penstock train {self.train}"] if self.train else []
-        return [*train, f"Pipeline(..., {self.pipeline})"] if self.pipeline else train
+    def of(self, api: object) -> list[str]:
+        """Return the line to copy for the API that a run used (`API`), or for an unknown one a line for each of them."""
+        ways = {}
+        if self.train:
+            ways["train"] = f"penstock train {self.train}"
+        if self.pipeline:
+            ways["Pipeline"] = f"Pipeline(..., {self.pipeline})"
+        if api == "Trainer":
+            keys = re.sub(r"(\w+)=", r'"\1": ', self.pipeline)
+            return [f"pipeline={{..., {keys}}}"] if keys else []
+        return [line for way, line in ways.items() if way == api or api not in ("train", "Pipeline")]
 
 
 @dataclass(frozen=True, kw_only=True)

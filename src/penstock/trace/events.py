@@ -23,6 +23,8 @@ from penstock.base.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
 from penstock.base.errors import DataError
 
 FORMAT = 1
+API = "api"
+"""Name in a trace's `info` of the API that a run used: "train", "Trainer" or "Pipeline"."""
 COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 # Raised by numpy, zipfile and zlib for a file that is cut off or altered; NotImplementedError by zipfile, for an unknown
 # compression.

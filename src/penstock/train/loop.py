@@ -149,6 +149,7 @@ def train(
                         reporter,
                         config,
                         done=progress.done,
+                        layout=pipe.layout,
                         device=device,
                         processes=place.size if place else 1,
                         threads=pipe.threads,
@@ -174,7 +175,7 @@ def train(
                         metrics=metrics,
                         checkpointer=checkpointer,
                         traces=KeptTraces(
-                            path, steps, config.train.trace_every, metrics.writes, reporter.say
+                            path, steps, config.train.trace_every, metrics.writes, reporter.say, api="train"
                         ),
                         profiles=StepProfiler(path if profile else None, steps, run_group.rank),
                         callbacks=calls,
@@ -256,6 +257,7 @@ def _keep_start(
     config: Config,
     *,
     done: int,
+    layout: str,
     device: torch.device,
     processes: int,
     threads: int,
@@ -265,7 +267,7 @@ def _keep_start(
         path,
         reporter.say,
         step=done,
-        layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
+        layout=layout,
         device=device,
         processes=processes,
         threads=threads,

@@ -30,7 +30,7 @@ class Loop:
     """What a training loop has."""
 
     def __init__(self, pipe: Pipeline, folder: Path) -> None:
-        self.pipe = pipe
+        self.pipe, self.folder = pipe, folder
         self.batch = plain.batch(0, 4)
         self.optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, clip=1.0)
         self.checkpoints = Checkpoints(folder, pipe, self.optimizer)
@@ -44,6 +44,7 @@ CALLS: dict[str, Callable[[Loop], Any]] = {
     "pipe.clip_grad_norm_()": lambda loop: loop.pipe.clip_grad_norm_(1.0),
     "pipe.sum_over_ranks()": lambda loop: loop.pipe.sum_over_ranks(torch.ones(3, dtype=torch.float64)),
     "pipe.gather_trace()": lambda loop: loop.pipe.gather_trace(),
+    "pipe.report()": lambda loop: loop.pipe.report(loop.folder / "report.html"),
     "pipe.close()": lambda loop: loop.pipe.close(),
     "PipelineOptimizer.step()": lambda loop: loop.optimizer.step(),
     "Checkpoints.save()": lambda loop: loop.checkpoints.save(),

@@ -56,7 +56,7 @@ def test_without_names_of_layers_even_stages_are_simulated():
     trace = timed(built("1f1b", 4, 8), [2, 2, 4, 2], [2, 2, 4, 2], [2, 2, 4, 2])
     (change,) = alternatives(trace).moved()
     assert change.words == "stage 2 takes 2.00 times the median; with equal stages"
-    assert change.lines.all == ['Pipeline(..., split={"measured": (x, y)})']
+    assert change.lines.of("") == ['Pipeline(..., split={"measured": (x, y)})']
 
 
 def test_no_schedule_with_more_stages_than_blocks_is_proposed():

@@ -15,7 +15,7 @@ from penstock.plan.explore.search_space import divisors
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.stage_costs import layer_times, stage_costs
 from penstock.profile.model_profile import Profile
-from penstock.show.units import size_text
+from penstock.show.units import size_text, time_text
 
 # Share of a step from which its limit is named.
 _SHOWN_SHARE = 0.001
@@ -87,6 +87,27 @@ def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     return (
         f"Limited by {first}: {most:.1%} of the time{f' ({then})' if then else ''}. Memory: {full:.0%} full."
     )
+
+
+def headline(
+    profile: Profile, cluster: Cluster, found: SearchResult | Prediction, sequence: int
+) -> list[str]:
+    """Return sentences: not to pipeline, if that is so; what to run, how fast it is, and what limits it.
+
+    Args:
+        found: result of a search, or the plan of a layout that was asked for.
+    """
+    if isinstance(found, SearchResult):
+        plan, first = found.best, [found.without_pipeline] if found.without_pipeline else []
+        layout = f"Use {plan.layout}"
+    else:
+        plan, first, layout = found, [], str(found.layout)
+    return [
+        *first,
+        layout,
+        f"{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
+        f"{limits_text(profile, cluster, plan, sequence)}",
+    ]
 
 
 def left_out_text(result: SearchResult) -> str:

@@ -43,6 +43,7 @@ CALL_NAMES = (
     "pipe.clip_grad_norm_()",
     "pipe.sum_over_ranks()",
     "pipe.gather_trace()",
+    "pipe.report()",
     "pipe.gather_expert_load()",
     "pipe.gather_weights()",
     CLOSE,

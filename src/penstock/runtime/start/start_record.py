@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,19 @@ _MAX_STARTS = 1000
 def keep_start(
     run: Path,
     say: Callable[[str], None],
+    **facts: Any,
+) -> None:
+    """Add a start to a run's folder, with the facts of `start_of`; a failed write is reported, and training continues."""
+    start = start_of(**facts)
+    path = run / START_RECORD
+    try:
+        starts = [*_earlier(path), start][-_MAX_STARTS:]
+        write_text(path, json.dumps({"starts": starts}, indent=1) + "\n")
+    except OSError as error:
+        say(f"cannot write {path}: {error.strerror or error}. Training continues")
+
+
+def start_of(
     *,
     step: int,
     layout: str,
@@ -32,14 +46,14 @@ def keep_start(
     threads: int,
     dtype: str,
     rated: Callable[[str, str], float | None],
-) -> None:
-    """Add a start to a run's folder; a failed write is reported, and training continues.
+) -> dict[str, Any]:
+    """Return a start's entry in ``run.json``.
 
     Args:
         rated: returns the rated FLOP/s of a device by its name and a dtype, None where they are not known.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    start = {
+    return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "command": command_line(sys.argv),
@@ -56,12 +70,6 @@ def keep_start(
             "python": platform.python_version(),
         },
     }
-    path = run / START_RECORD
-    try:
-        starts = [*_earlier(path), start][-_MAX_STARTS:]
-        write_text(path, json.dumps({"starts": starts}, indent=1) + "\n")
-    except OSError as error:
-        say(f"cannot write {path}: {error.strerror or error}. Training continues")
 
 
 def command_line(arguments: Sequence[str]) -> str:

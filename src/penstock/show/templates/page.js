@@ -105,6 +105,14 @@ window.penstock = (() => {
     label();
   }
 
+  // Zooms the timeline to a part of the step that begins at a share of the rest, and in which blocks have room for labels.
+  function show_part(share) {
+    const plot = find("measured-figure"), { usual, end } = step(shown).measured, all = last(end) * 1.005;
+    const length = share === "" ? all : Math.min(all, (usual * plot.inner_width) / 24 || all);
+    const start = Number(share) * (all - length);
+    plot.x_range.setv({ start, end: start + length });
+  }
+
   // Draws the part of the memory curves that is in sight.
   function show_memory() {
     const plot = find("memory-figure");
@@ -227,6 +235,7 @@ window.penstock = (() => {
     const chosen = document.getElementById("step");
     chosen?.addEventListener("change", () => show(Number(chosen.value)));
     show(chosen ? Number(chosen.value) : 0);
+    document.getElementById("part")?.addEventListener("change", (event) => show_part(event.target.value));
     const all = find("overview");
     all?.selected.change.connect(() => {
       const [bar] = all.selected.indices;
