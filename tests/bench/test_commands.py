@@ -161,6 +161,13 @@ LINES = {
         *(rf"spread {spread}, +N tokens( +N){{6}}  [\d, ]+( +N){{6}}" for spread in (r"0\.3", r"0\.6", r"0\.9")),
         r"1f1b +N +N", r"zb-h1 +N +N", r"zb-v +N +N",
     ],
+    "bench.conformance": [
+        *(rf"torch Schedule{name} +torch \S+( +N){{6}}" for name in ("GPipe", "1F1B, as it runs", "DualPipeV")),
+        r"torch files, messages +torch \S+( +N){6}", r"DeepSpeed TrainSchedule +(rules|deepspeed \S+)( +N){6}",
+        r"Megatron-core layout strings +(rules|megatron-core \S+)( +N){6}",
+        r"torchgpipe clock cycles +torchgpipe \S+( +N){6}",
+        r"torch Schedule1F1B, its visualizer: .* microbatch 9 has only 4F9, .*",
+    ],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 

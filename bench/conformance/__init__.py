@@ -1,0 +1,1 @@
+"""Schedules that other projects make, read, proved, simulated and run beside plain PyTorch."""
