@@ -87,6 +87,20 @@ def test_files_that_torch_lowered_train(theirs: str, tmp_path: Path):
     assert_equal(piped(0, str(tmp_path / "lowered.csv")), read_csv(tmp_path / "lowered.csv").in_order)
 
 
+def test_a_file_with_an_op_that_nothing_follows_is_refused_by_that_op(tmp_path: Path):
+    from tests.support.torch_schedules import Stage, orders, torch_schedules
+
+    other = torch_schedules.Schedule1F1B(Stage(0, RANKS, RANKS), MICROBATCHES, loss_fn=lambda *_: 0)
+    (tmp_path / "shown.csv").write_text("\n".join(line.replace(" ", ",") for line in orders(other)))
+    with pytest.raises(
+        ScheduleError, match=r"shown\.csv is not a valid schedule: microbatch 4 has only 1F4, but"
+    ):
+        piped(0, str(tmp_path / "shown.csv"))
+    write_csv(build_schedule("1f1b", RANKS, MICROBATCHES + 1), tmp_path / "longer.csv")
+    with pytest.raises(ScheduleError, match="has 5 microbatches, but microbatches=4"):
+        piped(0, str(tmp_path / "longer.csv"))
+
+
 def test_the_number_of_stages_is_the_functions_or_the_callers():
     with Pipeline(plain.model(4), mse_loss, microbatches=2, ranks=2, schedule=OWN + "folded") as pipe:
         assert pipe.schedule.stages == 4

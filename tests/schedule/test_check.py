@@ -159,6 +159,21 @@ def test_many_mistakes_are_not_all_listed():
     assert str(caught.value).count("is missing") == 8
 
 
+def test_an_op_that_nothing_follows_is_named_and_not_all_that_its_microbatch_lacks():
+    with pytest.raises(ScheduleError) as caught:
+        check(written(TWO, 3, "0F0 0F1 0B0 0B1", "1F1 1B0 1F2 1B1"))
+    assert str(caught.value).endswith(
+        "schedule: microbatch 2 has only 1F2, but needs a forward and a backward on 2 stages; 1F0 is missing"
+    )
+    with pytest.raises(ScheduleError, match=r"microbatch 1 has only 1F1, but needs a forward on 3 stages$"):
+        check(written(Placement.loop(3), 2, "0F0", "1F0 1F1", "2F0"), forward_only=True)
+    many = written(
+        Placement.loop(1, 20), 2, " ".join(f"{s}F0 {s}F1" if s < 9 else f"{s}F0" for s in range(20))
+    )
+    with pytest.raises(ScheduleError, match=r"microbatch 1 has only 0F1, .*, 7F1, \.\.\., but needs"):
+        check(many)
+
+
 def test_a_deadlock_is_told_as_its_cycle():
     schedule = written(TWO, 2, "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
     with pytest.raises(ScheduleError) as caught:

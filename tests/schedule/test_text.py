@@ -185,6 +185,8 @@ def test_bw_is_the_full_backward_and_b_then_the_input_gradient(tmp_path: Path):
         "dropped 2 SEND_F, 2 RECV_B, 1 RECV_F: communication follows from the compute ops",
         "read 1 B as I, the input gradient: BW is the full backward",
     )
+    pair = read_as(tmp_path, "0F0,(0F1;0BW0)OVERLAP_F_B,0B1,0W1\n")
+    assert lines(pair) == "0F0 (0F1;0B0)OVERLAP_F_B 0I1 0W1"
     with pytest.raises(ScheduleError, match=r"1W0 is missing \(1I0 is there\)"):
         check(read_as(tmp_path, "0F0,0F1,0BW0,0BW1\n1F0,1B0,1F1,1BW1\n"))
 

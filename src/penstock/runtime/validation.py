@@ -102,6 +102,8 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
             f"{plural(schedule.ranks, 'rank')}), but virtual_stages={virtual_stages}; leave virtual_stages out"
         )
     if schedule.microbatches != microbatches:
+        # A file's number is that of its highest op, so an op too many would pass for another number.
+        check(schedule)
         raise ScheduleError(
             f"the schedule {schedule.name} has {plural(schedule.microbatches, 'microbatch')}, "
             f"but microbatches={microbatches}; a schedule or a file has one number, the name of a family takes any"

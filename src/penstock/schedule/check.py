@@ -183,12 +183,25 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
         for where in np.flatnonzero(count[kind] > 1):
             times = count[kind][where]
             yield f"{name(kind.name, where)} appears {'twice' if times == 2 else f'{times} times'}"
-    for where in np.flatnonzero(count[Kind.F] == 0):
+    full, inputs, weights = count[Kind.B] > 0, count[Kind.I] > 0, count[Kind.W] > 0
+    forward, backward = count[Kind.F] > 0, full | inputs | weights
+    there = forward if forward_only else np.concatenate([forward, backward])
+    # Of a microbatch with few ops, those that are there are named: they are what is wrong.
+    share = there.reshape(-1, shape[1]).mean(axis=0)
+    few = (share > 0) & (share < 0.5)
+    for microbatch in np.flatnonzero(few):
+        rows = np.flatnonzero(schedule.microbatch == microbatch)
+        named = ", ".join(str(schedule.op(row)) for row in rows[:SHOWN])
+        yield (
+            f"microbatch {microbatch} has only {named}{', ...' if len(rows) > SHOWN else ''}, but needs a forward "
+            f"{'' if forward_only else 'and a backward '}on {plural(shape[0], 'stage')}"
+        )
+    many = ~np.tile(few, shape[0])
+    for where in np.flatnonzero(~forward & many):
         yield f"{name('F', where)} is missing"
     if forward_only:
         return
-    full, inputs, weights = count[Kind.B] > 0, count[Kind.I] > 0, count[Kind.W] > 0
-    for where in np.flatnonzero(~full & ~inputs & ~weights):
+    for where in np.flatnonzero(~backward & many):
         yield f"{name('B', where)} is missing (or {name('I', where)} and {name('W', where)})"
     for where in np.flatnonzero(full & (inputs | weights)):
         half = "I" if inputs[where] else "W"

@@ -102,11 +102,10 @@ def _read(cell: Cell, dropped: Counter[str], full: set[tuple[int, int]]) -> Op |
         dropped[match[1] or match[2]] += 1
         return None
     try:
-        if match := _FULL.fullmatch(text):
-            op = parse_op(f"{match[1]}B{match[2]}")
-            full.update((one.stage, one.microbatch) for one in singles([op]))
-            return op
-        return parse_op(text)
+        # A pair's backward may be whole, too.
+        op = parse_op(_FULL.sub(r"\1B\2", text))
+        full.update((int(stage), int(microbatch)) for stage, microbatch in _FULL.findall(text))
+        return op
     except ScheduleError as error:
         raise ScheduleError(f"line {cell.line}, column {cell.column}: {error}") from None
 
