@@ -42,7 +42,7 @@ RUNTIME = [
     {"copies"},
     {"engine"},
     {"model"},
-    {"first_step"},
+    {"first_step", "loop_report"},
     {"pipeline"},
     {"kept_traces", "optim"},
 ]

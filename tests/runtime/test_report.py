@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime import loop_report
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
@@ -45,6 +46,18 @@ def test_each_call_adds_the_last_step(tmp_path: Path):
     assert "1f1b on 2 ranks, threads of one process" in text
     assert "cpu, float32" in text
     assert "Training" not in text
+
+
+def test_a_page_after_each_step_has_the_first_and_the_last_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop_report, "_MOST", 2)
+    page = tmp_path / "report.html"
+    with Pipeline(plain.model(4), mse_loss, microbatches=4, ranks=RANKS) as pipe:
+        for step in range(5):
+            pipe.step(*plain.batch(step, 8))
+            pipe.report(page)
+    assert [step["label"] for step in shown(page)[1]["steps"]] == ["step 1", "step 4", "step 5"]
 
 
 def test_the_page_of_one_step_has_no_chart_of_all_steps(tmp_path: Path):

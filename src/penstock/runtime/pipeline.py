@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +36,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.first_step import FirstStep
 from penstock.runtime.health.hang import Timeout, require_timeout
 from penstock.runtime.local_stages import LocalStages
+from penstock.runtime.loop_report import LoopReport
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.measured_split import resolve_split
@@ -48,7 +47,6 @@ from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.start.place import Place, current_place
 from penstock.runtime.start.refusals import print_traceback_once
-from penstock.runtime.start.start_record import start_of
 from penstock.runtime.validation import (
     LossScale,
     device_type,
@@ -67,7 +65,6 @@ from penstock.runtime.workers.agreement import require_same_pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
-from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
@@ -77,8 +74,8 @@ from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.layers import Layer, require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
-from penstock.trace.events import API, Trace
-from penstock.trace.expert_load import EXPERTS, ExpertLoad
+from penstock.trace.events import Trace
+from penstock.trace.expert_load import ExpertLoad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +187,7 @@ class Pipeline(PipelineModel):
         if parallel.sharding.comes_and_goes:
             make_residency(self.schedule, parallel.sharding)
         self.microbatches, self.ranks, self.steps = microbatches, self.schedule.ranks, 0
-        self._reported: dict[int, Trace] = {}
+        self._report = LoopReport()
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
         # 3. The processes meet, and compare what each was given.
@@ -550,8 +547,8 @@ class Pipeline(PipelineModel):
     def report(self, path: str | Path) -> Path:
         """Write the report page of a training loop, one HTML file; every process of the run calls it, between two steps.
 
-        Rank 0 writes. The page shows the last step, and beside it the steps of earlier calls, so that calls after several
-        steps of a run show how it develops.
+        Rank 0 writes. The page shows the last step, and beside it the steps of earlier calls, the first of them and the last
+        20, so that calls after several steps of a run show how it develops.
 
         Returns:
             Path of the page.
@@ -562,37 +559,19 @@ class Pipeline(PipelineModel):
         """
         self._require_open()
         with self.calling("pipe.report()"):
-            trace = self._engine.gather_trace(self.trace())
-            if trace is None or not np.isin(trace.kind, (Kind.B, Kind.I)).any():
-                last = "no step has run" if trace is None else "the last call was an evaluation"
-                raise PenstockError(
-                    f"{last}, so there is nothing to report; call pipe.report() after pipe.step()"
-                )
-            load = self._engine.gather_expert_load()
-            experts = {} if load is None else {EXPERTS: load.tokens}
-            group = RunGroup.of(self.world)
-            if group.leads:
-                info = {**trace.info, API: "Pipeline", **experts}
-                self._reported[self.steps] = replace(trace, info=info)
-            return Path(group.decide(lambda: str(self._write_report(path))))
-
-    def _write_report(self, path: str | Path) -> Path:
-        from penstock.show.analysis import StepAnalysis
-        from penstock.show.report import write
-        from penstock.show.report_page import RunFacts, fact_lines
-
-        parameter = next(self.parameters(), torch.empty(0))
-        start = start_of(
-            step=0,
-            layout=self.layout,
-            device=parameter.device,
-            processes=self.ranks * self.replicas * self.tensor_ranks if self.in_processes else 1,
-            threads=self.threads,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            rated=lambda device, dtype: None,
-        )
-        steps = [StepAnalysis(f"step {number}", trace) for number, trace in sorted(self._reported.items())]
-        return write(path, steps, title=self.layout, facts=RunFacts(lines=fact_lines([start])))
+            trace = self._report.require_step(self._engine.gather_trace(self.trace()))
+            self._report.add(self.steps, trace, self._engine.gather_expert_load())
+            parameter = next(self.parameters(), torch.empty(0))
+            write = partial(
+                self._report.write,
+                path,
+                layout=self.layout,
+                device=parameter.device,
+                dtype=parameter.dtype,
+                processes=self.ranks * self.replicas * self.tensor_ranks if self.in_processes else 1,
+                threads=self.threads,
+            )
+            return Path(RunGroup.of(self.world).decide(lambda: str(write())))
 
     @property
     def layout(self) -> str:
