@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.recordings.fingerprint import GROUPS, divided, fingerprint, groups_of, joined
+from penstock.recordings.fingerprint import (
+    GROUPS,
+    divided,
+    fingerprint,
+    fingerprints_of_range,
+    groups_of,
+    joined,
+)
 from penstock.recordings.likeness import distance
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -87,3 +96,21 @@ def test_groups_cover_a_dimension():
         groups = groups_of(length)
         assert [n for group in groups for n in group] == list(range(length))
         assert len(groups) == min(length, GROUPS)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (2, 3, 4), (2, 1, 3, 2)], ids=str)
+def test_ranges_of_elements_add_up_to_the_whole(shape: tuple[int, ...]):
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    flat, whole = value.reshape(-1), fingerprint(value)
+    for first in range(flat.numel() + 1):
+        for last in range(first, flat.numel() + 1):
+            edges = sorted({0, first, last, flat.numel()})
+            parts = [
+                part
+                for begin, end in pairwise(edges)
+                for part in fingerprints_of_range(flat[begin:end], shape, begin)
+            ]
+            found = joined(parts)
+            assert found is not None
+            assert found.digest == whole.digest
+            assert found.projections == pytest.approx(whole.projections, abs=1e-12)

@@ -83,6 +83,10 @@ def test_processes_record_their_parts(
     assert found.good, str(found)
     updates = [k for k in read(tmp_path / "run").entries if k.kind == Kind.PARAMETER and k.step >= 0]
     assert len(updates) == 52
+    gradients = [
+        k for k, verdict in found.verdicts.items() if k.kind == Kind.GRADIENT and verdict != "different"
+    ]
+    assert len(gradients) == 52
     assert found.same + found.rounded >= 2 * (184 - 8) + 52
 
 
@@ -100,8 +104,8 @@ def test_replicas_that_divide_more_record_what_they_have(
     processes.run(2, in_process, str(tmp_path / "run"), options)
     found = penstock.compare(reference, tmp_path / "run")
     assert found.good, str(found)
-    updates = [k for k in read(tmp_path / "run").entries if k.kind == Kind.PARAMETER and k.step >= 0]
-    assert len(updates) == 52
+    for kind in (Kind.PARAMETER, Kind.GRADIENT):
+        assert len([k for k in found.verdicts if k.kind == kind and k.step >= 0]) == 52
 
 
 def test_a_tied_weight_is_recorded_once(tmp_path: Path):

@@ -15,7 +15,7 @@ undivided one from each part's sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -133,6 +133,42 @@ def fingerprint(
         rows=_groups(by_row[:, 0], dims[:-1], 0) if len(size) > 1 else (),
         columns=_groups(by_row[:, 0], dims[:-1], 1) if len(size) > 2 else (),
     )
+
+
+def fingerprints_of_range(values: Tensor, shape: Sequence[int], first: int) -> list[Fingerprint]:
+    """Return the sums over a range of a tensor's elements in the order of memory, by parts with a shape of their own.
+
+    Args:
+        values: values of the range, 1-d.
+        shape: shape of the whole tensor.
+        first: number of the range's first element.
+    """
+    parts, begin = [], 0
+    for start, size in _boxes(tuple(shape), first, len(values)):
+        count = _volume(size)
+        parts.append(fingerprint(values[begin : begin + count].reshape(size), shape, start))
+        begin += count
+    return parts
+
+
+def _boxes(
+    shape: tuple[int, ...], first: int, count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (start, size) of the parts of a range: of its first row what is in it, whole rows, and of the last row."""
+    if len(shape) <= 1:
+        yield (first,) * len(shape), (count,) * len(shape)
+        return
+    inner = _volume(shape[1:])
+    row, at = divmod(first, inner)
+    if at:
+        head = min(inner - at, count)
+        yield from (((row, *start), (1, *size)) for start, size in _boxes(shape[1:], at, head))
+        row, count = row + 1, count - head
+    rows, tail = divmod(count, inner)
+    if rows:
+        yield (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+    if tail:
+        yield from (((row + rows, *start), (1, *size)) for start, size in _boxes(shape[1:], 0, tail))
 
 
 def joined(parts: Sequence[Fingerprint]) -> Fingerprint | None:

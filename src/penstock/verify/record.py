@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,10 @@ from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError
 from penstock.base.tensor_file import DTYPES
 from penstock.parallel.dtensor import is_dtensor, local
+from penstock.parallel.replicas.shard_slice import ShardSlice
+from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.recordings.files import Key, Kind, Writer
-from penstock.recordings.fingerprint import Fingerprint, fingerprint, forget_vectors
+from penstock.recordings.fingerprint import Fingerprint, fingerprint, fingerprints_of_range, forget_vectors
 from penstock.recordings.in_memory import hook_on_all_modules, tensors_returned
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -237,10 +239,29 @@ class _Recorder:
         # A pipeline's optimizer averages and clips first, and then calls those of its ranks.
         if isinstance(optimizer, PipelineOptimizer):
             self._pipeline_updates = optimizer.steps
-        elif self.active and self._source.whole_gradients:
-            for name, whole, parameter in self._parameters_of(optimizer):
+        elif self.active:
+            sharded = self._source.sharded()
+            for name, whole, parameter in () if sharded else self._parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad, whole)
+            if sharded:
+                self._write_ranges(
+                    sharded, {id(p) for group in optimizer.param_groups for p in group["params"]}
+                )
+
+    def _write_ranges(self, sharded: Sequence[ShardedParameter], updated: Collection[int]) -> None:
+        """Write the gradients of this process's ranges of the parameters that an optimizer has."""
+        for entry, elements, shard in sharded:
+            # A DTensor's local tensor is not where its elements are in the whole one.
+            if shard is None or id(shard) not in updated or shard.grad is None or is_dtensor(entry.parameter):
+                continue
+            key = Key(self._step, Kind.GRADIENT, -1, entry.name)
+            if elements.whole:
+                self._write(key, shard.grad)
+            elif key not in self._written and _in_order(elements):
+                self._written.add(key)
+                for part in fingerprints_of_range(shard.grad, elements.shape, elements.first):
+                    self._writer.write(key, part)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, PipelineOptimizer):
@@ -311,6 +332,11 @@ class _Recorder:
         found = fingerprint(value)
         self._last = (weakref.ref(value), value._version, found)
         return found
+
+
+def _in_order(elements: ShardSlice) -> bool:
+    """Return whether a parameter's elements are in memory in the order of its indices."""
+    return elements.stride == torch.empty(elements.shape, device="meta").stride()
 
 
 def _of_part(value: Tensor, whole: Any) -> Fingerprint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.base.errors import ConfigError
+from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.recordings.files import CALLS
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import named_modules_of
@@ -51,7 +52,6 @@ class Source:
     Attributes:
         parameters: (name, parameter) pairs, each parameter once.
         shares: whether the gradients of each microbatch are recorded, too.
-        whole_gradients: whether parameters have gradients of their own shape; False where replicas divide them flat.
         aliases: further names of modules that the whole model has in several places → the first name.
         backward_of: microbatch whose backward runs; None where that is not known.
     """
@@ -59,7 +59,6 @@ class Source:
     parameters: list[tuple[str, nn.Parameter]]
     _names: Mapping[Any, str]
     shares = False
-    whole_gradients = True
     aliases: Mapping[str, str] = MappingProxyType({})
     backward_of: int | None = None
 
@@ -68,6 +67,10 @@ class Source:
 
     def next_step(self) -> None:
         """Number microbatches from the first again."""
+
+    def sharded(self) -> Sequence[ShardedParameter]:
+        """Return the parameters whose gradients replicas divide, each with this process's range of elements."""
+        return ()
 
     def values(self) -> Mapping[str, Tensor] | None:
         """Return whole parameters between steps by name; None if the parameters themselves have their values."""
@@ -232,9 +235,8 @@ class PipelineSource(StagesSource):
             # During a step, a rank may have a copy in the place of a module that others have, too.
             self._find_names(self._layers_in_order())
 
-    @property
-    def whole_gradients(self) -> bool:  # type: ignore[override]  # it begins with the optimizer
-        return self._pipe.shards is None
+    def sharded(self) -> Sequence[ShardedParameter]:
+        return () if self._pipe.shards is None else self._pipe.shards.sharded
 
     def next_step(self) -> None:
         self._base = 0
