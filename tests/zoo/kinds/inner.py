@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,52 +113,3 @@ class FunctionalCall(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = {name: p * self.scale if p.dim() == 2 else p for name, p in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, weights, (x,))
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
-@kind()
-def own_function():
-    """a torch.autograd.Function of one's own without weights"""
-    return Layer(lambda m, x: torch.tanh(Square.apply(m.inner(x))), inner=nn.Linear(WIDTH, WIDTH))
-
-
-class Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        out = x @ weight.t()
-        return out if bias is None else out + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x, grad.sum(0)
-
-
-@kind(autocast=False)
-def own_function_with_weights():
-    """a torch.autograd.Function of one's own that saves weights"""
-    return Layer(
-        lambda m, x: Multiply.apply(x, m.weight, m.bias),
-        weight=nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3),
-        bias=nn.Parameter(torch.zeros(WIDTH)),
-    )
-
-
-@kind(autocast=False)
-class OwnFunctionAndLinear(Inner):
-    """a weight in a torch.autograd.Function of one's own and in F.linear"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x))
-        return Multiply.apply(h, self.inner.weight, self.inner.bias)

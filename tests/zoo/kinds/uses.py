@@ -154,6 +154,17 @@ def merged_by_rows():
 
 
 @kind()
+def parts_of_an_activation():
+    """chunks of what a linear returns, each in a product of its own, one of them unused"""
+
+    def use(m: Uses, x: Tensor) -> Tensor:
+        first, second, _, last = F.linear(x, m.weight, m.bias).chunk(4, -1)
+        return first @ m.other[:2] + second @ m.other[2:4] + last @ m.other[6:]
+
+    return Uses(use)
+
+
+@kind()
 def weights_as_inputs():
     """a weight as the input of linear layers, as learned queries are"""
 
