@@ -385,3 +385,14 @@ def test_samples_longer_than_the_configs_are_only_predicted():
 def test_tokens_are_a_number(text: str):
     words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "4")
     assert "--tokens must be a number from 1, such as 300B or 1.5e12" in message(*words, f"--tokens={text}")
+
+
+def test_adapters_on_a_base_of_four_bits_are_only_predicted():
+    words = ("gpt2", "-c", "rtx-4090*2", "-s", "64", "-b", "8", "--layout", "pp=2")
+    whole, adapted = plan(*words), plan(*words, "--lora", "8", "--base-bits", "4")
+    assert adapted["memory"][0]["weights"] < whole["memory"][0]["weights"]
+    assert adapted["memory"][0]["optimizer"] < whole["memory"][0]["optimizer"]
+    assert adapted["low"] is None
+    outcome = invoke(*words[:-2], "--lora", "8")
+    assert "There is no run.toml: penstock train has no adapters" in outcome.stdout
+    assert "base_bits of the model must be 16, or 4 with adapters" in message(*words, "--base-bits", "4")

@@ -51,6 +51,7 @@ from penstock.profile.model_profile import (
     default_sequence,
     is_profile,
     read_model,
+    with_lora,
     with_positions,
 )
 from penstock.profile.read_shape import NoClosedFormError
@@ -94,6 +95,14 @@ _REASONS = 3
     "--positions", type=int, metavar="N",
     help="Longest sample that the model takes, in tokens, in place of its config's. Longer samples than the config's are "
     "only predicted.",
+)  # fmt: skip
+@click.option(
+    "--lora", type=int, default=0, metavar="RANK",
+    help="Train adapters of this rank beside all matrices of the blocks, and nothing else. Only predicted.",
+)  # fmt: skip
+@click.option(
+    "--base-bits", type=int, default=16, metavar="4|16",
+    help="Bits of the matrices beside which adapters are trained: 4 for QLoRA. Default: 16.",
 )  # fmt: skip
 @click.option(
     "--fix", "fixes", multiple=True, metavar="KEY=VALUE",
@@ -150,6 +159,8 @@ def command(
     beside_text: str | None,
     tokens_text: str | None,
     positions: int | None,
+    lora: int,
+    base_bits: int,
     fixes: tuple[str, ...],
     schedules: str | None,
     devices: int | None,
@@ -195,6 +206,8 @@ def command(
     if positions is not None:
         longest = profile.shape and (profile.shape.positions or profile.shape.context)
         profile = with_positions(profile, positions)
+    if lora or base_bits != 16:
+        profile = with_lora(profile, lora, base_bits)
     if memory_limit is not None:
         cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
     untrained = None if own else why_untrained(profile, cluster, values)
@@ -203,6 +216,8 @@ def command(
             f"the model's config allows samples of {longest:,} tokens; set its max_position_embeddings, and what scales its "
             f"rotary positions, to plan a run of {sequence:,}"
         )
+    if lora:
+        untrained = "penstock train has no adapters; train them with penstock.PipelineTrainer"
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
     comparison = None

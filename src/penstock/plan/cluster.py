@@ -295,7 +295,7 @@ def _shipped(name: str) -> str:
 def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
     """Return the cluster of a data sheet, with the shares of its ratings that fitted presets reach."""
     tables = tomllib.loads(_shipped("datasheets"))
-    sheet, rates, links = tables[name], tables["rates"], tables["links"]
+    sheet, rates, links = tables["devices"][name], tables["rates"], tables["links"]
     most = sheet.get("most_nodes")
     if most is not None and counts is not None and counts[1] > most:
         raise ConfigError(

@@ -444,6 +444,11 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
                 f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
                 "attention=fused predicts kernels that do not."
             )
+        if profile.shape.adapter_rank:
+            sentences.append(
+                f"Adapters of rank {profile.shape.adapter_rank} beside all matrices of the blocks are trained; the base has "
+                f"{profile.shape.base_bits} bits. TFLOP/s and MFU count gradients of the base, which nothing computes."
+            )
         if layout.ep > 1:
             sentences.append(
                 f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "

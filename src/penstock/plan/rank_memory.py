@@ -142,7 +142,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
             moving = gradients + (weights if layout.sharding.shard == "weights" else 0.0)
         ranks.append(
             RankMemory(
-                weights=weights,
+                weights=weights + float(costs.frozen_bytes[mine].sum()),
                 gradients=gradients,
                 optimizer=state * updated_parameters(parameters, experts, layout),
                 activations=peak,

@@ -48,6 +48,7 @@ class LayerTimes:
     transient: Table
     parameters: Table
     expert_parameters: Table
+    frozen_bytes: Table
     outputs: Table
     model_flops: Table  # FLOPs of the forward, over all devices of tp and cp, shape (layers,)
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
@@ -144,6 +145,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         transient=column("transient_bytes"),
         parameters=column("parameters"),
         expert_parameters=column("expert_parameters"),
+        frozen_bytes=column("frozen_bytes"),
         outputs=column("output_bytes"),
         model_flops=column("model_flops"),
         recomputes=np.array([cost.recomputes for cost in table.costs])[list(kinds)],
@@ -251,6 +253,7 @@ class StageCosts:
     logits: Table  # part of `transient` that is the loss's
     parameters: Table
     expert_parameters: Table  # part of `parameters`
+    frozen_bytes: Table  # bytes of weights that are not trained
     messages: Table  # bytes of the value that each stage hands on; 0 for the last
     # FLOPs of the forward, and of what is recomputed, over all devices of tp and cp.
     model_flops: Table
@@ -289,6 +292,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         "waiting": times.waiting,
         "parameters": times.parameters,
         "expert_parameters": times.expert_parameters,
+        "frozen_bytes": times.frozen_bytes,
         "model_flops": times.model_flops,
         "repeated_flops": np.where(again, times.repeats, 0.0),
     }

@@ -147,7 +147,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         *((tokens, rows, columns / t) for rows, columns in to_heads),
         (tokens, attended / t, hidden),
     ]
-    matmuls = (*(_matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
+    matmuls = (*(matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
     # Rows of experts: a copy of a token for each of its experts, read and written when they are sorted, and read when they
     # are weighted and summed. Divided experts also sort the rows that arrive, and sort them back.
     sent = shape.experts_per_token * hidden
@@ -248,15 +248,15 @@ def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWor
     """Return the products of a feed-forward, or of a router and experts with equally many tokens each."""
     tokens, hidden, ffn = load.tokens, shape.hidden, shape.ffn / load.tp
     if not shape.experts:
-        return [_matmul(tokens, hidden, ups * ffn), _matmul(tokens, ffn, hidden)]
+        return [matmul(tokens, hidden, ups * ffn), matmul(tokens, ffn, hidden)]
     # A device has the rows of `ep` devices' tokens for its share of the experts.
     count, each = shape.experts // load.ep, shape.expert_ffn
     rows = tokens * shape.experts_per_token / count * (load.imbalance if load.ep > 1 else 1.0)
-    one = (_matmul(rows, hidden, ups * each), _matmul(rows, each, hidden))
-    works = [_matmul(tokens, hidden, shape.experts)]
+    one = (matmul(rows, hidden, ups * each), matmul(rows, each, hidden))
+    works = [matmul(tokens, hidden, shape.experts)]
     works += [work._replace(amount=work.amount * count) for work in one]
     if shape.shared_ffn:
-        works += [_matmul(tokens, hidden, ups * shape.shared_ffn), _matmul(tokens, shape.shared_ffn, hidden)]
+        works += [matmul(tokens, hidden, ups * shape.shared_ffn), matmul(tokens, shape.shared_ffn, hidden)]
     return works
 
 
@@ -266,7 +266,7 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
     value = tokens * shape.hidden * e
     shard = value / (t if load.sequence_parallel else 1)
     logits = tokens * shape.vocabulary / t
-    product = _matmul(tokens, shape.hidden, shape.vocabulary / t)
+    product = matmul(tokens, shape.hidden, shape.vocabulary / t)
     norm = DeviceWork("memory", 2 * shard)
     # Cast to 32 bits (e + 4 bytes), maximum (4), difference (8), exponential (8), sum (4), quotient (8); the backward
     # overwrites what they leave.
@@ -294,7 +294,8 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
     )
 
 
-def _matmul(rows: float, inner: float, columns: float) -> DeviceWork:
+def matmul(rows: float, inner: float, columns: float) -> DeviceWork:
+    """Return the product of matrices of shape [rows, inner] and [inner, columns]."""
     return DeviceWork("matmul", 2 * rows * inner * columns, _width(rows, inner, columns))
 
 

@@ -73,7 +73,7 @@ class LayerRun:
     inputs: Any  # value that it took, of fake tensors
     named: Mapping[str, Any]
     key: object  # equal for layers of the same kind
-    tied: int  # parameters that an earlier layer has, too
+    tied: int  # trained parameters that an earlier layer has, too
 
 
 def run_layers(layers: Sequence[Layer], sample: Sample, rows: int) -> list[LayerRun]:
@@ -133,6 +133,7 @@ def _run_layer(
     autocast: torch.dtype | None,
 ) -> tuple[LayerRun, Any]:
     parameters = [p for p in module.parameters() if p.requires_grad]
+    untrained = [p for p in module.parameters() if not p.requires_grad]
     excluded = {storage_key(t) for t in (*module.parameters(), *module.buffers())}
     named = {name: context.named[name] for name in module.takes[0] if name in context.named}
     saved: dict[int, int] = {}
@@ -177,12 +178,14 @@ def _run_layer(
             input_bytes=sum(x.untyped_storage().nbytes() for x in taken),
             output_bytes=handed,
             transient_bytes=max(0, backward.peak_bytes),
-            parameters=sum(p.numel() for p in module.parameters()),
+            parameters=sum(p.numel() for p in parameters),
+            frozen_parameters=sum(p.numel() for p in untrained),
+            frozen_bytes=sum(p.numel() * p.element_size() for p in untrained),
             model_flops=forward.flops,
             attention_flops=forward.attention_flops,
         )
     own = dict(module.layers[0].named_parameters(remove_duplicate=False))
-    tied = sum(own[name].numel() for name in layer.tied)
+    tied = sum(own[name].numel() for name in layer.tied if own[name].requires_grad)
     return LayerRun(layer, known[same], inputs, named, key, tied), output
 
 

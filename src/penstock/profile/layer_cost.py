@@ -67,8 +67,10 @@ class LayerCost(Table):
         input_bytes: bytes of the value that the layer takes; with full recompute, all that is kept.
         output_bytes: bytes of the value that it hands on.
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
-        parameters: number of parameters on this device.
+        parameters: number of parameters on this device that are trained.
         expert_parameters: part of `parameters` that is experts'.
+        frozen_parameters: number of the others, which have neither gradient nor optimizer state.
+        frozen_bytes: bytes of these.
         model_flops: FLOPs of the forward over all devices of tp and cp, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
         attention_flops: part of `model_flops` that selective recompute does again.
@@ -89,6 +91,8 @@ class LayerCost(Table):
     transient_bytes: Amount = 0
     parameters: Amount = 0
     expert_parameters: Amount = 0
+    frozen_parameters: Amount = 0
+    frozen_bytes: Amount = 0
     model_flops: Amount = 0
     attention_flops: Amount = 0
     recomputes: Flag = True

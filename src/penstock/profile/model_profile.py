@@ -18,6 +18,7 @@ from penstock.base.atomic import write_text
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.errors import ConfigError
 from penstock.base.tables import Count, Flag, NotNegative, Table, explain
+from penstock.profile.adapters import frozen, require_adapters, with_adapters
 from penstock.profile.closed_form import (
     Dtype,
     Workload,
@@ -37,6 +38,8 @@ FORMAT = 1
 SEQUENCE = 2048
 """Tokens of a sample where nothing says otherwise."""
 _MAX_BYTES = 256 * MEGABYTE
+_CONSTANT = frozenset({"parameters", "expert_parameters", "frozen_parameters", "frozen_bytes", "recomputes"})
+"""Fields of a cost that are the same for every microbatch."""
 _WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "again")
 
 
@@ -156,7 +159,8 @@ class Profile(Table):
         """Number of parameters of the model; a tied weight counts once."""
         if self.shape is not None:
             return self.shape.parameters
-        return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers) - self.tied
+        costs = [self.kinds[kind].points[0][1] for *_, kind in self.layers]
+        return sum(cost.parameters + cost.frozen_parameters for cost in costs) - self.tied
 
     def table(self, load: Workload) -> LayerTable:
         """Return the costs of all layers under a load.
@@ -175,12 +179,19 @@ class Profile(Table):
                 block_cost(self.shape, load),
                 head_cost(self.shape, load),
             )
+            if self.shape.adapter_rank:
+                require_adapters(self.shape, load.tp)
+                first, block, last = costs
+                ends = (frozen(self.shape, each, load) for each in (first, last))
+                costs = (next(ends), with_adapters(self.shape, block, load), next(ends))
             return LayerTable(
                 (*costs, block_cost(self.shape.dense, replace(load, ep=1))) if dense else costs,
                 (0, *(3 if k < dense else 1 for k in range(n)), 2),
                 ("embedding", *blocks, "head"),
                 ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
-                self.shape.hidden * self.shape.vocabulary / load.tp if self.shape.tied else 0,
+                self.shape.hidden * self.shape.vocabulary / load.tp
+                if self.shape.tied and not self.shape.adapter_rank
+                else 0,
             )
         if load.ep != 1:
             raise ConfigError(
@@ -247,6 +258,16 @@ def with_positions(profile: Profile, positions: int) -> Profile:
     if shape.positions:
         return replace(profile, shape=replace(shape, positions=positions))
     return replace(profile, shape=replace(shape, context=positions))
+
+
+def with_lora(profile: Profile, rank: int, base_bits: int = 16) -> Profile:
+    """Return the profile of a model whose blocks have trained adapters of a rank beside a frozen base of 16 or 4 bits."""
+    if profile.shape is None:
+        raise ConfigError(
+            f"{profile.name} has no closed form, so its adapters are not either; profile the model with its adapters by "
+            "penstock.profile_layers"
+        )
+    return replace(profile, shape=replace(profile.shape, adapter_rank=rank, base_bits=base_bits))
 
 
 def of_shape(shape: ModelShape) -> Profile:
@@ -327,7 +348,7 @@ def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
                 x._replace(amount=max(0.0, x.amount + weight * (y.amount - x.amount)))
                 for x, y in zip(a, b, strict=True)
             )
-        elif f.name not in ("parameters", "expert_parameters", "recomputes"):
+        elif f.name not in _CONSTANT:
             values[f.name] = max(0.0, a + weight * (b - a))
     return replace(first, **values)
 
@@ -339,7 +360,7 @@ def _scaled(cost: LayerCost, ratio: float) -> LayerCost:
         value = getattr(cost, f.name)
         if isinstance(value, tuple):
             values[f.name] = tuple(work._replace(amount=work.amount * ratio) for work in value)
-        elif f.name not in ("parameters", "expert_parameters", "recomputes"):
+        elif f.name not in _CONSTANT:
             values[f.name] = value * ratio
     return replace(cost, **values)
 

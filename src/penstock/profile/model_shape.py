@@ -46,6 +46,9 @@ class ModelShape:
         expert_ffn: inner size of an expert.
         shared_ffn: inner size of the expert that all tokens take; 0 if there is none.
         dense_layers: number of first blocks that have the feed-forward of size `ffn` and no experts.
+        adapter_rank: rank of the adapters beside the matrices of all blocks, which alone are trained (LoRA); 0 if there are
+            none and all weights are trained.
+        base_bits: with `adapter_rank`, bits of the matrices that have an adapter: 16 or 4.
     """
 
     name: str
@@ -79,6 +82,8 @@ class ModelShape:
     expert_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
+    adapter_rank: int = 0
+    base_bits: int = 16
 
     def __post_init__(self) -> None:
         # The types are text, because annotations of this module are not evaluated.
@@ -89,6 +94,10 @@ class ModelShape:
             if f.type == "int":
                 least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else LARGEST_SIZE
                 require_count(f"{f.name} of the model", value, least, most)
+        if self.base_bits not in (4, 16) or (self.base_bits == 4 and not self.adapter_rank):
+            raise ConfigError(
+                f"base_bits of the model must be 16, or 4 with adapters (adapter_rank above 0), got {self.base_bits}"
+            )
         if self.experts_per_token > self.experts:
             raise ConfigError(
                 f"experts_per_token of the model must be at most its {self.experts} experts, got {self.experts_per_token}"
@@ -133,7 +142,7 @@ class ModelShape:
     @property
     def is_whole(self) -> bool:
         """True if tensor parallelism does not divide some of the model's matrices."""
-        return bool(self.kv_rank or self.experts)
+        return bool(self.kv_rank or self.experts or self.adapter_rank)
 
     @property
     def active_ffn(self) -> int:
@@ -173,6 +182,15 @@ class ModelShape:
             return (self.hidden, query + key + value), out
         expanded = key - self.kv_heads * self.rotary_size + value
         return (self.query_rank or self.hidden, query), (self.kv_rank, expanded), out
+
+    @property
+    def block_matrices(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of each matrix of a block without experts, queries, keys and values apart."""
+        heads = self.head_matrices
+        if not self.kv_rank:
+            heads = (*((self.hidden, size) for size in self.attention_sizes), heads[-1])
+        ups = [(self.hidden, self.ffn)] * (2 if self.gated else 1)
+        return [*self.latent_matrices, *heads, *ups, (self.ffn, self.hidden)]
 
     @property
     def embedding_parameters(self) -> int:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
-from penstock.plan.explore.rejections import SAME, Reason, Smallest
+from penstock.plan.explore.rejections import Reason, Smallest
 from penstock.plan.explore.search_space import Space
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
+
+_WORTH = 0.01
+"""Share of a step from which a result says not to pipeline."""
 
 
 class SimulatedLayout(NamedTuple):
@@ -59,7 +62,7 @@ class SearchResult:
         """Sentence that says not to pipeline, where no layout with pp above 1 is as quick as the best; empty otherwise."""
         best, others = self.best.layout, self.rejections.get("pp", {})
         nearest = min(others, key=lambda pp: others[pp].slower, default=None)
-        if best.pp > 1 or nearest is None or others[nearest].slower <= SAME:
+        if best.pp > 1 or nearest is None or others[nearest].slower < _WORTH:
             return ""
         named = {
             "FSDP": best.sharding.shard == "weights",
