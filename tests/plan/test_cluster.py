@@ -115,6 +115,22 @@ def test_rates_of_data_sheets_are_medians_of_the_shares_that_fitted_presets_reac
     assert rates["launch"] == share([d.launch for d in devices])
 
 
+@pytest.mark.parametrize(
+    ("name", "like", "bandwidths"), [("h200", "h100", 4.8 / 3.35), ("a100-40gb", "a100-80gb", 1555 / 2039)]
+)
+def test_a_preset_that_is_like_another_has_its_rates_but_for_memory(name: str, like: str, bandwidths: float):
+    one, other = read_cluster(name), read_cluster(like)
+    assert one.name == name
+    assert (one.node, one.network, one.reach, one.overlap) == (
+        other.node,
+        other.network,
+        other.reach,
+        other.overlap,
+    )
+    assert (one.device.matmul, one.device.launch) == (other.device.matmul, other.device.launch)
+    assert one.device.memory_bandwidth == pytest.approx(bandwidths * other.device.memory_bandwidth, rel=5e-3)
+
+
 def test_a_data_sheet_has_links_for_no_more_nodes_than_share_them():
     assert read_cluster("gb200*4x18").devices == 72
     with pytest.raises(ConfigError, match="gb200 has links for 18 nodes, which share NVLink, got 19"):

@@ -81,7 +81,7 @@ _REASONS = 3
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
     help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, shard, window, "
-    "reduce_every, sequence_parallel, split, attention, overlap, dtype, imbalance.",
+    "reduce_every, sequence_parallel, split, attention, overlap, dtype, chunked_loss, imbalance.",
 )  # fmt: skip
 @click.option(
     "--beside", "beside_text", metavar="KEY=VALUE,...",
@@ -270,7 +270,7 @@ def command(
         if today is not None:
             ran["beside"] = today.as_dict()
         if training is not None:
-            ran["training"] = training.as_dict()
+            ran["training"] = training._asdict()
         click.echo(json.dumps(result.as_dict() | ran))
         return
     _show(profile, cluster, result, sequence=sequence, batch=batch, why=why, today=today, training=training)

@@ -150,6 +150,8 @@ def differences(layout: Layout) -> list[str]:
         sentences.append(
             "attention=unfused: the run has fused attention, so it may be faster than predicted."
         )
+    if layout.chunked_loss:
+        sentences.append("chunked_loss=true: penstock train computes whole logits; PipelineTrainer does not.")
     if layout.overlap is False:
         sentences.append("overlap=false: the run reduces gradients during the backward.")
     return sentences

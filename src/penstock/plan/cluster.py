@@ -256,10 +256,10 @@ def read_cluster(text: str | Path) -> Cluster:
     if match := re.fullmatch(r"(.+?)\*([0-9]{1,12})(?:[xX]([0-9]{1,12}))?", name):
         name, counts = match[1], (int(match[2]), int(match[3] or 1))
     if name in PRESETS:
-        source = _shipped(name)
-    elif name in DATA_SHEETS:
+        return _sized_as(_from_table(_preset(name), name), counts)
+    if name in DATA_SHEETS:
         return _of_data_sheet(name, counts)
-    elif name.endswith(".toml") or os.path.exists(name):
+    if name.endswith(".toml") or os.path.exists(name):
         try:
             source = read_bytes(Path(name), _MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -287,14 +287,18 @@ def _sized_as(cluster: Cluster, counts: tuple[int, int] | None) -> Cluster:
     return cluster
 
 
-def _shipped(name: str) -> str:
-    """Return the text of a file of clusters that comes with Penstock."""
-    return (files("penstock.plan") / "clusters" / f"{name}.toml").read_text()
+def _preset(name: str) -> dict[str, Any]:
+    """Return the tables of a file that comes with Penstock; one that is `like` another has the other's values besides."""
+    table = tomllib.loads((files("penstock.plan") / "clusters" / f"{name}.toml").read_text())
+    if other := table.pop("like", None):
+        values = _preset(other)
+        return {**values, **table, "name": name, "device": values["device"] | table["device"]}
+    return table
 
 
 def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
     """Return the cluster of a data sheet, with the shares of its ratings that fitted presets reach."""
-    tables = tomllib.loads(_shipped("datasheets"))
+    tables = _preset("datasheets")
     sheet, rates, links = tables["devices"][name], tables["rates"], tables["links"]
     most = sheet.get("most_nodes")
     if most is not None and counts is not None and counts[1] > most:

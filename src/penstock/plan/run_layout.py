@@ -20,6 +20,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _MOST_IMBALANCE = 1_000_000
 OTHER_NAMES = {
     "attention=fused": "flash flash_attention flash_attn sdpa use_flash_attn",
+    "chunked_loss": "chunked_cross_entropy cut_cross_entropy fused_linear_cross_entropy linear_cross_entropy",
     "cp": "context context_length_parallel context_parallel context_parallel_degree context_parallel_size "
     "cp_degree cp_size ring",
     "dp": "data data_parallel data_parallel_size ddp dp_degree dp_size replicas",
@@ -86,6 +87,7 @@ class Layout:
         attention: "fused" or "unfused" (stores scores); None (default) is the cluster's rule.
         overlap: True if gradients are reduced while the backward runs; None (default) is the cluster's rule.
         dtype: "bf16", "fp16", "fp8" or "fp32"; None (default) is the cluster's.
+        chunked_loss: True if the loss is `LinearCrossEntropy`, which never has whole logits (default False).
         imbalance: rows that go to the experts of the fullest of the `ep` devices, over the mean (default 1: equally many).
     """
 
@@ -106,6 +108,7 @@ class Layout:
     attention: str | None = None
     overlap: bool | None = None
     dtype: str | None = None
+    chunked_loss: bool = False
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class Layout:
                 Sharding(self.shard, self.window, self.reduce_every)
         except ScheduleError as error:
             raise ConfigError(f"layout: {error}") from None
-        for key in ("sequence_parallel", "overlap"):
+        for key in ("sequence_parallel", "chunked_loss", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
                 raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
@@ -246,7 +249,7 @@ def require_key(key: object, value: object = "") -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    if key in ("sequence_parallel", "overlap"):
+    if key in ("sequence_parallel", "chunked_loss", "overlap"):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,10 @@ _DAY, _HOUR = 86400.0, 3600.0
 
 
 class Messages(NamedTuple):
-    """Messages between the ranks of one pipeline in a step.
-
-    Attributes:
-        number: activations and gradients that go from one rank to another.
-        size: their bytes on one device of each rank.
-    """
+    """Activations and gradients that go from one rank of a pipeline to another in a step."""
 
     number: int
-    size: float
+    size: float  # bytes on one device of each rank
 
 
 def messages_of(plan: Prediction) -> Messages:
@@ -73,13 +68,7 @@ def compared_text(today: Prediction, proposed: Prediction) -> str:
 
 
 class Training(NamedTuple):
-    """A training over a number of tokens with one layout.
-
-    Attributes:
-        tokens: tokens of the training.
-        days: days that its steps take.
-        device_hours: hours times devices of the layout.
-    """
+    """Days and hours times devices that a training over a number of tokens takes with one layout."""
 
     tokens: float
     days: float
@@ -110,7 +99,3 @@ class Training(NamedTuple):
             f"{self.tokens:,.0f} tokens take {self.days:,.3g} days{either} and {self.device_hours:,.0f} device hours on "
             f"{plural(plan.layout.devices, 'device')}."
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
-        return self._asdict()

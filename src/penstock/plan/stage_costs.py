@@ -77,6 +77,7 @@ def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) 
         ep=layout.ep,
         imbalance=layout.imbalance,
         cp=layout.cp,
+        chunked_loss=layout.chunked_loss,
     )
 
 

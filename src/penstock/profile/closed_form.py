@@ -60,6 +60,9 @@ class Workload:
     ep: int = 1  # devices that divide the experts
     imbalance: float = 1.0  # rows of experts on the fullest of them, over the mean
     cp: int = 1  # devices that divide the tokens of each sample
+    chunked_loss: bool = (
+        False  # the loss goes through the logits in chunks, and computes their gradients at once
+    )
 
     @property
     def tokens(self) -> int:
@@ -276,6 +279,8 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
     )
     collect = _collectives("gather", value, load) if t > 1 else ()
     spread = _collectives("reduce", value, load) if t > 1 else ()
+    if load.chunked_loss:
+        return _chunked(shape, load, (norm, loss, loss_grad, *collect), (norm, *spread))
     # Inputs of the norm and of the product, and the logits, which the loss casts to 32 bits.
     kept = 2 * shard + 4 * logits
     return LayerCost(
@@ -291,6 +296,34 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
         parameters=shape.hidden * (shape.vocabulary / t + shape.final_norm_weights),
         model_flops=t * load.cp * product.amount,
         recomputes=False,
+    )
+
+
+def _chunked(
+    shape: ModelShape, load: Workload, forward: tuple[DeviceWork, ...], backward: tuple[DeviceWork, ...]
+) -> LayerCost:
+    """Return the cost of the head with `penstock.LinearCrossEntropy`, beside the given works of norm and loss.
+
+    The forward has all three products, chunk by chunk, and the backward scales the gradients that they leave: of the head's
+    input, and in fp32 of its weight.
+    """
+    e, tokens, parts = load.element, load.tokens, 8
+    value, weight = tokens * shape.hidden * e, shape.hidden * shape.vocabulary / load.tp
+    chunk = matmul(tokens / parts, shape.hidden, shape.vocabulary / load.tp)
+    products = chunk._replace(amount=3 * parts * chunk.amount, calls=3 * parts)
+    kept = value / (load.tp if load.sequence_parallel else 1) + value + 4 * weight
+    plain = head_cost(shape, replace(load, chunked_loss=False))
+    return replace(
+        plain,
+        # Each chunk reads and writes the weight's gradient.
+        forward=(*forward, products, DeviceWork("memory", parts * 8 * weight, calls=parts)),
+        input_grad=(*backward, DeviceWork("memory", 2 * value)),
+        weight_grad=(DeviceWork("memory", (8 + 4 + e) * weight, calls=2),),
+        saved_bytes=kept,
+        selective_bytes=kept,
+        waiting_bytes=4 * weight,
+        # The weight's gradient in its own dtype, or a chunk of logits with its gradient in 32 bits.
+        transient_bytes=max(e * weight, (e + 4) * tokens * shape.vocabulary / load.tp / parts),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from penstock.base.counts import plural
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.explore.branch_and_bound import search
@@ -177,26 +176,17 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
     shape, at = profile.shape, plan.layout
     if shape is None or not shape.experts:
         return ""
-    stage = at.replicas * at.tp
-    others = [ep for ep in divisors(gcd(stage, shape.experts)) if ep != at.ep]
-    held = f"ep={at.ep}: a device has {shape.experts // at.ep} of {shape.experts} experts a block"
-    if not others:
-        return f"{held}; over {plural(stage, 'device')} of a stage there is no other choice"
-    return "; ".join((held, *(_with_experts(profile, cluster, plan, ep, sequence, batch) for ep in others)))
-
-
-def _with_experts(
-    profile: Profile, cluster: Cluster, plan: Prediction, ep: int, sequence: int, batch: int
-) -> str:
-    """Return what another ep would change, in words."""
-    try:
-        other = predict(profile, cluster, plan.layout.with_values(ep=ep), sequence=sequence, batch=batch)
-    except PenstockError as error:
-        return f"ep={ep} cannot run ({error})"
-    if not other.fits:
-        return f"ep={ep} needs {size_text(other.peak_bytes)} of {size_text(other.capacity)}"
-    change = other.step_seconds / plan.step_seconds - 1
-    return f"ep={ep} is {abs(change):.1%} {'slower' if change >= 0 else 'quicker'} and needs {size_text(other.peak_bytes)}"
+    texts = [f"ep={at.ep}: a device has {shape.experts // at.ep} of {shape.experts} experts a block"]
+    shard = "optimizer" if at.sharding.comes_and_goes else at.shard  # ep divides weights already
+    for ep in divisors(gcd(at.replicas * at.tp, shape.experts)):
+        if ep == at.ep:
+            continue
+        other = predict(profile, cluster, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch)
+        change = other.step_seconds / plan.step_seconds - 1
+        quicker = f"{abs(change):.1%} {'slower' if change >= 0 else 'quicker'}"
+        fits = "" if other.fits else f", more than {size_text(other.capacity)}"
+        texts.append(f"ep={ep} is {quicker} and needs {size_text(other.peak_bytes)}{fits}")
+    return "; ".join(texts)
 
 
 def _with_links(cluster: Cluster, factor: float) -> Cluster:

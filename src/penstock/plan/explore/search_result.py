@@ -60,9 +60,14 @@ class SearchResult:
     @property
     def without_pipeline(self) -> str:
         """Sentence that says not to pipeline, where no layout with pp above 1 is as quick as the best; empty otherwise."""
-        best, others = self.best.layout, self.rejections.get("pp", {})
+        others = self.rejections.get("pp", {})
         nearest = min(others, key=lambda pp: others[pp].slower, default=None)
-        if best.pp > 1 or nearest is None or others[nearest].slower < _WORTH:
+        if (
+            not self.plans
+            or (best := self.best.layout).pp > 1
+            or nearest is None
+            or others[nearest].slower < _WORTH
+        ):
             return ""
         named = {
             "FSDP": best.sharding.shard == "weights",

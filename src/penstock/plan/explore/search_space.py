@@ -103,6 +103,7 @@ class Space:
                         sequence_parallel=sequence_parallel,
                         split=self.splits[0],
                         imbalance=self.fixed.get("imbalance", 1.0),
+                        chunked_loss=self.fixed.get("chunked_loss", False),
                         **given,
                     )
                     yield Point(layout, share // microbatch)
@@ -360,6 +361,8 @@ def not_compared(space: Space) -> tuple[str, ...]:
             found.append(f"attention={'fused' if unfused else 'unfused'}")
     else:
         found.append(f"tp above 1 (the profile of {profile.name} is for tp=1)")
+    if "chunked_loss" not in fixed and profile.shape is not None:
+        found.append("chunked_loss=true")
     if "overlap" not in fixed:
         found.append(f"overlap={'false' if cluster.overlap else 'true'}")
     shape = profile.shape
