@@ -128,6 +128,15 @@ def test_a_budget_counts_sharded_weights_and_names_the_op_that_exceeds_it():
         check(schedule, budget=Budget(limit=int(least.min()) - 1, **sizes), sharding=kept)
 
 
+def test_with_a_store_a_rank_holds_what_its_window_and_open_backwards_need_and_no_parts():
+    schedule = build_schedule("breadth-first", 1, 4, 4)
+    held = make_residency(schedule, Sharding(store="host", window=1)).held(schedule, 1000, 10, 1)
+    of_stage = {s: held[(schedule.stage == s) & (schedule.kind == Kind.F)] for s in range(3)}
+    assert all((column == 1000).all() for column in of_stage.values())
+    # The stage's own gradient, and that of the stage before it beside its first op.
+    assert held[schedule.kind == Kind.B].tolist() == [1010, 1010, 1010, 1010, *([1020, 1010, 1010, 1010] * 3)]
+
+
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
@@ -136,7 +145,15 @@ def test_a_budget_counts_sharded_weights_and_names_the_op_that_exceeds_it():
             "shard must be one of none, optimizer, gradients, weights, got 'everything'",
         ),
         ({"shard": "weights", "window": 0}, "window must be a number of at least 1"),
-        ({"shard": "gradients", "window": 2}, "window = 2 needs shard = 'weights', and shard is 'gradients'"),
+        (
+            {"shard": "gradients", "window": 2},
+            "window = 2 needs shard = 'weights' or a store, and shard is 'gradients'",
+        ),
+        ({"store": "cloud"}, "store must be one of none, host, disk, got 'cloud'"),
+        (
+            {"store": "disk", "shard": "weights"},
+            "store='disk' keeps .* and shard='weights' divides them over replicas; leave one of them out",
+        ),
         (
             {"shard": "optimizer", "reduce_every": 2},
             "reduce_every = 2 needs shard = 'gradients' or 'weights'",

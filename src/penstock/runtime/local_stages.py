@@ -15,6 +15,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.axis import AxisOptions
 from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.fully_sharded import FullyShardedLayers
+from penstock.parallel.host_store.store import open_store
 from penstock.parallel.participant import Losses, Participant
 from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
@@ -105,9 +106,12 @@ class LocalStages:
         self.ties = Ties(layers_of_stages, placement, own_names)
         seed = settings.random.seed if settings.random is not None else 0
         modules: Modules = {}
+        mesh = None if world is None or world.mesh is None else world.mesh.shape
+        self.store = open_store(options.sharding, mesh, settings, compile, self.ties.over_stages)
+        make = StageModule if self.store is None else self.store.build
 
         def build() -> None:
-            modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
+            modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed, make))
             require_own_axes(modules, world, self.schedule)
 
         run_each(build, partial(world.gather, over="run") if world is not None else None)
@@ -296,14 +300,13 @@ class LocalStages:
         scale: GradientScale | None,
     ) -> Executor:
         """Return a rank's executor."""
-        if isinstance(self.replica_reduction, ResidentReduction):
-            program = replace(
-                program, residency=make_residency(program.schedule, self.replica_reduction.sharding)
-            )
+        if self.store is not None or isinstance(self.replica_reduction, ResidentReduction):
+            program = replace(program, residency=make_residency(program.schedule, self._options.sharding))
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         # See `Executor` for the reasons of the order.
         around: list[Participant] = [] if scale is None or not trains else [scale]
         around += [] if self.replica_reduction is None else [self.replica_reduction]
+        around += [] if self.store is None else [self.store.participant(rank, self._of_rank(rank))]
         within: list[Participant] = []
         if trains and self.shared_groups[rank] and channel is not None:
             tags = program.tags + 1  # the tag before belongs to the end of the step
@@ -322,6 +325,7 @@ def build_modules(
     local_ranks: Sequence[int],
     device: torch.device | None,
     seed: int,
+    make: Callable[[Sequence[Layer], torch.device | None, int], StageModule],
 ) -> Modules:
     """Build the stages of this process's ranks, each once.
 
@@ -333,7 +337,7 @@ def build_modules(
         for rank in here:
             first = modules.get((here[0], stage))
             modules[rank, stage] = (
-                StageModule(layers_of_stages[stage], device, seed) if first is None else alias(first)
+                make(layers_of_stages[stage], device, seed) if first is None else alias(first)
             )
     return modules
 

@@ -9,7 +9,7 @@ from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.parallel.replicas.layout import BUCKET_BYTES
 from penstock.runtime.health.hang import FIRST_TIMEOUT, require_timeout
-from penstock.schedule.residency import Shard, Sharding
+from penstock.schedule.residency import Shard, Sharding, Store
 
 BufferRule = Literal["refuse", "mean", "first"]
 COMPILED = ("none", "block", "stage")
@@ -33,9 +33,13 @@ class ParallelOptions:
         shard: what replicas divide: "none" (default), the "optimizer" state (ZeRO-1), also the "gradients" (ZeRO-2), or also
             the "weights" (ZeRO-3), which are then gathered before the ops that read them. It begins with the
             `PipelineOptimizer`. See `penstock.schedule.residency.Sharding`, also for the next two.
-        window: with shard="weights", stages whose weights a rank may hold at once; None (default) for all of the rank.
-        reduce_every: with shard="gradients" or "weights", microbatches whose gradients are added up before they are summed
-            over the replicas; None (default) for all of the step.
+        window: with shard="weights" or a store, stages whose weights a rank may hold at once; None (default) for all of the
+            rank.
+        reduce_every: with shard="gradients" or "weights", or a store, microbatches whose gradients are added up before they
+            are summed over the replicas or go to the store; None (default) for all of the step.
+        store: where weights are while no op reads them: on the device ("none", default), in "host" memory, or on "disk", in
+            files of the folder for temporary files (TMPDIR). Gradients and the optimizer's update are there, too. See
+            `penstock.parallel.host_store`.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -49,6 +53,7 @@ class ParallelOptions:
     shard: Shard = "none"
     window: int | None = None
     reduce_every: int | None = None
+    store: Store = "none"
 
     def __post_init__(self) -> None:
         if not is_count(self.bucket_bytes):
@@ -66,8 +71,8 @@ class ParallelOptions:
 
     @property
     def sharding(self) -> Sharding:
-        """The choices of `shard`, `window` and `reduce_every`."""
-        return Sharding(self.shard, self.window, self.reduce_every)
+        """The choices of `shard`, `window`, `reduce_every` and `store`."""
+        return Sharding(self.shard, self.window, self.reduce_every, self.store)
 
 
 @dataclass(frozen=True, kw_only=True)

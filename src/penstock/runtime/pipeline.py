@@ -205,7 +205,7 @@ class Pipeline(PipelineModel):
         layer_check = self._make_layer_check(layers_of_stages, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
         self._local = self._build(program, layers_of_stages, loss.function, settings, own_names)
-        self.stages = self._local.stages_by_number
+        self.stages, self.store = self._local.stages_by_number, self._local.store
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         parameters = self._make_parameters(own_names)
         self._engine = self._make_engine(partial(program_for, self.schedule, schedule, virtual_stages))

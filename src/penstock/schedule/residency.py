@@ -1,4 +1,4 @@
-"""When a rank holds the weights and gradients of its stages in full, if they are sharded over replicas.
+"""When a rank holds the weights and gradients of its stages in full, if they are sharded over replicas, or in a store.
 
 Each of d replicas of a rank keeps 1/d of every weight and every summed gradient (ZeRO stages 2 and 3, 1910.02054, sections
 5.2 and 5.3). Three operations make the rest come and go, by the names that ``torch.distributed.pipelining`` gives them:
@@ -6,6 +6,9 @@ Each of d replicas of a rank keeps 1/d of every weight and every summed gradient
     UNSHARD      gather a stage's weights from all replicas
     RESHARD      drop all of them but the replica's own part
     REDUCE_GRAD  sum a stage's gradients over the replicas, and drop all of the sums but the replica's own part
+
+With a store, a rank keeps no part: UNSHARD copies the weights from host memory or a disk, and REDUCE_GRAD moves the
+gradients there.
 
 They follow from the ops of a schedule and from three choices. `window` is the number of stages that a rank may hold at once.
 A stage stays from one op that reads its weights to the next one that does, unless others need its place; then the one goes
@@ -38,19 +41,25 @@ from penstock.schedule.schedule import Schedule
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 """Kinds of sharding over replicas; each also divides what the one before it does."""
 
+Store = Literal["none", "host", "disk"]
+"""Where a rank keeps weights that no op reads: on its device, in host memory, or in files."""
+
 _READS_WEIGHTS = (Kind.F, Kind.B, Kind.I, Kind.R)
 _ENDS = (Kind.B, Kind.W)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Choice of what replicas divide, and how long a rank holds it in full.
+    """Choice of what replicas divide or a store keeps, and how long a rank holds it in full.
 
     Args:
         shard: "none" (default), "optimizer" (ZeRO-1), "gradients" (ZeRO-2) or "weights" (ZeRO-3).
-        window: stages whose weights a rank may hold at once, with shard="weights"; None (default) for all of the rank.
+        window: stages whose weights a rank may hold at once, with shard="weights" or a store; None (default) for all of the
+            rank.
         reduce_every: microbatches whose gradients are added up before they are summed over the replicas, with
-            shard="gradients" or "weights"; None (default) for all of the step.
+            shard="gradients" or "weights", or go to a store; None (default) for all of the step.
+        store: where weights are while no op reads them, and gradients once they are added up: "none" (default), "host" or
+            "disk".
 
     Raises:
         ScheduleError: if a value is not allowed, or is given where it has no meaning.
@@ -59,11 +68,20 @@ class Sharding:
     shard: Shard = "none"
     window: int | None = None
     reduce_every: int | None = None
+    store: Store = "none"
 
     def __post_init__(self) -> None:
-        if self.shard not in get_args(Shard):
-            allowed = ", ".join(get_args(Shard))
-            raise ScheduleError(f"shard must be one of {allowed}, got {self.shard!r}")
+        for choice, chosen, kinds in (
+            ("shard", self.shard, get_args(Shard)),
+            ("store", self.store, get_args(Store)),
+        ):
+            if chosen not in kinds:
+                raise ScheduleError(f"{choice} must be one of {', '.join(kinds)}, got {chosen!r}")
+        if self.stored and self.shard != "none":
+            raise ScheduleError(
+                f"store={self.store!r} keeps weights and gradients whole, and shard={self.shard!r} divides them over "
+                "replicas; leave one of them out"
+            )
         for name, value, needs in (
             ("window", self.window, ("weights",)),
             ("reduce_every", self.reduce_every, ("gradients", "weights")),
@@ -72,15 +90,25 @@ class Sharding:
                 continue
             if not is_count(value):
                 raise ScheduleError(f"{name} must be a number of at least 1, or None, got {value!r}")
-            if self.shard not in needs:
+            if self.shard not in needs and not self.stored:
                 raise ScheduleError(
-                    f"{name} = {value} needs shard = {' or '.join(map(repr, needs))}, and shard is {self.shard!r}"
+                    f"{name} = {value} needs shard = {' or '.join(map(repr, needs))} or a store, and shard is {self.shard!r}"
                 )
+
+    @property
+    def stored(self) -> bool:
+        """True if weights and gradients are kept in a store."""
+        return self.store != "none"
+
+    @property
+    def weights_come_and_go(self) -> bool:
+        """True if weights are held in full for a part of a step only."""
+        return self.shard == "weights" or self.stored
 
     @property
     def comes_and_goes(self) -> bool:
         """True if weights or gradients are held in full for a part of a step only."""
-        return self.shard in ("gradients", "weights")
+        return self.shard in ("gradients", "weights") or self.stored
 
 
 class Run(NamedTuple):
@@ -114,8 +142,9 @@ class Residency:
     def summary(self) -> str:
         """Return how often ranks gather and reduce in a step, as a sentence."""
         reductions = [len(each) for each in self.reductions]
-        text = f"gradients sharded: at most {plural(max(reductions), 'reduction')} a rank and step"
-        if self.sharding.shard != "weights":
+        how = f"in a store ({self.sharding.store})" if self.sharding.stored else "sharded"
+        text = f"gradients {how}: at most {plural(max(reductions), 'reduction')} a rank and step"
+        if not self.sharding.weights_come_and_go:
             return text
         return f"weights and {text}, and {plural(max(map(len, self.runs)), 'gather')} of a stage"
 
@@ -138,7 +167,8 @@ class Residency:
 
         A rank holds its part of all its weights, and all weights of stages that are gathered. It holds its part of the
         gradients that were reduced in the step, and all gradients of stages that have begun a backward since they were
-        reduced last. A reduction runs beside the rank's next op, and its gradients go after that op.
+        reduced last. A reduction runs beside the rank's next op, and its gradients go after that op. With a store, a rank
+        holds no parts.
 
         Args:
             weights, gradients: bytes of each stage, one number or one per stage.
@@ -151,15 +181,16 @@ class Residency:
         for rank, stages in enumerate(schedule.placement.stages_of):
             rows = schedule.rows(rank)
             always = int(weight[list(stages)].sum())
-            if self.sharding.shard == "weights":
-                always = int((-(-weight[list(stages)] // replicas)).sum())
+            if self.sharding.weights_come_and_go:
+                parts = -(-weight[list(stages)] // replicas)
+                always = 0 if self.sharding.stored else int(parts.sum())
                 for run in self.runs[rank]:
                     change[run.gathered] += weight[run.stage]
                     change[run.last + 1] -= weight[run.stage]
             for stage, first, last, begins in self._open(schedule, rank):
                 change[first] += gradient[stage]
                 change[last + 1] -= gradient[stage]
-                if begins:
+                if begins and not self.sharding.stored:
                     change[last + 1] += -(-gradient[stage] // replicas)
             total[rows] = always + np.cumsum(change[rows])
             change[rows.stop] = 0  # the next rank begins with nothing
@@ -203,14 +234,14 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     if schedule.placement.has_copies:
         raise ScheduleError(
             f"{schedule.name} has copies of stages, whose gradients are complete together only; use shard='optimizer' or "
-            "'none', or a schedule that has each stage once"
+            "'none' and no store, or a schedule that has each stage once"
         )
     ranks = range(schedule.ranks)
     trains = bool((schedule.kind != Kind.F).any())
     return Residency(
         sharding,
         tuple(
-            tuple(_runs(schedule, rank, sharding.window)) if sharding.shard == "weights" else ()
+            tuple(_runs(schedule, rank, sharding.window)) if sharding.weights_come_and_go else ()
             for rank in ranks
         ),
         tuple(

@@ -177,6 +177,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         def build_all() -> None:
             for rank, of_rank in updated.items():
                 self._optimizers[rank] = build(optimizer, self.main_weights[rank], of_rank, options, defaults)
+                if pipe.store is not None:
+                    pipe.store.prepare_update(self._optimizers[rank])
 
         run_each(build_all, gather)
         self._require_together(across, [chosen.get("optimizer", optimizer) for chosen in options])
@@ -308,7 +310,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self.shards is not None:
             self.shards.written()
         main.lend_gradients()
-        self._optimizers[rank].step()
+        optimizer, store = self._optimizers[rank], self.pipe.store
+        optimizer.step() if store is None else store.update(optimizer)
         main.round_into_parameters()
         if self.shards is not None:
             self.shards.collect()

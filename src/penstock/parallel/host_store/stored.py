@@ -1,0 +1,178 @@
+"""A parameter in a store: its values at home and on the device, and its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import PenstockError
+from penstock.parallel.dtensor import dense_strides, gradient_dtype
+from penstock.parallel.host_store.memory import HostMemory
+from penstock.parallel.replicas.bucket import ReductionStream
+
+
+class StoredParameter:
+    """A parameter of one stage, whose home is in a store.
+
+    Args:
+        device: device whose ops read it.
+
+    Attributes:
+        home: its values between two steps.
+        storage: number of the memory of its values on the device, which stays when they go and come again.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, memory: HostMemory, device: torch.device) -> None:
+        self.name, self.parameter = name, parameter
+        self._memory = memory
+        given = parameter.detach()
+        dense = given if dense_strides(given) is not None else given.contiguous()
+        self.home = memory.home(dense)
+        parameter.data = self.home
+        # A view of flat memory, for sums over its bits.
+        self._flat = torch.empty(given.numel(), dtype=given.dtype, device=device)
+        self._values = self._flat.as_strided(dense.shape, dense.stride())
+        self.storage: int = self._flat.untyped_storage()._cdata
+        self._free()
+        marked = given.is_floating_point() or given.is_complex()
+        self._absent = torch.full((), float("nan") if marked else 0, dtype=given.dtype, device=device)
+        self.resident = False
+        self._version = 0
+        self._bits: Tensor | None = None  # sum of the values' bits when they came
+        self._differences: list[Tensor] = []  # by stay, how the sum has changed
+        self._gradient: Tensor | None = None  # the sums at home
+        self._room: Tensor | None = None  # memory for them
+        self._leaving: Tensor | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient, which is 0 if it is frozen."""
+        dtype = gradient_dtype(self.parameter)
+        return self.home.numel() * dtype.itemsize if self.parameter.requires_grad else 0
+
+    def allocate(self) -> None:
+        """Have room at home for the gradient, in the dtype that it has now.
+
+        Raises:
+            ConfigError: if a disk is full.
+        """
+        dtype = gradient_dtype(self.parameter)
+        if not self.parameter.requires_grad or (self._room is not None and self._room.dtype == dtype):
+            return
+        if self._memory.on_disk or self._values.is_cuda:
+            self._room = self._memory.empty(self.home.numel(), dtype).as_strided(
+                self.home.shape, self.home.stride()
+            )
+
+    def begin(self) -> None:
+        """Begin a step: take over what was written into the parameter and its gradient since the last one.
+
+        Raises:
+            PenstockError: if the parameter was given other memory that does not fit, as by ``module.to(torch.bfloat16)``.
+        """
+        parameter, home = self.parameter, self.home
+        given = parameter.detach()
+        if given.numel() and given.data_ptr() != home.data_ptr():
+            if (given.shape, given.dtype) != (home.shape, home.dtype):
+                raise PenstockError(
+                    f"parameter {self.name} was {home.dtype} of shape {tuple(home.shape)} when the pipeline put it into its "
+                    f"store, and was made {given.dtype} of shape {tuple(given.shape)}; do that before the Pipeline is built"
+                )
+            home.copy_(given)
+        self.allocate()
+        self._gradient, parameter.grad = parameter.grad, None
+        parameter.data = self._absent.expand(home.shape)
+        self._differences.clear()
+
+    def fetch(self, stream: ReductionStream) -> None:
+        """Start to copy the values to the device."""
+        if self.resident:
+            return
+        self.resident = True
+        self._flat.untyped_storage().resize_(self._flat.nbytes)
+        self.parameter.data = self._values
+        self._version = self.parameter._version
+        stream.wait_for(self._flat, [stream.compute_stream()])
+        with stream.use():
+            self._values.copy_(self.home, non_blocking=True)
+            self._bits = _bits_of(self._flat)
+
+    def drop(self) -> None:
+        """Drop the values on the device; a write that torch counts goes home first."""
+        if not self.resident:
+            return
+        self.resident = False
+        assert self._bits is not None, "it was fetched"
+        if self.parameter._version != self._version:
+            self.home.copy_(self.parameter.detach())
+        else:
+            moved = self.parameter.numel() and self.parameter.data_ptr() != self._values.data_ptr()
+            self._differences.append(self._bits * 0 + 1 if moved else _bits_of(self._flat) - self._bits)
+        self.parameter.data = self._absent.expand(self.home.shape)
+        self._free()
+
+    def _free(self) -> None:
+        self._flat.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Give the parameter the sums at home back, to which a backward adds."""
+        parameter = self.parameter
+        if parameter.grad is None and self._gradient is not None and parameter.requires_grad:
+            kept = self._gradient is self._room or self._gradient.device != self._flat.device
+            parameter.grad = self._gradient.to(self._flat.device, copy=True) if kept else self._gradient
+
+    def send_gradient(self, stream: ReductionStream) -> None:
+        """Start to move the gradient home."""
+        grad = self.parameter.grad
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise PenstockError(
+                f"parameter {self.name} got a sparse gradient, and a store keeps dense ones only; make its layer with "
+                "sparse=False (nn.Embedding), or leave the store out"
+            )
+        self._leaving, self.parameter.grad, self._gradient = grad, None, self._room
+        if self._gradient is None:  # the device's memory is the host's
+            self._gradient = grad
+            return
+        stream.wait_for(grad, [stream.compute_stream()])
+        with stream.use():
+            self._gradient.copy_(grad, non_blocking=True)
+
+    def settle(self) -> None:
+        """Let the device's memory of a gradient that has gone home go."""
+        self._leaving = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of values and gradients on the device, within a step."""
+        grads = {id(g): g.nbytes for g in (self.parameter.grad, self._leaving) if g is not None}
+        return self._flat.untyped_storage().nbytes() + sum(grads.values())
+
+    def end(self, keeps: bool) -> None:
+        """End a step: the parameter is its home again.
+
+        Args:
+            keeps: whether it has the sums at home as its gradient; otherwise it has none.
+        """
+        self.settle()
+        self.parameter.grad = None  # of the device, and it may be another one
+        self.resident = False
+        self.parameter.data = self.home
+        self.parameter.grad = self._gradient if keeps else None
+        self._gradient = None
+        self._free()
+
+    def require_unwritten(self) -> None:
+        """Raise if something wrote into the values on the device in a way that torch does not count."""
+        if any(bool(difference) for difference in self._differences):
+            raise PenstockError(
+                f"parameter {self.name} was written through .data in the middle of a step, which a store does not keep; "
+                "write within torch.no_grad() without .data, or between two steps. No weight was changed"
+            )
+
+
+def _bits_of(flat: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as whole numbers, 0-d, int64; its order does not matter."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.dtype.itemsize, torch.int64)
+    return flat.view(whole).sum(dtype=torch.int64)
