@@ -26,19 +26,19 @@ class HostMemory:
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
-        self._promised = 0
+        self._needed: dict[str, int] = {}
 
     def require(self, size: int, what: str) -> None:
-        """Promise a number of bytes more.
+        """Require room for something that is not there yet.
 
         Raises:
-            ConfigError: if there is not as much memory for all that was promised.
+            ConfigError: if there is no room for this, or for all that was required so far.
         """
-        self._promised += size
-        here = memory()
-        if here is not None and self._promised > here.available:
+        self._needed[what] = size
+        here, needed = memory(), sum(self._needed.values())
+        if here is not None and needed > here.available:
             raise ConfigError(
-                f"store='host' needs {self._promised:,} bytes of host memory beside the weights, up to {what}, and "
+                f"store='host' needs {needed:,} bytes of host memory beside the weights, {size:,} of them for {what}, and "
                 f"{here.available:,} are available; use store='disk', or more processes on other hosts"
             )
 

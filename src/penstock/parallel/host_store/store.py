@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Store:
         self._device = torch.device("cpu")
         self._by_id: dict[int, StoredParameter] = {}
         self._participants: dict[int, StoreParticipant] = {}
-        self._update = PartedUpdate(self._memory) if isinstance(self._memory, DiskMemory) else None
+        self._update = PartedUpdate()
 
     def build(self, layers: Sequence[Layer], device: torch.device | None, seed: int) -> StageModule:
         """Build a stage, and move its weights home: at no time are those of two stages in memory, if layers are functions.
@@ -63,12 +63,9 @@ class Store:
         if memory.on_disk:
             size = sum(p.nbytes * (2 if p.requires_grad else 1) for _, p in new)
             memory.require(size, f"the weights and gradients of {', '.join(module.names)}")
-        for name, parameter in new:
-            stored = self._by_id[id(parameter)] = StoredParameter(name, parameter, memory, self._device)
-            if memory.on_disk:
-                stored.allocate()
-            else:
-                memory.require(stored.gradient_bytes, f"the gradient of {name}")
+        stored = {id(p): StoredParameter(name, p, memory, self._device) for name, p in new}
+        self._require_gradients(stored.values())
+        self._by_id |= stored
         return module
 
     def participant(self, rank: int, modules: Mapping[int, StageModule]) -> StoreParticipant:
@@ -83,20 +80,25 @@ class Store:
         return self._participants[rank]
 
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have room for what an optimizer will keep for each weight.
+        """Have room for gradients, which may have another dtype now, and for what an optimizer will keep for each weight.
 
         Raises:
-            ConfigError: if a disk has none.
+            ConfigError: if there is none.
         """
-        if self._update is not None:
-            self._update.prepare(optimizer)
+        assert self._memory is not None, "stages were built"
+        self._require_gradients(self._by_id.values())
+        self._update.prepare(optimizer, self._memory)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer update the weights at home."""
-        if self._update is not None:
-            self._update.step(optimizer)
-        else:
-            optimizer.step()
+        self._update.step(optimizer)
+
+    def _require_gradients(self, stored: Iterable[StoredParameter]) -> None:
+        assert self._memory is not None, "stages were built"
+        for each in stored:
+            if not self._memory.on_disk:
+                self._memory.require(each.gradient_bytes, f"the gradient of {each.name}")
+            each.allocate()
 
 
 def open_store(

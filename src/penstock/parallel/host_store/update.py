@@ -7,13 +7,14 @@ allocated before anything is updated: a full disk is an error at the start, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.host_store.memory import DiskMemory
+from penstock.parallel.host_store.memory import HostMemory
 
 _PART_BYTES = 64 << 20
 """Bytes of weights that are updated together, unless one has more."""
@@ -22,13 +23,13 @@ _PART_BYTES = 64 << 20
 class PartedUpdate:
     """Updates of weights whose moments are in files."""
 
-    def __init__(self, memory: DiskMemory) -> None:
-        self._memory = memory
-        self._rooms: dict[
-            tuple[int, str], Tensor
-        ] = {}  # by number of a weight, and key of what is kept for it
+    def __init__(self) -> None:
+        # By optimizer: by number of a weight, and key of what is kept for it.
+        self._rooms: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, str], Tensor]] = (
+            WeakKeyDictionary()
+        )
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, memory: HostMemory) -> None:
         """Have room for what torch's own optimizers keep; what others keep stays in host memory."""
         kept = [
             (id(p), key, p, dtype)
@@ -40,18 +41,20 @@ class PartedUpdate:
             for key, dtype in _kept(made, group, p).items()
         ]
         size = sum(p.numel() * dtype.itemsize for _, _, p, dtype in kept)
-        self._memory.require(size, f"the moments of {type(optimizer).__name__}")
-        self._rooms = {
-            (number, key): self._memory.empty(p.numel(), dtype).as_strided(p.shape, p.stride())
-            for number, key, p, dtype in kept
-        }
+        memory.require(size, "what the optimizer keeps")
+        if memory.on_disk:
+            self._rooms[optimizer] = {
+                (number, key): memory.empty(p.numel(), dtype).as_strided(p.shape, p.stride())
+                for number, key, p, dtype in kept
+            }
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the weights that have gradients."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not all(map(_is_torchs, _parts_of(optimizer))):
+        rooms = self._rooms.get(optimizer)
+        if not rooms or not all(map(_is_torchs, _parts_of(optimizer))):
             optimizer.step()
             return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
@@ -61,16 +64,17 @@ class PartedUpdate:
             optimizer.step()
             for p, _ in part:
                 p.grad = None
-                self._move(p, optimizer.state.get(p, {}))
+                _move(p, optimizer.state.get(p, {}), rooms)
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
 
-    def _move(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Move what is kept for a weight to its files, if it is not there."""
-        for key, value in state.items():
-            room = self._rooms.get((id(parameter), key))
-            if room is not None and value is not room:
-                state[key] = room.copy_(value)
+
+def _move(parameter: Tensor, state: dict[str, Any], rooms: Mapping[tuple[int, str], Tensor]) -> None:
+    """Move what is kept for a weight to its files, if it is not there."""
+    for key, value in state.items():
+        room = rooms.get((id(parameter), key))
+        if room is not None and value is not room:
+            state[key] = room.copy_(value)
 
 
 def _cut(pairs: list[tuple[Tensor, Tensor | None]]) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
