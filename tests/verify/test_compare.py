@@ -387,6 +387,42 @@ def test_the_recording_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert files.read(tmp_path / "run").cut_off
 
 
+def test_what_is_around_the_first_difference_is_told(reference: Path, tmp_path: Path):
+    def spoils(at: set[int]) -> Callable[[nn.Module, torch.Tensor, int], None]:
+        def loop(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+            for n, part in enumerate(ids.chunk(MICROBATCHES)):
+                with torch.no_grad():
+                    model.blocks[2].up.bias.add_(float(n in at))
+                (loss_of(model(part), part) / MICROBATCHES).backward()
+                with torch.no_grad():
+                    model.blocks[2].up.bias.sub_(float(n in at))
+
+        return loop
+
+    plain(tmp_path / "some", spoils({1, 3}))
+    first = penstock.compare(reference, tmp_path / "some")
+    assert first.around == ["before it, blocks.2.norm, output agrees", "of 4 microbatches it differs in 1, 3"]
+    assert str(first).splitlines()[1] == "  " + "; ".join(first.around)
+    plain(tmp_path / "all", spoils({0, 1, 2, 3}))
+    assert penstock.compare(reference, tmp_path / "all").around[1] == "of 4 microbatches it differs in all"
+
+
+def test_parameters_that_lack_the_same_are_named_together(reference: Path, tmp_path: Path):
+    def loses(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        for n, part in enumerate(ids.chunk(MICROBATCHES)):
+            (loss_of(model(part), part) / MICROBATCHES).backward()
+            if n == 0:
+                model.blocks[1].zero_grad()
+
+    plain(tmp_path / "run", loses)
+    found = penstock.compare(reference, tmp_path / "run")
+    assert found.first is not None
+    assert "lacks what microbatch 0 gives" in found.first.what
+    names = {f"blocks.1.{name}" for name, _ in make().blocks[1].named_parameters()}
+    assert {found.first.key.name, *found.alike} == names
+    assert found.around[-1].startswith("the same holds for blocks.1.")
+
+
 def test_kept_values_tell_the_number_that_differs_most(tmp_path: Path):
     def recorded(name: str, change: float, tensors: str | None) -> Path:
         model = make()
@@ -442,10 +478,10 @@ def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path:
     assert re.match(
         r"step 1, microbatch 0: head, gradient of its output, is 0.5 of the reference's", done.output
     )
-    assert len(done.output.splitlines()) == 1
+    assert done.output.splitlines()[1:] == ["  of 4 microbatches it differs in all"]
     everything = CliRunner().invoke(group, [*words, "--all"]).output.splitlines()
     table = json.loads(CliRunner().invoke(group, [*words, "--json"]).output)
-    assert len(everything) == len(table["differences"]) > 100
+    assert len(everything) - 1 == len(table["differences"]) > 100
     assert table["differences"][0]["name"] == "head"
     assert (table["good"], table["rounded"]) == (False, 0)
     same = CliRunner().invoke(group, ["compare", str(reference), str(reference)])

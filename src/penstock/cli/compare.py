@@ -71,6 +71,7 @@ def command(
             "same": found.same,
             "rounded": found.rounded,
             "before": found.before,
+            "around": found.around,
             "differences": [_table(one) for one in found.differences],
             "notes": found.notes,
         }

@@ -17,7 +17,15 @@ from penstock.base.errors import ConfigError, DataError
 from penstock.recordings.bounds import Bounds
 from penstock.recordings.files import Entry, Key, Kind, Recording, kept_values, read
 from penstock.recordings.fingerprint import Fingerprint, divided
-from penstock.recordings.likeness import describe, difference, distance, factor_in_words, fit, size_of
+from penstock.recordings.likeness import (
+    describe,
+    difference,
+    distance,
+    factor_in_words,
+    fit,
+    size_of,
+    sums_in_words,
+)
 
 Verdict = Literal["same", "rounded", "different"]
 
@@ -57,11 +65,13 @@ class Comparison:
         differences: all differences in the order of computation; what follows from the first differs, too.
         notes: what could not be compared, a line each.
         verdicts: place of each tensor that was compared, in the order of computation → "same", "rounded" or "different".
+        alike: names of other parameters whose gradients lack, or have twice, what the first one's does.
     """
 
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     verdicts: dict[Key, Verdict] = field(default_factory=dict)
+    alike: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> int:
@@ -82,6 +92,26 @@ class Comparison:
         return sum(each == verdict for each in self.verdicts.values())
 
     @property
+    def around(self) -> list[str]:
+        """Facts around the first difference: the tensor before it, other microbatches, parameters like it."""
+        return [] if self.first is None else list(self._around(self.first.key))
+
+    def _around(self, key: Key) -> Iterator[str]:
+        beside = [
+            k for k in self.verdicts if (k.step, k.kind, k.microbatch) == (key.step, key.kind, key.microbatch)
+        ]
+        at = beside.index(key) if key in beside else 0
+        if key.microbatch >= 0 and at and self.verdicts[beside[at - 1]] != "different":
+            yield f"before it, {beside[at - 1].place} agrees"
+        same = [k for k in self.verdicts if replace(k, microbatch=key.microbatch) == key]
+        if key.microbatch >= 0 and len(same) > 1:
+            wrong = [k.microbatch for k in same if self.verdicts[k] == "different"]
+            which = "all" if len(wrong) == len(same) else _few(sorted(wrong))
+            yield f"of {len(same)} microbatches it differs in {which}"
+        if self.alike:
+            yield f"the same holds for {_few(self.alike)}"
+
+    @property
     def first(self) -> Difference | None:
         """The first difference in the order of computation; None if there is none."""
         return self.differences[0] if self.differences else None
@@ -96,6 +126,8 @@ class Comparison:
             others = len(self.differences) - 1
             after = f"; {others} after it differ, too" if others else ""
             lines = [f"{self.first}; {self.before} tensors before it agree{after}"]
+            if self.around:
+                lines.append("  " + "; ".join(self.around))
         else:
             bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
             rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
@@ -182,6 +214,7 @@ class _Compared:
                 found.verdicts[key] = judged
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
+        self._look_for_gradients_like_the_first()
         if self._parts:
             parts = _few(sorted(self._parts))
             found.notes.append(
@@ -238,6 +271,20 @@ class _Compared:
             )
             self._found.differences.insert(0, Difference(outer, _MISSING, float("inf"), 0.0))
             self._found.verdicts[outer] = "different"
+
+    def _look_for_gradients_like_the_first(self) -> None:
+        """Find the parameters whose gradients lack, or have twice, the same microbatch's."""
+        first = self._found.first
+        if first is None or first.key.kind != Kind.GRADIENT:
+            return
+        words = {
+            d.key.name: sums_in_words(d.key, q, self._reference.whole)
+            for d in self._found.differences
+            if (d.key.step, d.key.kind) == (first.key.step, Kind.GRADIENT)
+            and (q := self._run.whole.get(d.key)) is not None
+        }
+        own = words.pop(first.key.name, "")
+        self._found.alike = [name for name, text in words.items() if own and text == own]
 
     def _factor(self, key: Key) -> float | None:
         """Return the factor by which a gradient is a multiple of the reference's; None if it is none."""

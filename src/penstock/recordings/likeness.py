@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import hypot, sqrt
 
@@ -60,7 +60,7 @@ def describe(
         return f"has the values that the reference has in {same}"
     likely = [
         factor_in_words(found.projections, reference.projections),
-        *_as_sums(key, found, others),
+        sums_in_words(key, found, others),
         _multiple_of_another(key, found, others),
     ]
     what = next((words for words in likely if words), "")
@@ -111,24 +111,25 @@ def _multiple_of_another(key: Key, found: Fingerprint, others: Mapping[Key, Fing
     return ""
 
 
-def _as_sums(key: Key, found: Fingerprint, others: Mapping[Key, Fingerprint]) -> Iterator[str]:
-    """Yield whether a gradient is the sum of the microbatches' without one, or with one twice."""
+def sums_in_words(key: Key, found: Fingerprint, others: Mapping[Key, Fingerprint]) -> str:
+    """Tell if a gradient is the sum of the microbatches' without one, or with one twice; empty if it is neither."""
     if key.kind != Kind.GRADIENT:
-        return
+        return ""
     shares = {
         other.microbatch: of.projections
         for other, of in others.items()
         if (other.step, other.kind, other.name) == (key.step, Kind.SHARE, key.name)
     }
     if len(shares) < 2:
-        return
+        return ""
     total = [sum(values) for values in zip(*shares.values(), strict=True)]
     for microbatch, share in shares.items():
         for sign, words in ((-1, "lacks what {} gives"), (1, "has what {} gives twice")):
             if fit(found.projections, [t + sign * s for t, s in zip(total, share, strict=True)]) is not None:
-                yield words.format(f"microbatch {microbatch}")
+                return words.format(f"microbatch {microbatch}")
         if fit(found.projections, share) is not None:
-            yield f"is what microbatch {microbatch} alone gives"
+            return f"is what microbatch {microbatch} alone gives"
+    return ""
 
 
 def _where(found: Fingerprint, reference: Fingerprint, allowed: float) -> str:
