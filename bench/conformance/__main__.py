@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def measure(options: argparse.Namespace) -> Figures:
     yield f"{'':39} {'from':19} {'orders':>6} {'refused':>7} {'proved':>6} {'same bits':>9} {'to rounding':>11} {'WRONG':>5}"
     with tempfile.TemporaryDirectory() as folder:
         for project in chain.from_iterable(found.projects(options.quick) for found in FROM):
-            outcomes = {order.name: judge(order, Path(folder) / "theirs.csv") for order in project.orders}
-            words = Counter(outcome.word for outcome in outcomes.values())
+            outcomes = [(order.name, judge(order, Path(folder) / "theirs.csv")) for order in project.orders]
+            words = Counter(outcome.word for _, outcome in outcomes)
             row = {
                 "orders": len(outcomes), "refused": words["refused"], "proved": words["bits"] + words["rounding"],
                 "bits": words["bits"], "rounding": words["rounding"], "wrong": words["WRONG"],
@@ -53,10 +53,10 @@ def measure(options: argparse.Namespace) -> Figures:
     return {"rows": rows, "reasons": reasons}
 
 
-def reasons_of(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+def reasons_of(outcomes: Iterable[tuple[str, Outcome]]) -> Iterator[str]:
     """Yield what is wrong, each order by itself, and the first refusal of each kind with the number of its like."""
     kinds: dict[str, list[str]] = {}
-    for name, (word, why) in outcomes.items():
+    for name, (word, why) in outcomes:
         if word == "WRONG":
             yield f"{name}: WRONG: {why}"
         elif why:

@@ -67,7 +67,7 @@ def test_an_order_that_is_not_as_it_was_meant_is_told(tmp_path: Path):
     assert why.startswith("deadlocks: rank 0 is blocked at 0B0")
     uneven = judge(order._replace(layers=[2, 0]), path)
     assert uneven.word == "refused"
-    outcomes = {"a": uneven, "b": uneven, "c": Outcome("WRONG", "why"), "d": Outcome("bits")}
+    outcomes = [("a", uneven), ("b", uneven), ("c", Outcome("WRONG", "why")), ("d", Outcome("bits"))]
     assert list(reasons_of(outcomes)) == ["c: WRONG: why", f"a: {uneven.why} (2 of this kind)"]
 
 
