@@ -1,29 +1,34 @@
-"""Orders of DeepSpeed's TrainSchedule (deepspeed/runtime/pipe/schedule.py, DeepSpeed 0.19)."""
+"""Orders of DeepSpeed's TrainSchedule and DualPipeVSchedule (deepspeed/runtime/pipe/schedule.py, DeepSpeed 0.19)."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 from bench.conformance.orders import Cells, Project, counts, order_of
 
 RANKS, MICROBATCHES = (1, 2, 3, 4, 5), (1, 3, 4, 8)
+FOLDED = ((1, 2, 3, 4), (8, 9, 11), (2,))
+"""Ranks, microbatches and stages a rank of DualPipeVSchedule."""
 
 
 def projects(quick: bool) -> Iterator[Project]:
-    """Yield TrainSchedule."""
-    installed = importlib.util.find_spec("deepspeed") is not None
-    source = "rules"
-    make = by_clock
-    if installed:
+    """Yield TrainSchedule and DualPipeVSchedule."""
+    source, made, folded = "rules", by_clock, by_phase
+    if importlib.util.find_spec("deepspeed") is not None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
-        source, make = f"deepspeed {deepspeed.__version__}", instructions
+        source, made, folded = f"deepspeed {deepspeed.__version__}", instructions, folded_instructions
     cases = counts(RANKS, MICROBATCHES, quick=quick)
-    orders = [order_of(p, m, v, make(p, m), rules=by_clock(p, m)) for p, m, v in cases]
+    orders = [order_of(p, m, v, made(p, m), rules=by_clock(p, m)) for p, m, v in cases]
     yield Project("DeepSpeed TrainSchedule", source, orders)
+    orders = [
+        order_of(p, m, v, folded(p, m), rules=by_phase(p, m)) for p, m, v in counts(*FOLDED, quick=quick)
+    ]
+    yield Project("DeepSpeed DualPipeVSchedule", source, orders)
 
 
 def by_clock(p: int, m: int) -> Cells:
@@ -38,6 +43,47 @@ def by_clock(p: int, m: int) -> Cells:
             slots[s][s + 2 * j] = f"{s}F{j}"
             slots[s][2 * (p + j) - s - 1] = f"{s}B{j}"
     return slots
+
+
+def by_phase(p: int, m: int) -> Cells:
+    """Return the ops of every rank of DualPipeV with whole backwards.
+
+    These are the phases of DualPipe (github.com/deepseek-ai/DualPipe). A rank's stage on the way down is a, the one on the
+    way up z.
+    """
+    ranks: Cells = []
+    for rank in range(p):
+        after = p - 1 - rank
+        phases = (
+            (2 * after, "Fa"), (rank + 1, "Fa Fz"), (after, "Bz Fz"), (m - 2 * p + rank + 1, "Fa Bz Fz Ba"),
+            (after, "Bz Fz Ba"), (rank + 1, "Bz Ba"), (after, "Ba"),
+        )  # fmt: skip
+        stage = {"a": rank, "z": 2 * p - 1 - rank}
+        done: Counter[str] = Counter()
+        line = []
+        for times, ops in phases:
+            for op in ops.split() * times:
+                line.append(f"{stage[op[1]]}{op[0]}{done[op]}")
+                done[op] += 1
+        ranks.append(line)
+    return ranks
+
+
+def folded_instructions(p: int, m: int) -> Cells:
+    """Return the passes of DualPipeVSchedule, whose buffers count the microbatches of one stage and then of the other."""
+    from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
+
+    kinds = {"ForwardPass": "F", "BackwardPass": "B"}
+    ranks: Cells = []
+    for rank in range(p):
+        line: list[str] = []
+        for step in DualPipeVSchedule(micro_batches=m, stages=p, stage_id=rank).steps():
+            for instruction in step:
+                if instruction.name in kinds:
+                    phase, microbatch = divmod(instruction.buffer_id, m)
+                    line.append(f"{2 * p - 1 - rank if phase else rank}{kinds[instruction.name]}{microbatch}")
+        ranks.append(line)
+    return ranks
 
 
 def instructions(p: int, m: int) -> Cells:

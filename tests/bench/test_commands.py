@@ -163,7 +163,7 @@ LINES = {
     ],
     "bench.conformance": [
         *(rf"torch Schedule{name} +torch \S+( +N){{6}}" for name in ("GPipe", "1F1B, as it runs", "DualPipeV")),
-        r"torch files, messages +torch \S+( +N){6}", r"DeepSpeed TrainSchedule +(rules|deepspeed \S+)( +N){6}",
+        r"torch files, messages +torch \S+( +N){6}", r"DeepSpeed \w+Schedule +(rules|deepspeed \S+)( +N){6}",
         r"Megatron-core layout strings +(rules|megatron-core \S+)( +N){6}",
         r"torchgpipe clock cycles +torchgpipe \S+( +N){6}",
         r"torch Schedule1F1B, its visualizer: .* microbatch 9 has only 4F9, .*",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench.conformance.__main__ import FROM, reasons_of
-from bench.conformance.from_deepspeed import by_clock
+from bench.conformance.from_deepspeed import by_clock, by_phase
 from bench.conformance.from_megatron import our_order, our_stages
 from bench.conformance.from_torchgpipe import cycles, slots
 from bench.conformance.judge import Outcome, judge
@@ -25,6 +25,15 @@ def test_deepspeeds_rule_is_1f1b():
     for p, m in ((1, 3), (2, 1), (4, 2), (4, 8), (5, 9)):
         assert computing(by_clock(p, m)) == family("1f1b", p, m)
     assert by_clock(2, 2) == [["0F0", "", "0F1", "0B0", "", "0B1"], ["", "1F0", "1B0", "1F1", "1B1", ""]]
+
+
+def test_deepspeeds_rule_on_a_v_has_every_pass_once_in_order():
+    for p, m in ((1, 2), (3, 6), (4, 9)):
+        for rank, line in enumerate(by_phase(p, m)):
+            for stage in (rank, 2 * p - 1 - rank):
+                for kind in "FB":
+                    done = [op for op in line if op.startswith(f"{stage}{kind}")]
+                    assert done == [f"{stage}{kind}{j}" for j in range(m)]
 
 
 def test_megatrons_rule_is_the_interleaved_family_with_a_group_size():
@@ -80,4 +89,4 @@ def test_one_order_of_every_project_is_equal_or_rightly_refused(tmp_path: Path):
     refused = {name for name, words in judged.items() if "refused" in words}
     assert refused <= {"torch Schedule1F1B, its visualizer", "Megatron-core table, counts it refuses"}
     assert {word for words in judged.values() for word in words} <= {"bits", "rounding", "refused"}
-    assert len(judged) == 16
+    assert len(judged) == 17
