@@ -18,8 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "penstock"
 DOCS = ROOT / "docs"
-GENERATED = ("config.md", "reference/")
-"""Pages that commands or Sphinx make; parts of other pages between ``<!-- from ... -->`` and ``<!-- end -->`` are, too."""
+GENERATED = ("config.md", "trust.md", "gallery.md", "results.md", "security.md", "reference/", "notebooks/")
+"""Pages that commands or Sphinx make, or that show another file; parts of other pages between ``<!-- from ... -->`` and
+``<!-- end -->`` are made, too."""
 SMALL = 90
 """Lines up to which a file that one other file imports is listed."""
 _LAYOUT = {

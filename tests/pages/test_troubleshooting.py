@@ -115,10 +115,27 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
+REMEDIES = {
+    "without a shape yet": "run one batch through the model",
+    "among its outputs": "dataclasses that are registered",
+    "loss_fn must be given": "returns the loss",
+    "number of virtual stages": "is free in",
+    "even with every layer recomputed": "use smaller microbatches",
+    "an override must be": "as in train.steps=100",
+    "no file or folder": "must name one",
+    "no layout fits": "Take more devices",
+    "no cluster": "with its size, such as",
+}
+"""Messages that the page leaves out, with the remedy that each one names itself."""
+
+
 @pytest.mark.parametrize("part", PROVOKED)
-def test_a_message_reads_as_on_the_page(part: str, tmp_path: Path):
-    (heading,) = [heading for heading in HEADINGS if part in heading]
-    pattern = ".*".join(re.escape(each) for each in parts_of(heading))
+def test_a_message_reads_as_on_the_page_or_names_its_remedy(part: str, tmp_path: Path):
+    if part in REMEDIES:
+        pattern = f"{re.escape(part)}.*{re.escape(REMEDIES[part])}"
+    else:
+        (heading,) = [heading for heading in HEADINGS if part in heading]
+        pattern = ".*".join(re.escape(each) for each in parts_of(heading))
     with pytest.raises(penstock.PenstockError) as caught:
         PROVOKED[part](tmp_path)
     assert re.search(pattern, str(caught.value), re.S), str(caught.value)

@@ -52,6 +52,14 @@ def test_a_loader_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.slow
+def test_a_policy_gets_more_of_its_reward(capsys: pytest.CaptureFixture[str]):
+    loaded("grpo").main()
+    rewards = [float(number) for number in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
+@pytest.mark.slow
 def test_preference_pairs_train_as_in_plain_pytorch(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("transformers")
     module = loaded("dpo")

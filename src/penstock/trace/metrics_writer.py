@@ -1,4 +1,4 @@
-"""Metrics of a run: lines of JSON in its folder; docs/watching.md has a table of them."""
+"""Metrics of a run: lines of JSON in its folder; docs/reference/metrics.md has a table of them."""
 
 from __future__ import annotations
 
