@@ -368,6 +368,8 @@ def test_todays_layout_stands_beside_the_proposed_one():
     lines = [line.split() for line in text.splitlines()]
     assert ["today", "proposed"] in lines
     assert any(line[:1] == ["messages"] for line in lines)
+    change = best["step_seconds"] / today["step_seconds"] - 1
+    assert f"a step takes {-change:.1%} less time" in text
     assert "2,000,000,000 tokens take" in text
 
 

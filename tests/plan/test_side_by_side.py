@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.side_by_side import Training, compared_text, messages_of, side_by_side
+from penstock.plan.side_by_side import Training, figures, messages_of
 from penstock.profile.model_profile import of_shape
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
 
@@ -34,21 +34,13 @@ def test_messages_are_an_activation_and_a_gradient_for_each_boundary_between_ran
     assert found.size == found.number * SEQUENCE * SMALL.hidden * 2
 
 
-def test_every_figure_stands_beside_the_others():
-    today, proposed = of_small("pp=4,recompute=full"), of_small("pp=2,dp=2")
-    rows = {name: (left, right) for name, left, right in side_by_side(today, proposed)}
+def test_every_figure_has_a_name():
+    plan = of_small("pp=4,recompute=full")
+    rows = dict(figures(plan))
     assert list(rows) == ["layout", "step", "tokens/s", "fullest rank", "bubble", "messages", "devices"]
-    assert rows["layout"] == (str(today.layout), str(proposed.layout))
-    assert rows["bubble"] == (f"{today.bubble:.1%}", f"{proposed.bubble:.1%}")
-    assert rows["devices"] == ("4", "4")
-
-
-def test_the_quicker_layout_is_named():
-    slow = replace(of_small("pp=2"), step_seconds=4.0)
-    quick = replace(slow, step_seconds=3.0)
-    assert compared_text(slow, quick) == "The proposed layout takes 25.0% less time for a step."
-    assert compared_text(quick, slow) == "Keep today's layout: the other takes 1.33 times as long."
-    assert "does not fit" in compared_text(replace(slow, capacity=1.0), quick)
+    assert (rows["layout"], rows["bubble"], rows["devices"]) == (str(plan.layout), f"{plan.bubble:.1%}", "4")
+    tight = dict(figures(replace(plan, capacity=1.0)))
+    assert tight["fullest rank"].endswith(", does NOT fit in 1 B")
 
 
 def test_days_and_device_hours_of_a_training():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 from rich.table import Table
 
 from penstock.cli.output import table_console
@@ -9,7 +10,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
-from penstock.plan.side_by_side import compared_text, side_by_side
+from penstock.plan.side_by_side import figures
 from penstock.profile.model_profile import Profile
 from penstock.show.units import (
     batch_text,
@@ -148,8 +149,9 @@ def beside_table(today: Prediction, proposed: Prediction) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "today", "proposed"):
         table.add_column(name, overflow="fold")
-    for row in side_by_side(today, proposed):
-        table.add_row(*row)
-    console = table_console()
-    console.print(table)
-    console.print(f"{compared_text(today, proposed)}\n")
+    for (name, of_today), (_, of_proposed) in zip(figures(today), figures(proposed), strict=True):
+        table.add_row(name, of_today, of_proposed)
+    change = proposed.step_seconds / today.step_seconds - 1
+    table.add_row("", "", f"a step takes {abs(change):.1%} {'less' if change <= 0 else 'more'} time")
+    table_console().print(table)
+    click.echo()

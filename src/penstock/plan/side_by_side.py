@@ -35,15 +35,8 @@ def messages_of(plan: Prediction) -> Messages:
     return Messages(len(boundary), float(costs.messages[boundary].sum()))
 
 
-def side_by_side(today: Prediction, proposed: Prediction) -> list[tuple[str, str, str]]:
-    """Return (what, of today's layout, of the proposed one) rows of text."""
-    return [
-        (name, of_today, of_proposed)
-        for (name, of_today), (_, of_proposed) in zip(_figures(today), _figures(proposed), strict=True)
-    ]
-
-
-def _figures(plan: Prediction) -> list[tuple[str, str]]:
+def figures(plan: Prediction) -> list[tuple[str, str]]:
+    """Return the names and figures of a layout that stand beside those of another one."""
     messages = messages_of(plan)
     fits = "" if plan.fits else f", does NOT fit in {size_text(plan.capacity)}"
     return [
@@ -55,16 +48,6 @@ def _figures(plan: Prediction) -> list[tuple[str, str]]:
         ("messages", f"{messages.number:,}, {size_text(messages.size)} a step and pipeline"),
         ("devices", f"{plan.layout.devices:,}"),
     ]
-
-
-def compared_text(today: Prediction, proposed: Prediction) -> str:
-    """Return a sentence about which of two layouts is quicker."""
-    ratio = today.step_seconds / proposed.step_seconds
-    if not today.fits:
-        return "Today's layout does not fit by this prediction."
-    if ratio <= 1:
-        return f"Keep today's layout: the other takes {1 / ratio:.3g} times as long."
-    return f"The proposed layout takes {1 - 1 / ratio:.1%} less time for a step."
 
 
 class Training(NamedTuple):

@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.base.errors import ConfigError
 from penstock.profile.closed_form import Workload, matmul
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_shape import ModelShape
 
 _BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Bits of a weight in a base of 4 bits: 64 weights have a scale of 8 bits, and 256 scales one of 32 bits (2305.14314)."""
-
-
-def require_adapters(shape: ModelShape, tp: int) -> None:
-    """Raise `ConfigError` unless a model's layers can be costed with adapters."""
-    if shape.experts:
-        raise ConfigError(
-            f"adapters of {shape.name} are not in closed form, since it has experts; profile the model with its adapters by "
-            "penstock.profile_layers"
-        )
-    if tp > 1:
-        raise ConfigError(f"tp={tp} does not divide adapters; take tp=1")
 
 
 def frozen(shape: ModelShape, cost: LayerCost, load: Workload) -> LayerCost:

@@ -84,14 +84,13 @@ def require_divisible(shape: ModelShape, tp: int, ep: int = 1) -> None:
             f"ep={ep} does not divide the {shape.experts} experts of {shape.name}; take a divisor, such as "
             f"{math.gcd(ep, shape.experts)}"
         )
-    if shape.kv_rank and tp > 1:
-        raise ConfigError(
-            f"tp={tp} does not divide latents, from which {shape.name} expands its keys and values; take tp=1"
-        )
-    if shape.experts and tp > 1:
-        raise ConfigError(
-            f"tp={tp} does not divide the {shape.experts} experts of {shape.name}, which ranks hold whole; take tp=1"
-        )
+    for whole, what in (
+        (shape.kv_rank, f"latents, from which {shape.name} expands its keys and values"),
+        (shape.experts, f"the {shape.experts} experts of {shape.name}, which ranks hold whole"),
+        (shape.adapter_rank, f"the adapters of {shape.name}"),
+    ):
+        if whole and tp > 1:
+            raise ConfigError(f"tp={tp} does not divide {what}; take tp=1")
     for what, size in (
         ("heads", shape.heads),
         ("key and value heads", shape.kv_heads),

@@ -18,7 +18,7 @@ from penstock.base.atomic import write_text
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.base.errors import ConfigError
 from penstock.base.tables import Count, Flag, NotNegative, Table, explain
-from penstock.profile.adapters import frozen, require_adapters, with_adapters
+from penstock.profile.adapters import frozen, with_adapters
 from penstock.profile.closed_form import (
     Dtype,
     Workload,
@@ -180,7 +180,6 @@ class Profile(Table):
                 head_cost(self.shape, load),
             )
             if self.shape.adapter_rank:
-                require_adapters(self.shape, load.tp)
                 first, block, last = costs
                 ends = (frozen(self.shape, each, load) for each in (first, last))
                 costs = (next(ends), with_adapters(self.shape, block, load), next(ends))
@@ -264,8 +263,7 @@ def with_lora(profile: Profile, rank: int, base_bits: int = 16) -> Profile:
     """Return the profile of a model whose blocks have trained adapters of a rank beside a frozen base of 16 or 4 bits."""
     if profile.shape is None:
         raise ConfigError(
-            f"{profile.name} has no closed form, so its adapters are not either; profile the model with its adapters by "
-            "penstock.profile_layers"
+            f"{profile.name} has no closed form; profile it with its adapters by penstock.profile_layers"
         )
     return replace(profile, shape=replace(profile.shape, adapter_rank=rank, base_bits=base_bits))
 

@@ -94,6 +94,10 @@ class ModelShape:
             if f.type == "int":
                 least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else LARGEST_SIZE
                 require_count(f"{f.name} of the model", value, least, most)
+        if self.adapter_rank and self.experts:
+            raise ConfigError(
+                f"{self.name} has experts, so adapters are not costed; profile it with them by penstock.profile_layers"
+            )
         if self.base_bits not in (4, 16) or (self.base_bits == 4 and not self.adapter_rank):
             raise ConfigError(
                 f"base_bits of the model must be 16, or 4 with adapters (adapter_rank above 0), got {self.base_bits}"
