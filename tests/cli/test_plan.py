@@ -398,3 +398,12 @@ def test_adapters_on_a_base_of_four_bits_are_only_predicted():
     outcome = invoke(*words[:-2], "--lora", "8")
     assert "There is no run.toml: penstock train has no adapters" in outcome.stdout
     assert "base_bits of the model must be 16, or 4 with adapters" in message(*words, "--base-bits", "4")
+
+
+def test_a_plan_with_muon_trains_with_it():
+    words = ("gpt2", "-c", "cluster.toml", "-s", "64", "-b", "8", "--fix", "optimizer=muon")
+    outcome = invoke(*words)
+    assert outcome.exit_code == 0, outcome.exception
+    assert "a moment less of matrices that Muon updates" in outcome.stdout
+    assert load(Path("run.toml")).optim.matrices == "Muon"
+    assert "optimizer must be adamw or muon, got 'sgd'" in message(*words[:-1], "optimizer=sgd")

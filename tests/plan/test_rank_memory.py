@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -149,3 +150,26 @@ def test_one_stage_has_a_tied_weight_once():
 def test_two_stages_have_a_copy_of_a_tied_weight_each():
     tied, free = (of_gpt("pp=2", shape).memory for shape in (GPT, replace(GPT, tied=False)))
     assert [rank.weights for rank in tied] == [rank.weights for rank in free]
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("bf16", 12), ("fp32", 8)])
+def test_muon_has_a_moment_less_of_the_matrices_of_blocks(dtype: str, state: int):
+    """Embedding, head, norms and experts are AdamW's."""
+    sizes: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn": 32}
+    device = replace(round_cluster().device, memory=1e12, matmul={"bf16": 1e12, "fp32": 1e12})
+    cluster = replace(round_cluster(), device=device)
+    for shape in (SMALL, replace(SMALL, **sizes), replace(SMALL, **sizes, shared_ffn=16)):
+        profile, values = of_shape(shape), f"pp=2,dtype={dtype},split=7+9"
+        adamw, muon = (
+            predict(profile, cluster, f"{values},optimizer={name}", sequence=32, batch=8)
+            for name in ("adamw", "muon")
+        )
+        norms = shape.norm_weights * shape.hidden
+        matrices = shape.block_parameters - shape.expert_parameters - norms
+        for rank, blocks in enumerate((7, 9)):
+            one, other = adamw.memory[rank], muon.memory[rank]
+            assert one.optimizer == state * one.weights / (2 if dtype == "bf16" else 4)
+            assert one.optimizer - other.optimizer == 4 * blocks * matrices
+            assert (one.weights, one.gradients) == (other.weights, other.gradients)
+    shared = predict(profile, cluster, f"{values},optimizer=muon,dp=2,shard=optimizer", sequence=32, batch=8)
+    assert 2 * shared.memory[0].optimizer == pytest.approx(muon.memory[0].optimizer)

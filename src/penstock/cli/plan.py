@@ -81,7 +81,7 @@ _REASONS = 3
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
     help="Predict this layout only. Keys: pp, dp, tp, ep, cp, v, microbatch, schedule, recompute, shard, window, "
-    "reduce_every, sequence_parallel, split, attention, overlap, dtype, chunked_loss, imbalance.",
+    "reduce_every, sequence_parallel, split, attention, overlap, dtype, chunked_loss, optimizer, imbalance.",
 )  # fmt: skip
 @click.option(
     "--beside", "beside_text", metavar="KEY=VALUE,...",

@@ -93,6 +93,8 @@ def run_tables(
         parallel.pop(key, None)
     parallel |= {key: value for key in _SHARDING if (value := getattr(layout, key)) is not None}
     parallel["sequence_parallel"] = layout.sequence_parallel
+    if layout.optimizer == "muon":
+        config.setdefault("optim", {})["matrices"] = "Muon"
     runtime = config.setdefault("runtime", {})
     runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
     runtime["precision"] = _PRECISION[plan.dtype]

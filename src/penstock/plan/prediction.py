@@ -326,7 +326,7 @@ def blocking_reduction(
     if layout.replicas * copies == 1:
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
-    held = rank_parameters(costs, placement) * gradient
+    held = rank_parameters(costs, placement)[:2] * gradient
     size, of_experts = held[:, held[0].argmax()]
     seconds = float(_replica_seconds("all_reduce", size, of_experts, cluster, layout, copies))
     return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
@@ -425,7 +425,7 @@ def optimizer_seconds(
     """Return the seconds of gradient norm and update on the rank with most parameters."""
     device = cluster.device
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
-    parameters, experts = rank_parameters(costs, placement)
+    parameters, experts, _ = rank_parameters(costs, placement)
     updated = float(updated_parameters(parameters, experts, layout).max())
     return updated * _UPDATE_BYTES[dtype] / bandwidth
 
@@ -461,7 +461,7 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(
             f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
-            "AdamW."
+            f"AdamW{', or a moment less of matrices that Muon updates' if layout.optimizer == 'muon' else ''}."
         )
     elif profile.source == "traced":
         sentences.append(

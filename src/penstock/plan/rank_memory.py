@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, rank_parameters
-from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.closed_form import MOMENT_BYTES, PARAMETER_BYTES
 from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
@@ -26,6 +27,8 @@ MARGIN = 0.02
 
 Rows = npt.NDArray[np.int64]
 Parameters = TypeVar("Parameters", float, npt.NDArray[np.float64])
+# Parameters, those of them that are experts', and those that Muon may update: numbers, or arrays of them.
+Counts = Sequence[Any] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +68,25 @@ class RankMemory:
         return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
 
 
-def state_bytes(parameters: Parameters, experts: Parameters, layout: Layout, dtype: str) -> Parameters:
-    """Return the bytes of weights, gradients and optimizer state of parameters on one device, `experts` of them experts'.
+def state_bytes(counts: Counts, layout: Layout, dtype: str) -> Any:
+    """Return the bytes of weights, gradients and optimizer state on one device of so many parameters, experts' and matrices.
 
     Of sharded weights they are the device's share, and of sharded gradients nothing: what is held before the first backward.
     """
-    weight, gradient, state = PARAMETER_BYTES[dtype]
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
     sharding = layout.sharding
     always = weight / layout.replicas if sharding.shard == "weights" else weight
     always += 0 if sharding.comes_and_goes else gradient
-    return parameters * always + state * updated_parameters(parameters, experts, layout)
+    return counts[0] * always + optimizer_bytes(counts, layout, dtype)
+
+
+def optimizer_bytes(counts: Counts, layout: Layout, dtype: str) -> Any:
+    """Return the bytes of the optimizer's state on one device, with a mean share of the matrices that Muon updates."""
+    parameters, experts, matrices = counts
+    size = PARAMETER_BYTES[dtype][2] * updated_parameters(parameters, experts, layout)
+    if layout.optimizer == "muon":
+        size = size - MOMENT_BYTES * updated_parameters(matrices, 0 * experts, layout)
+    return size
 
 
 residency_of = lru_cache(maxsize=64)(make_residency)
@@ -109,17 +121,16 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> Rows:
 
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank."""
-    weight, gradient, state = PARAMETER_BYTES[dtype]
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
     column, freed, backward, inside = _activations(schedule, costs)
     sharded = _sharded_states(schedule, costs, layout, dtype) if layout.sharding.comes_and_goes else None
     if sharded is not None:
         inside += sharded.sum(axis=0)
-    ranks = []
+    ranks, held_by_rank = [], rank_parameters(costs, schedule.placement)
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
-        parameters, experts = (
-            float(each[mine].sum()) for each in (costs.parameters, costs.expert_parameters)
-        )
+        counts = held_by_rank[:, rank]
+        parameters = float(counts[0])
         row = rows.start + int(inside[rows].argmax()) if len(inside[rows]) else None
         peak, op, back, logits = 0.0, "", 0.0, 0.0
         if row is not None:
@@ -144,7 +155,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
             RankMemory(
                 weights=weights + float(costs.frozen_bytes[mine].sum()),
                 gradients=gradients,
-                optimizer=state * updated_parameters(parameters, experts, layout),
+                optimizer=float(optimizer_bytes(counts, layout, dtype)),
                 activations=peak,
                 recompute=back,
                 logits=logits,
@@ -166,12 +177,13 @@ def bound_sharded(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: 
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     kind, size = schedule.kind, costs.parameters[schedule.stage]
     *_, inside = _activations(schedule, costs)
-    total, experts = rank_parameters(costs, schedule.placement)
+    counts = rank_parameters(costs, schedule.placement)
+    total = counts[0]
     read = weight * size * (kind != Kind.W)
     weights = (weight * total)[rank_column(schedule)]
     full = np.minimum(weights, weights / layout.replicas + read)
     full += gradient * size * ((kind != Kind.F) & (kind != Kind.R))
-    state = state_bytes(total, experts, layout, dtype) - weight * total / layout.replicas
+    state = state_bytes(counts, layout, dtype) - weight * total / layout.replicas
     return float((inside + full + state[rank_column(schedule)]).max())
 
 

@@ -88,6 +88,7 @@ class Layout:
         overlap: True if gradients are reduced while the backward runs; None (default) is the cluster's rule.
         dtype: "bf16", "fp16", "fp8" or "fp32"; None (default) is the cluster's.
         chunked_loss: True if the loss is `LinearCrossEntropy`, which never has whole logits (default False).
+        optimizer: "adamw" (default), or "muon": of matrices of the blocks but for experts', which then have one moment.
         imbalance: rows that go to the experts of the fullest of the `ep` devices, over the mean (default 1: equally many).
     """
 
@@ -109,6 +110,7 @@ class Layout:
     overlap: bool | None = None
     dtype: str | None = None
     chunked_loss: bool = False
+    optimizer: str = "adamw"
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
@@ -143,6 +145,7 @@ class Layout:
                 ("none", "selective", "full"),
                 "a number k from 1: every k-th block",
             )
+        _one_of("optimizer", self.optimizer, ("adamw", "muon"))
         if self.attention is not None:
             _one_of("attention", self.attention, ("fused", "unfused"))
         if self.dtype is not None:
@@ -253,7 +256,7 @@ def _value(key: str, text: str) -> Any:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         return text
-    if key in ("schedule", "shard", "attention", "dtype"):
+    if key in ("schedule", "shard", "attention", "dtype", "optimizer"):
         return text
     if key == "split":
         if text in ("even", "cost"):

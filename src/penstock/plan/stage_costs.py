@@ -48,6 +48,7 @@ class LayerTimes:
     transient: Table
     parameters: Table
     expert_parameters: Table
+    matrix_parameters: Table
     frozen_bytes: Table
     outputs: Table
     model_flops: Table  # FLOPs of the forward, over all devices of tp and cp, shape (layers,)
@@ -146,6 +147,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         transient=column("transient_bytes"),
         parameters=column("parameters"),
         expert_parameters=column("expert_parameters"),
+        matrix_parameters=column("matrix_parameters"),
         frozen_bytes=column("frozen_bytes"),
         outputs=column("output_bytes"),
         model_flops=column("model_flops"),
@@ -254,6 +256,7 @@ class StageCosts:
     logits: Table  # part of `transient` that is the loss's
     parameters: Table
     expert_parameters: Table  # part of `parameters`
+    matrix_parameters: Table  # part of `parameters`, which Muon updates
     frozen_bytes: Table  # bytes of weights that are not trained
     messages: Table  # bytes of the value that each stage hands on; 0 for the last
     # FLOPs of the forward, and of what is recomputed, over all devices of tp and cp.
@@ -293,6 +296,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         "waiting": times.waiting,
         "parameters": times.parameters,
         "expert_parameters": times.expert_parameters,
+        "matrix_parameters": times.matrix_parameters,
         "frozen_bytes": times.frozen_bytes,
         "model_flops": times.model_flops,
         "repeated_flops": np.where(again, times.repeats, 0.0),
@@ -359,9 +363,9 @@ def work_shares(placement: Placement) -> Table:
 
 
 def rank_parameters(costs: StageCosts, placement: Placement) -> Table:
-    """Return the numbers of parameters of every rank, and of those that are experts', shape (2, ranks)."""
-    held = _holds(placement)
-    return np.stack((held @ costs.parameters, held @ costs.expert_parameters))
+    """Return the numbers of parameters of every rank, of experts' and of matrices that Muon updates, shape (3, ranks)."""
+    counts = np.stack((costs.parameters, costs.expert_parameters, costs.matrix_parameters))
+    return counts @ _holds(placement).T
 
 
 @lru_cache(maxsize=1024)

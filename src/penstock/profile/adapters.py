@@ -25,6 +25,7 @@ def frozen(shape: ModelShape, cost: LayerCost, load: Workload) -> LayerCost:
         weight_grad=(),
         waiting_bytes=0,
         parameters=0,
+        matrix_parameters=0,
         frozen_parameters=cost.parameters,
         frozen_bytes=wide * cost.parameters,
     )
@@ -44,6 +45,7 @@ def with_adapters(shape: ModelShape, cost: LayerCost, load: Workload) -> LayerCo
     quantised = sum(rows * columns for rows, columns in shape.block_matrices) if shape.base_bits == 4 else 0
     if quantised:
         works.append(DeviceWork("memory", (_BITS / 8 + 2) * quantised, calls=len(shape.block_matrices)))
+    trained = sum(rank * (rows + columns) for rows, columns in shape.block_matrices)
     kept = outputs * tokens * load.element
     return replace(
         base,
@@ -53,7 +55,8 @@ def with_adapters(shape: ModelShape, cost: LayerCost, load: Workload) -> LayerCo
         saved_bytes=cost.saved_bytes + kept,
         selective_bytes=cost.selective_bytes + kept,
         waiting_bytes=cost.waiting_bytes + kept,
-        parameters=sum(rank * (rows + columns) for rows, columns in shape.block_matrices),
+        parameters=trained,
+        matrix_parameters=trained,
         frozen_bytes=base.frozen_bytes - quantised * (4 - _BITS / 8),
         model_flops=cost.model_flops + load.cp * sum(work.amount for work in products),
     )

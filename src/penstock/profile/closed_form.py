@@ -45,6 +45,8 @@ _FLASH_BACKWARD = 2.5
 
 PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "fp32": (4, 4, 8)}
 """Bytes of a parameter's weight, gradient and optimizer state (AdamW, with fp32 main weights for 16 bits) by dtype."""
+MOMENT_BYTES = 4
+"""Bytes of one moment of a parameter. AdamW has two of them, Muon one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +229,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         output_bytes=shard,
         parameters=(shape.block_parameters - experts - whole) / t + whole + experts / load.ep,
         expert_parameters=experts / load.ep,
+        matrix_parameters=sum(rows * columns for rows, columns in shape.block_matrices) / t,
         model_flops=t * load.cp * (sum(work.amount for work in mean) + attention_flops),
         attention_flops=t * load.cp * attention_flops,
     )

@@ -179,6 +179,7 @@ def _run_layer(
             output_bytes=handed,
             transient_bytes=max(0, backward.peak_bytes),
             parameters=sum(p.numel() for p in parameters),
+            matrix_parameters=sum(p.numel() for p in parameters if p.dim() == 2 and layer.role == "block"),
             frozen_parameters=sum(p.numel() for p in untrained),
             frozen_bytes=sum(p.numel() * p.element_size() for p in untrained),
             model_flops=forward.flops,

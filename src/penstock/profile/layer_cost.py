@@ -69,6 +69,7 @@ class LayerCost(Table):
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
         parameters: number of parameters on this device that are trained.
         expert_parameters: part of `parameters` that is experts'.
+        matrix_parameters: part of `parameters` that Muon updates: matrices of blocks, but for experts'.
         frozen_parameters: number of the others, which have neither gradient nor optimizer state.
         frozen_bytes: bytes of these.
         model_flops: FLOPs of the forward over all devices of tp and cp, in the usual convention: matrix products only,
@@ -91,6 +92,7 @@ class LayerCost(Table):
     transient_bytes: Amount = 0
     parameters: Amount = 0
     expert_parameters: Amount = 0
+    matrix_parameters: Amount = 0
     frozen_parameters: Amount = 0
     frozen_bytes: Amount = 0
     model_flops: Amount = 0

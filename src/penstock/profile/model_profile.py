@@ -38,7 +38,7 @@ FORMAT = 1
 SEQUENCE = 2048
 """Tokens of a sample where nothing says otherwise."""
 _MAX_BYTES = 256 * MEGABYTE
-_CONSTANT = frozenset({"parameters", "expert_parameters", "frozen_parameters", "frozen_bytes", "recomputes"})
+_CONSTANT = {f.name for f in fields(LayerCost) if "parameters" in f.name} | {"frozen_bytes", "recomputes"}
 """Fields of a cost that are the same for every microbatch."""
 _WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "again")
 

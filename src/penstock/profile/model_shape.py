@@ -189,12 +189,14 @@ class ModelShape:
 
     @property
     def block_matrices(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of each matrix of a block without experts, queries, keys and values apart."""
+        """(inputs, outputs) of each matrix of a block but for experts', queries, keys and values apart."""
         heads = self.head_matrices
         if not self.kv_rank:
             heads = (*((self.hidden, size) for size in self.attention_sizes), heads[-1])
-        ups = [(self.hidden, self.ffn)] * (2 if self.gated else 1)
-        return [*self.latent_matrices, *heads, *ups, (self.ffn, self.hidden)]
+        ffn = self.shared_ffn if self.experts else self.ffn
+        router = [(self.hidden, self.experts)] if self.experts else []
+        ups = [(self.hidden, ffn)] * (2 if self.gated else 1)
+        return [*self.latent_matrices, *heads, *router, *([*ups, (ffn, self.hidden)] if ffn else [])]
 
     @property
     def embedding_parameters(self) -> int:

@@ -21,9 +21,9 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     dtype = dtype_of(space.profile, space.cluster, layout)
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
-    experts = float(times.expert_parameters.sum())
-    frozen = float(times.frozen_bytes.sum())
-    return (state_bytes(parameters, experts, layout, dtype) + frozen + float(kept.sum())) / layout.pp
+    counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
+    held = float(times.frozen_bytes.sum() + kept.sum())
+    return (float(state_bytes(counts, layout, dtype)) + held) / layout.pp
 
 
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
@@ -59,9 +59,8 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     """
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
-    state = held @ (
-        state_bytes(costs.parameters, costs.expert_parameters, layout, dtype) + costs.frozen_bytes
-    )
+    counts = (costs.parameters, costs.expert_parameters, costs.matrix_parameters)
+    state = held @ (state_bytes(counts, layout, dtype) + costs.frozen_bytes)
     if layout.sharding.comes_and_goes:
         # The stage of the first backward has its weights and gradients in full.
         weight, gradient, _ = PARAMETER_BYTES[dtype]

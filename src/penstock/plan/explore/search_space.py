@@ -104,6 +104,7 @@ class Space:
                         split=self.splits[0],
                         imbalance=self.fixed.get("imbalance", 1.0),
                         chunked_loss=self.fixed.get("chunked_loss", False),
+                        optimizer=self.fixed.get("optimizer", "adamw"),
                         **given,
                     )
                     yield Point(layout, share // microbatch)
