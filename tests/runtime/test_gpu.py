@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
@@ -178,6 +178,10 @@ def test_steps_leave_the_memory_flat():
 def test_the_trace_tells_when_ops_ran_on_the_device(ranks):
     net = late_model(4)
     with Pipeline(net, mse_loss, microbatches=8, ranks=ranks, device="cuda") as pipe:
+        pipe.step(*plain.batch(0, 16))
+        with pytest.raises(PenstockError, match="the last step was not timed"):
+            pipe.trace()
+        pipe.tracing = True
         for _ in range(3):
             began = perf_counter()
             pipe.step(*plain.batch(0, 16))
@@ -211,6 +215,7 @@ def over_nccl(rank: int, family: str):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with Pipeline(net, mse_loss, microbatches=8, ranks=2, schedule=family, device=device) as pipe:
+        pipe.tracing = True
         for _ in range(3):
             for parameter in pipe.parameters():
                 parameter.grad = None

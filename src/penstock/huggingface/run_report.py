@@ -57,6 +57,10 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         self._group.decide(lambda: self._begin(run, state, args.device))
         self._traces = KeptTraces(run, state.max_steps, self._every, leads, to_stderr, api="Trainer")
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._traces is not None, "training has begun"
+        self._pipe.tracing = self._traces.due(state.global_step + 1) or None
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._traces is not None, "training has begun"
         self._traces.after(state.global_step, self._pipe)

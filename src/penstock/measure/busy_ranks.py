@@ -108,6 +108,7 @@ def _steps(ranks: int, elements: int, rounds: int) -> _Overheads:
         ranks=ranks,
         execution=ExecutionOptions(check_finite=True),
     ) as pipe:
+        pipe.tracing = True
         for n in range(rounds + 2):
             begin = perf_counter()
             pipe.step(x, x)
@@ -141,6 +142,7 @@ def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     with Pipeline(
         nn.Sequential(_Scale(_REDUCED)), _first_element, microbatches=1, mesh=MeshShape(pp=1, dp=dp)
     ) as pipe:
+        pipe.tracing = True
         for n in range(rounds + 2):
             begin = perf_counter()
             pipe.step(x, x)

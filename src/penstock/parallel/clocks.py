@@ -16,12 +16,14 @@ import numpy.typing as npt
 import torch
 
 
-def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
+def clock(device: torch.device | None, moments: int, stream: Any = None) -> Callable[[], Any]:
     """Return a function that returns the current moment: seconds of ``time.perf_counter``, or an event that marks it.
 
     Args:
         moments: number of moments kept at a time. After that many the first event is reused, so that a step makes no new
             events.
+        stream: CUDA stream whose moments it marks; None (default) for the one that is current at each moment, which is
+            looked up then.
     """
     if device is None:
         return perf_counter
@@ -29,7 +31,7 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
 
     def mark() -> Any:
         event = next(events)
-        event.record(torch.cuda.current_stream(device))
+        event.record(torch.cuda.current_stream(device) if stream is None else stream)
         return event
 
     return mark

@@ -427,6 +427,11 @@ class Engine:
         """Return the trace of the last step of this process's ranks; None before the first."""
         if not self._traced:
             return None
+        if not all(executor.records.timed for executor in self._traced):
+            raise PenstockError(
+                "the last step was not timed, so it has no trace; set pipe.tracing = True before a step to look at, since "
+                "on a GPU it costs each op two events"
+            )
         trace, stages = measured_trace(self._traced), self.local_stages
         return replace(trace, info={**trace.info, "split": stages.split, "blocks": stages.blocks})
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 import torch
 
 from penstock.base.errors import CallOrderError, PenstockError, WaitTimeoutError, describe_error
-from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Outcome, Participant, Step, StepFailure, overrides
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
@@ -63,8 +62,7 @@ class Executor:
         count = rows.stop - rows.start
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self.device = device_of([stage.module for stage in stages.values()])
-        # Two moments for each op: its start and its end.
-        self.records = OpRecords(count, clock(self.device, 2 * count))
+        self.records = OpRecords(count, self.device)
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
         ranks = () if channel is None else (OtherRanks(program, rank, channel, self.progress),)
@@ -107,6 +105,7 @@ class Executor:
         options = work.options
         begun = self._step(step, options.number, options.reduces)
         try:
+            self.records.begin(options.timed)
             self._begin(begun, work)
             with torch.set_grad_enabled(self.trains):
                 self._run_ops()

@@ -30,6 +30,10 @@ class KeptTraces:
         self._writes, self._say, self._api = writes, say, api
         self._began = False
 
+    def due(self, step: int) -> bool:
+        """Return whether the trace of a step will be kept; it then needs `Pipeline.tracing`."""
+        return not self._began or step == self._steps or (self._every > 0 and step % self._every == 0)
+
     def after(self, step: int, pipe: Pipeline) -> Trace | None:
         """Save the trace of a step if it is due; every process calls this after every step, before an evaluation.
 
@@ -39,8 +43,7 @@ class KeptTraces:
         Returns:
             The trace, on the process that writes; None if none was due. A failed write is told, and training continues.
         """
-        first, self._began = not self._began, True
-        due = first or step == self._steps or (self._every and step % self._every == 0)
+        due, self._began = self.due(step), True
         if not due:
             return None
         load = pipe.gather_expert_load()

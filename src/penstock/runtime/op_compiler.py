@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
+from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Collective, CollectiveKind, Participant, overrides
 from penstock.runtime.batch.work import Work
 from penstock.runtime.transport.channel import Channel
@@ -52,19 +56,37 @@ class StepState:
 class OpRecords:
     """Times and memory of a rank's ops in its last step.
 
-    Args:
-        now: clock of the rank's device; see `penstock.parallel.clocks.clock`.
-
     Attributes:
+        timed: whether the times are those of the ops; on a GPU they are otherwise of the host, and mean nothing.
+        now: clock of the step; see `penstock.parallel.clocks.clock`.
         start, end: by op, readings of the clock.
         held: by op, bytes that its stage holds after it.
     """
 
-    def __init__(self, count: int, now: Callable[[], Any]) -> None:
-        self.now = now
+    def __init__(self, count: int, device: torch.device | None) -> None:
+        self.timed = False
+        self.now: Callable[[], Any] = perf_counter
+        self._device, self._mark = device, self.now
+        self._stream: Any = None
         self.start: list[Any] = [0.0] * count
         self.end: list[Any] = [0.0] * count
         self.held = [0] * count
+
+    def begin(self, timed: bool | None) -> None:
+        """Begin a step, on the thread of its ops and with their CUDA stream as the current one.
+
+        Args:
+            timed: whether its ops are timed, for which a GPU records two events an op; None where it costs nothing.
+        """
+        self.timed = self._device is None if timed is None else timed
+        self.now = perf_counter
+        if self._device is None or not self.timed:
+            return
+        # A rank's ops stay on one stream, so that it is looked up once a step.
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._stream:
+            self._stream, self._mark = stream, clock(self._device, 2 * len(self.start), stream)
+        self.now = self._mark
 
 
 class BackwardKinds(NamedTuple):
@@ -257,11 +279,12 @@ class OpCompiler:
         send: Callable[[Any], None] | None = None,
     ) -> Callable[[], None]:
         """Return an op: receive its inputs, run it, record its times and the bytes held after it, send its outputs."""
-        state, records, now = self._state, self._records, self._records.now
+        state, records = self._state, self._records
         start, end, held = records.start, records.end, records.held
 
         def run_op() -> None:
             state.inputs = inputs = receive() if receive is not None else None
+            now = records.now
             start[index] = now()
             outputs = run(inputs)
             end[index] = now()

@@ -135,6 +135,8 @@ class Pipeline(PipelineModel):
         is_first: whether this process is of the mesh's first pipeline and has the first shards.
         reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
         threads: CPU threads of each rank; see `ExecutionOptions`.
+        tracing: whether steps note when each op ran, for `trace`, `gather_trace` and `report`; None (default) where that
+            costs nothing, on CPUs. On a GPU it costs two events an op: set it to True before the steps to look at.
         steps: training steps done. Random numbers in layers depend on it, so set it when a run continues.
         scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it checks for NaN and infinity.
 
@@ -187,6 +189,7 @@ class Pipeline(PipelineModel):
         if parallel.sharding.comes_and_goes:
             make_residency(self.schedule, parallel.sharding)
         self.microbatches, self.ranks, self.steps = microbatches, self.schedule.ranks, 0
+        self.tracing: bool | None = None
         self._report = LoopReport()
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
@@ -530,7 +533,11 @@ class Pipeline(PipelineModel):
         return total
 
     def trace(self) -> Trace | None:
-        """Return what the last step did and when: all ranks in threads, this rank in processes; None before a step."""
+        """Return what the last step did and when: all ranks in threads, this rank in processes; None before a step.
+
+        Raises:
+            PenstockError: if the step was not timed, as on a GPU without `tracing`.
+        """
         return self._engine.trace()
 
     def gather_trace(self) -> Trace | None:
@@ -555,7 +562,7 @@ class Pipeline(PipelineModel):
 
         Raises:
             ConfigError: if the page cannot be written, or Bokeh is missing (``pip install 'penstock-torch[report]'``).
-            PenstockError: if there is no training step to report.
+            PenstockError: if there is no training step to report, or it was not timed (`tracing`).
         """
         self._require_open()
         with self.calling("pipe.report()"):
@@ -646,6 +653,7 @@ class Pipeline(PipelineModel):
             # A scaler looks for NaN and infinity itself, and skips the update.
             check_finite=self.execution.check_finite and scaler is None,
             number=self.steps,
+            timed=self.tracing,
             reduces=self.reduce_gradients or self.parallel.sharding.comes_and_goes,
             loss_scale=scaler.scale if scaler is not None and call is Call.STEP else 1.0,
         )

@@ -122,6 +122,9 @@ class Trainer:
         started = perf_counter()
         event: StepEvent | None = None
         in_pipe = 0.0
+        last = done == train.steps
+        logs = done % train.log_every == 0 or last
+        pipe.tracing = logs or run.traces.due(done) or None
         with run.profiles.of(done):
             try:
                 # 1. Forwards and backwards of the batches whose gradients make the update.
@@ -149,12 +152,11 @@ class Trainer:
                 optimizer.zero_grad()
                 self._skip(done, error)
         # 4. Logs, traces, evaluation and checkpoints that are due.
-        last = done == train.steps
         self._taken += 1
         self._taken_since_log += 1
         self._since_log += perf_counter() - started
         if event is not None:
-            if done % train.log_every == 0 or last:
+            if logs:
                 self._log(event, in_pipe)
             elif run.callbacks:
                 run.callbacks.on_step(event)

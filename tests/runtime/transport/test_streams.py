@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.parallel.clocks import Readings, clock
 from penstock.runtime.health.hang import Timeout
+from penstock.runtime.op_compiler import OpRecords
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.streams import Streams
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
@@ -215,6 +216,36 @@ def test_steps_after_the_first_make_no_events(ranks, device):
     before = Mark.made
     step()
     assert Mark.made == before == 1
+
+
+def test_a_step_that_is_timed_looks_up_its_stream_once_and_reuses_its_events(device, monkeypatch):
+    class Timing(Mark):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__()
+            assert enable_timing
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "Event", Timing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: asked.append(place) or device(place))
+    records = OpRecords(3, DEVICE)
+    for timed in (None, False):  # two events an op are no cost that nobody asked for
+        records.begin(timed)
+        assert records.now is perf_counter
+        assert not records.timed
+    assert (asked, Mark.made) == ([], 0)
+    for step in range(2):
+        device(DEVICE).after.add(f"step {step}")
+        records.begin(True)
+        moments = [records.now() for _ in range(6)]
+        assert records.timed
+        assert len(set(map(id, moments))) == 6
+        assert all(f"step {step}" in moment.after for moment in moments)
+    assert (asked, Mark.made) == ([DEVICE, DEVICE], 6)
+    other = Queue(DEVICE)
+    other.after.add("other")
+    with torch.cuda.stream(other):  # a caller without threads may enter another stream between two steps
+        records.begin(True)
+    assert records.now().after == {"other"}
 
 
 def test_the_cpu_has_no_streams_and_no_events(monkeypatch):

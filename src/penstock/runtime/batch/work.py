@@ -31,6 +31,7 @@ class StepOptions:
 
     Attributes:
         number: training steps done before it.
+        timed: whether its ops are timed; None where that costs nothing.
         probes: whether it is a part of the check that the first step ends with, which has forwards only.
     """
 
@@ -42,6 +43,7 @@ class StepOptions:
     number: int = 0
     reduces: bool = True
     loss_scale: float = 1.0
+    timed: bool | None = None
     probes: bool = False
 
     @property
