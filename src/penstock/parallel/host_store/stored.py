@@ -29,10 +29,10 @@ class StoredParameter:
         dense = given if dense_strides(given) is not None else given.contiguous()
         self.home = memory.home(dense)
         parameter.data = self.home
-        # A view of flat memory, for sums over its bits.
-        self._flat = torch.empty(given.numel(), dtype=given.dtype, device=device)
-        self._values = self._flat.as_strided(dense.shape, dense.stride())
-        self.storage: int = self._flat.untyped_storage()._cdata
+        # Whole words, which are summed in a fifth of the time of their copy, and 16 bytes, which any dtype divides.
+        self._words = torch.empty(-(-given.nbytes // 16) * 2, dtype=torch.int64, device=device)
+        self._values = self._words.view(given.dtype).as_strided(dense.shape, dense.stride())
+        self.storage: int = self._words.untyped_storage()._cdata
         self._free()
         marked = given.is_floating_point() or given.is_complex()
         self._absent = torch.full((), float("nan") if marked else 0, dtype=given.dtype, device=device)
@@ -89,13 +89,13 @@ class StoredParameter:
         if self.resident:
             return
         self.resident = True
-        self._flat.untyped_storage().resize_(self._flat.nbytes)
+        self._words.untyped_storage().resize_(self._words.nbytes)
         self.parameter.data = self._values
         self._version = self.parameter._version
-        stream.wait_for(self._flat, [stream.compute_stream()])
+        stream.wait_for(self._words, [stream.compute_stream()])
         with stream.use():
             self._values.copy_(self.home, non_blocking=True)
-            self._bits = _bits_of(self._flat)
+            self._bits = self._words.sum()
 
     def drop(self) -> None:
         """Drop the values on the device; a write that torch counts goes home first."""
@@ -107,19 +107,19 @@ class StoredParameter:
             self.home.copy_(self.parameter.detach())
         else:
             moved = self.parameter.numel() and self.parameter.data_ptr() != self._values.data_ptr()
-            self._differences.append(self._bits * 0 + 1 if moved else _bits_of(self._flat) - self._bits)
+            self._differences.append(self._bits * 0 + 1 if moved else self._words.sum() - self._bits)
         self.parameter.data = self._absent.expand(self.home.shape)
         self._free()
 
     def _free(self) -> None:
-        self._flat.untyped_storage().resize_(0)
+        self._words.untyped_storage().resize_(0)
 
     def resume(self) -> None:
         """Give the parameter the sums at home back, to which a backward adds."""
         parameter = self.parameter
         if parameter.grad is None and self._gradient is not None and parameter.requires_grad:
-            kept = self._gradient is self._room or self._gradient.device != self._flat.device
-            parameter.grad = self._gradient.to(self._flat.device, copy=True) if kept else self._gradient
+            kept = self._gradient is self._room or self._gradient.device != self._words.device
+            parameter.grad = self._gradient.to(self._words.device, copy=True) if kept else self._gradient
 
     def send_gradient(self, stream: ReductionStream) -> None:
         """Start to move the gradient home."""
@@ -147,7 +147,7 @@ class StoredParameter:
     def device_bytes(self) -> int:
         """Bytes of values and gradients on the device, within a step."""
         grads = {id(g): g.nbytes for g in (self.parameter.grad, self._leaving) if g is not None}
-        return self._flat.untyped_storage().nbytes() + sum(grads.values())
+        return self._words.untyped_storage().nbytes() + sum(grads.values())
 
     def end(self, keeps: bool) -> None:
         """End a step: the parameter is its home again.
@@ -170,9 +170,3 @@ class StoredParameter:
                 f"parameter {self.name} was written through .data in the middle of a step, which a store does not keep; "
                 "write within torch.no_grad() without .data, or between two steps. No weight was changed"
             )
-
-
-def _bits_of(flat: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as whole numbers, 0-d, int64; its order does not matter."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.dtype.itemsize, torch.int64)
-    return flat.view(whole).sum(dtype=torch.int64)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.parallel.host_store.memory import HostMemory
 
-_PART_BYTES = 64 << 20
+_PART_BYTES = 16 << 20
 """Bytes of weights that are updated together, unless one has more."""
 
 
