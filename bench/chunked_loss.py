@@ -2,10 +2,11 @@
 
 The stage is a linear layer and a head of the vocabulary of Llama 3, on microbatches of 2 x 1,024 tokens of width 512; in
 bf16, which many CPUs emulate, 2,048 classes and 2 x 64 tokens of width 32.
+On CUDA both dtypes have the full size.
 Bytes are what its ops allocate in a step, after a first one has made the gradients. Times are those of a whole step, in
 alternating runs. Differences are |ours - plain| / |plain| of the loss, and the largest one of all gradients, by their norms.
 
-    python -m bench.chunked_loss [--rounds N] [--quick] [--json]
+    python -m bench.chunked_loss [--device cuda] [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from bench.compare import Figures, alternate, main, ratio
 from bench.memory import watch
+from bench.peer import add_device
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.linear_cross_entropy import LinearCrossEntropy
 
@@ -45,7 +47,7 @@ def plain(logits: Tensor, target: Tensor) -> Tensor:
 class Contestant:
     """A pipeline of one rank with one of the losses, ready to step."""
 
-    def __init__(self, size: Size, dtype: torch.dtype, *, chunked: bool) -> None:
+    def __init__(self, size: Size, dtype: torch.dtype, *, chunked: bool, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(size.width, size.width), nn.Linear(size.width, size.vocabulary, bias=False)
@@ -53,10 +55,11 @@ class Contestant:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.normal_(0.0, size.width**-0.5, generator=generator)
-        self.model.to(dtype)
+        self.device = device
+        self.model.to(device, dtype)
         shape = (MICROBATCHES * ROWS, size.tokens)
-        self.x = torch.randn(*shape, size.width, generator=generator).to(dtype)
-        self.y = torch.randint(size.vocabulary, shape, generator=generator)
+        self.x = torch.randn(*shape, size.width, generator=generator).to(device, dtype)
+        self.y = torch.randint(size.vocabulary, shape, generator=generator).to(device)
         loss = LinearCrossEntropy(CHUNKS) if chunked else plain
         self.pipe = Pipeline(self.model, loss, ranks=1, microbatches=MICROBATCHES)
         self.loss = self.step_loss()
@@ -76,6 +79,11 @@ class Contestant:
 
     def bytes(self) -> int:
         """Return the most bytes that the ops of a step allocate."""
+        if self.device == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.step_loss()
+            return torch.cuda.max_memory_allocated() - before
         between, within = [0], [0]
         self.pipe.wrap_ops(watch(between, within))
         self.step_loss()
@@ -89,8 +97,12 @@ def measure(options: argparse.Namespace) -> Figures:
     rows = {}
     yield f"{'dtype':6}{'peak/plain':>12}{'peak MB':>10}{'plain MB':>10}{'loss':>10}{'gradients':>12}{'time/plain':>12}"
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        at = size if name == "fp32" else QUICK  # many CPUs emulate bf16, a hundred times slower
-        ours, theirs = (Contestant(at, dtype, chunked=chunked) for chunked in (True, False))
+        at = (
+            size if name == "fp32" or options.device == "cuda" else QUICK
+        )  # many CPUs emulate bf16, a hundred times slower
+        ours, theirs = (
+            Contestant(at, dtype, chunked=chunked, device=options.device) for chunked in (True, False)
+        )
         differences = [
             float((a - b).float().norm() / b.float().norm())
             for a, b in zip(ours.grads, theirs.grads, strict=True)
@@ -123,4 +135,4 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__, rounds=5)
+    main(measure, __doc__, rounds=5, add=add_device)

@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"python -m (bench\.[a-z_0-9.]*[a-z_0-9](?: --[a-z-]+(?: (?:\d+|[A-Z]+)\b)?)*)")
 FOREVER = {
     "bench.zoo --count 2000": "bench.zoo", "bench.zoo --count 2000 --seed 700000": "bench.zoo",
-    "bench.faults": "bench.faults --rows 3",
+    "bench.faults": "bench.faults --rows 3", "bench.gpu": "bench.gpu --device cpu --only split --limit 4000",
 }  # fmt: skip
-"""What is run instead where the settings themselves are what takes long."""
+"""What is run instead where the settings themselves are what takes long, or need a GPU."""
 
 DROPPED = r"not opened: no Chromium here, or no selenium"
 LINES = {
@@ -168,6 +168,7 @@ LINES = {
         r"torchgpipe clock cycles +torchgpipe \S+( +N){6}",
         r"torch Schedule1F1B, its visualizer: .* microbatch 9 has only 4F9, .*",
     ],
+    "bench.gpu": [r"\| part, on CPU \| result \| seconds \|", r"\| split \| passed \| N \|", "failed: none"],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 
