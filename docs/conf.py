@@ -70,7 +70,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"'[\w-]+'"),  # values of a Literal
     (
         r"py:class",
-        r"penstock\..*\.(Shards|StageModule|T|Workload|StageCosts|Activity)",
+        r"penstock\..*\.(Shards|Space|StageModule|T|Workload|StageCosts|Activity)",
     ),
     (r"py:class", r"Visit|UnchangedModel|(penstock\.stage\.layers\.)?BatchNames"),  # internal, as those above
 ]
