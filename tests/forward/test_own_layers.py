@@ -267,3 +267,44 @@ def test_a_file_that_was_edited_since_it_was_loaded_is_refused(tmp_path, monkeyp
     linecache.checkcache(str(path))
     with pytest.raises(SplitError, match="differs from the code that runs"):
         penstock.split(net)
+
+
+SEEN: dict[str, torch.Tensor] = {}
+
+
+class Global(own_models.Block):
+    """A block that leaves a value in a global variable, or adds it."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.leaves:
+            SEEN["value"] = x.detach().mean(-1, keepdim=True)
+            return x
+        return x + SEEN.get("value", 0.0)
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_values_that_pass_through_globals_are_refused(rows: int):
+    net = own_models.made(own_models.WithUnused)
+    net.blocks[0], net.blocks[2] = Global(True), Global(False)
+    with pytest.raises(SplitError, match=r"global variables.* from the model's: blocks\.2, output"):
+        penstock.split(net, own_models.batch(rows)[0])
+
+
+def test_values_that_pass_through_globals_are_refused_in_the_first_step():
+    net = own_models.made(own_models.WithUnused)
+    net.blocks[0], net.blocks[3] = Global(True), Global(False)
+    x, y = own_models.batch()
+    with (
+        penstock.Pipeline(net, size, ranks=2, microbatches=1) as pipe,
+        pytest.raises(SplitError, match="global variables"),
+    ):
+        pipe.step(x, y)
+    with penstock.Pipeline(
+        net, size, ranks=1, microbatches=2
+    ) as pipe:  # one stage runs a microbatch at a time
+        pipe.step(x, y)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,7 +296,7 @@ def test_microbatches_and_processes_that_are_missing_are_said(reference: Path, t
     (tmp_path / "process-00000.jsonl").write_text("".join(lines).replace('"processes":1', '"processes":2', 1))
     found = penstock.compare(reference, tmp_path)
     assert any(note.endswith("only: microbatches 2, 3") for note in found.notes), found.notes
-    assert any("has no process-00001.jsonl: other processes of its run" in note for note in found.notes)
+    assert found.incomplete == [f"{tmp_path} has no process-00001.jsonl of other processes of its run"]
 
 
 def test_another_run_is_not_taken_for_the_reference_in_float64(reference: Path, tmp_path: Path):
@@ -372,8 +375,12 @@ def test_a_recording_that_was_cut_off_is_compared_as_far_as_it_goes(reference: P
     text = (reference / "process-00000.jsonl").read_text()
     (tmp_path / "process-00000.jsonl").write_text(text[: len(text) // 3])
     found = penstock.compare(reference, tmp_path)
-    assert any("was cut off; what it has is compared" in note for note in found.notes)
+    assert found.incomplete == [f"{tmp_path / 'process-00000.jsonl'} was cut off"]
+    assert str(found).startswith("incomplete: ")
     assert found.same > 50
+    assert not found.differences
+    assert not found.good
+    assert CliRunner().invoke(group, ["compare", str(reference), str(tmp_path)]).exit_code == 1
     with pytest.raises(RuntimeError, match="stop"), penstock.record(tmp_path / "failed", make()):
         raise RuntimeError("stop")
     assert files.read(tmp_path / "failed").cut_off == ["process-00000.jsonl"]
@@ -401,10 +408,13 @@ def test_what_is_around_the_first_difference_is_told(reference: Path, tmp_path: 
 
     plain(tmp_path / "some", spoils({1, 3}))
     first = penstock.compare(reference, tmp_path / "some")
-    assert first.around == ["before it, blocks.2.norm, output agrees", "of 4 microbatches it differs in 1, 3"]
+    assert first.around == [
+        "before it, blocks.2.norm, output agrees",
+        "it differs in 1, 3, counted from 0, of 4 microbatches",
+    ]
     assert str(first).splitlines()[1] == "  " + "; ".join(first.around)
     plain(tmp_path / "all", spoils({0, 1, 2, 3}))
-    assert penstock.compare(reference, tmp_path / "all").around[1] == "of 4 microbatches it differs in all"
+    assert penstock.compare(reference, tmp_path / "all").around[1] == "it differs in all 4 microbatches"
 
 
 def test_parameters_that_lack_the_same_are_named_together(reference: Path, tmp_path: Path):
@@ -450,6 +460,64 @@ def test_kept_values_tell_the_number_that_differs_most(tmp_path: Path):
         penstock.compare(one, other)
 
 
+def test_a_recording_of_the_model_in_the_place_of_its_pipeline_is_incomplete(reference: Path, tmp_path: Path):
+    model = make()
+    with (
+        penstock.Pipeline(model, loss_of, ranks=2, microbatches=MICROBATCHES) as pipe,
+        penstock.record(tmp_path / "run", model),
+    ):
+        optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=1.0)
+        for step in range(2):
+            pipe.step(batch(step), batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    found = penstock.compare(reference, tmp_path / "run")
+    assert not found.good
+    assert "has no output of a module; record what runs, such as the Pipeline" in found.incomplete[0]
+
+
+def test_updates_with_other_bits_are_bounded_by_measurement_alone(reference: Path, tmp_path: Path):
+    piped(tmp_path / "run", make(), schedule="gpipe", autocast=None, microbatches=2)
+    plain(tmp_path / "exact", dtype=torch.float64)
+    for exact in (None, tmp_path / "exact"):
+        found = penstock.compare(reference, tmp_path / "run", exact=exact)
+        assert any("updates have other bits, and without --exact" in note for note in found.notes) == (
+            exact is None
+            and any(v == "rounded" and k.kind == files.Kind.PARAMETER for k, v in found.verdicts.items())
+        )
+
+
+def test_a_disk_that_refuses_ends_the_recording_and_not_the_training(tmp_path: Path):
+    code = """
+import resource, signal, warnings
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+from pathlib import Path
+from tests.verify.loops import plain
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    plain(Path("run"))
+print([str(w.message) for w in caught])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "process-00000.jsonl ends here, since it cannot be written: File too large" in done.stdout
+    assert files.read(tmp_path / "run").cut_off
+
+
+def test_compiled_modules_are_left_out(tmp_path: Path):
+    model = make()
+    model.blocks[1].compile(backend="eager")
+    with penstock.record(tmp_path / "run", model, steps=1):
+        accumulate(model, batch(0), 0)
+    names = {key.name for key in files.read(tmp_path / "run").entries if key.kind == files.Kind.OUTPUT}
+    assert "blocks.0.up" in names
+    assert "blocks.1.up" not in names
+
+
 def test_values_count_for_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "LIMIT", 200_000)
     model = make()
@@ -470,6 +538,17 @@ def test_tensors_must_be_a_regular_expression(tmp_path: Path, tensors: Any):
         pass
 
 
+def test_tensors_must_match_a_name(tmp_path: Path):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"matches the whole name of no module or parameter; the first names are , blocks",
+        ),
+        penstock.record(tmp_path / "run", make(), tensors="block"),
+    ):
+        pass
+
+
 def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path: Path):
     plain(tmp_path / "run", wrong_count)
     words = ["compare", str(reference), str(tmp_path / "run")]
@@ -478,7 +557,7 @@ def test_the_command_prints_the_first_and_ends_with_1(reference: Path, tmp_path:
     assert re.match(
         r"step 1, microbatch 0: head, gradient of its output, is 0.5 of the reference's", done.output
     )
-    assert done.output.splitlines()[1:] == ["  of 4 microbatches it differs in all"]
+    assert done.output.splitlines()[1:] == ["  it differs in all 4 microbatches"]
     everything = CliRunner().invoke(group, [*words, "--all"]).output.splitlines()
     table = json.loads(CliRunner().invoke(group, [*words, "--json"]).output)
     assert len(everything) - 1 == len(table["differences"]) > 100

@@ -55,7 +55,7 @@ def command(
     """Find the first tensor that differs between two recordings.
 
     REFERENCE and RUN are folders that penstock.record wrote. Tensors are compared in the order of computation. Exit code 1
-    if one differs by more than the order of sums explains.
+    if one differs by more than the order of sums explains, or a recording is incomplete.
     """
     from penstock.recordings.compare import compare
 
@@ -72,6 +72,7 @@ def command(
             "rounded": found.rounded,
             "before": found.before,
             "around": found.around,
+            "incomplete": found.incomplete,
             "differences": [_table(one) for one in found.differences],
             "notes": found.notes,
         }

@@ -170,7 +170,8 @@ class _Check:
         with _same_draws(), _constant(self._model), _watched(seen, names):
             inputs, named_inputs = _cloned(self._sample), _cloned(self._named)
             with self._casting:
-                result = _through(alone, inputs[0], named_inputs)
+                second = _Second(inputs[0], named_inputs, seen)
+                result = _through(alone, inputs[0], named_inputs, self._stages, second)
                 if self._loss_fn is not None:
                     result = self._loss_fn(result, *inputs[1:])
             _backward(result)
@@ -188,8 +189,8 @@ class _Check:
         name = type(self._model).__name__
         return (
             f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
-            "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
-            "layers yourself, as docs/models.md shows under 'Layers by hand'"
+            "modules may leave values for each other in attributes, lists or global variables. Pass such values on as "
+            "arguments, or give the layers yourself, as docs/models.md shows under 'Layers by hand'"
         )
 
     def other_gradients(
@@ -376,13 +377,70 @@ def _dense(gradient: Any) -> Any:
     return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
-def _through(layers: Sequence[StageModule], value: Any, named: Mapping[str, Any]) -> Any:
+class _Second:
+    """Another microbatch, which each stage runs after the first one, as the ranks of a pipeline do.
+
+    What layers of several stages exchange in another way than through their values, such as a global variable, then comes
+    from this one, and shows in the result of the first.
+    """
+
+    def __init__(self, value: Any, named: Mapping[str, Any], seen: Seen | None) -> None:
+        leaves, structure = flatten(value)
+        flipped = tuple(_reversed(x) if isinstance(x, Tensor) else x for x in leaves)
+        self._value = unpack(Message(flipped, structure, (False,) * len(leaves)))
+        self._named, self._seen, self._context = named, seen, Context({}, {})
+        self._generators = (torch.default_generator, *cuda_generators())
+        self._states = [generator.get_state() for generator in self._generators]
+        self._ended = False
+
+    def run(self, layers: Sequence[StageModule]) -> None:
+        """Run the layers of a stage. A forward that fails with this microbatch ends it: the values are made up."""
+        if self._ended:
+            return
+        kept = [generator.get_state() for generator in self._generators]
+        self._set(self._states)
+        try:
+            with (
+                within(self._context),
+                torch.no_grad(),
+                nullcontext() if self._seen is None else self._seen.paused(),
+            ):
+                for layer in layers:
+                    self._value = _called(layer, self._value, self._named)
+        except Exception:
+            self._ended = True
+        self._states = [generator.get_state() for generator in self._generators]
+        self._set(kept)
+
+    def _set(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _reversed(value: Tensor) -> Tensor:
+    """Return a tensor with the rows in the opposite order, or, of one row, the values of the next dimension."""
+    dim = next((d for d, size in enumerate(value.shape) if size > 1), None)
+    return value.detach().clone() if dim is None else value.detach().flip(dim)
+
+
+def _through(
+    layers: Sequence[StageModule],
+    value: Any,
+    named: Mapping[str, Any],
+    stages: Sequence[int],
+    second: _Second,
+) -> Any:
     for number, layer in enumerate(layers):
-        wanted = {k: v for k, v in named.items() if k in layer.takes[0]}
-        value = layer(value, **wanted)
+        value = _called(layer, value, named)
         if number + 1 < len(layers):
             pack(value)  # refuses what cannot travel
+            if stages[number + 1] != stages[number]:
+                second.run([each for each, s in zip(layers, stages, strict=True) if s == stages[number]])
     return value
+
+
+def _called(layer: StageModule, value: Any, named: Mapping[str, Any]) -> Any:
+    return layer(value, **{k: v for k, v in named.items() if k in layer.takes[0]})
 
 
 def _backward(value: Any) -> None:

@@ -66,12 +66,14 @@ class Comparison:
         notes: what could not be compared, a line each.
         verdicts: place of each tensor that was compared, in the order of computation → "same", "rounded" or "different".
         alike: names of other parameters whose gradients lack, or have twice, what the first one's does.
+        incomplete: what a recording lacks that its run should have made, such as files of processes, a line each.
     """
 
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     verdicts: dict[Key, Verdict] = field(default_factory=dict)
     alike: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> int:
@@ -105,9 +107,9 @@ class Comparison:
             yield f"before it, {beside[at - 1].place} agrees"
         same = [k for k in self.verdicts if replace(k, microbatch=key.microbatch) == key]
         if key.microbatch >= 0 and len(same) > 1:
-            wrong = [k.microbatch for k in same if self.verdicts[k] == "different"]
-            which = "all" if len(wrong) == len(same) else _few(sorted(wrong))
-            yield f"of {len(same)} microbatches it differs in {which}"
+            wrong = sorted(k.microbatch for k in same if self.verdicts[k] == "different")
+            which = f"in {_few(wrong)}, counted from 0, of {len(same)} microbatches"
+            yield f"it differs {which if len(wrong) < len(same) else f'in all {len(same)} microbatches'}"
         if self.alike:
             yield f"the same holds for {_few(self.alike)}"
 
@@ -118,8 +120,8 @@ class Comparison:
 
     @property
     def good(self) -> bool:
-        """True if nothing differs by more than rounding."""
-        return not self.differences
+        """True if nothing differs by more than rounding, and nothing that should be there is missing."""
+        return not self.differences and not self.incomplete
 
     def __str__(self) -> str:
         if self.first is not None:
@@ -132,6 +134,8 @@ class Comparison:
             bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
             rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
             lines = [f"{len(self.verdicts)} tensors agree: {bits}{rounded}"]
+        if self.incomplete:
+            lines.insert(0, "incomplete: " + "; ".join(self.incomplete))
         return "\n".join([*lines, *self.notes])
 
 
@@ -185,7 +189,7 @@ class _Compared:
         self, reference: Recording, run: Recording, exact: Recording | None, scale: float, bits: bool
     ) -> None:
         self._reference, self._run = reference, run
-        self._scale, self._bits = scale, bits
+        self._scale, self._bits, self._exact = scale, bits, exact
         self._found = Comparison()
         self._rounded_gradients: set[str] = set()
         self._parts: Counter[str] = Counter()
@@ -215,6 +219,16 @@ class _Compared:
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
         self._look_for_gradients_like_the_first()
+        loose = [
+            k.name
+            for k, verdict in found.verdicts.items()
+            if verdict == "rounded" and k.kind == Kind.PARAMETER
+        ]
+        if loose and self._exact is None and not self._bits:
+            found.notes.append(
+                f"{len(loose)} updates have other bits, and without --exact may differ by a hundredth of their size: what a "
+                "wrong setting of an optimizer changes may be less; record the reference in float64, too"
+            )
         if self._parts:
             parts = _few(sorted(self._parts))
             found.notes.append(
@@ -371,6 +385,9 @@ class _Compared:
         if ours is None or theirs is None:
             if theirs is not None and not self._should_be(key, self._run):
                 return None
+            cut = [each for each in (self._run, self._reference) if each.cut_off]
+            if any(key.step >= max(each.steps, default=-1) for each in cut):
+                return None  # it was not written
             if key.kind == Kind.OUTPUT_GRADIENT and not any(
                 e.of.squares or e.of.nonfinite for e in ours or theirs or ()
             ):
@@ -454,16 +471,18 @@ class _Compared:
         return len({entry.process for of in self._run.entries.values() for entry in of}) > 1
 
     def _note_what_is_missing(self) -> None:
-        notes = self._found.notes
-        for recording in (self._reference, self._run):
-            notes += [
-                f"{recording.folder / name} was cut off; what it has is compared"
-                for name in recording.cut_off
-            ]
+        notes, incomplete = self._found.notes, self._found.incomplete
+        kinds = [{key.kind for key in each.entries} for each in (self._reference, self._run)]
+        for recording, has, other in zip((self._reference, self._run), kinds, kinds[::-1], strict=True):
+            incomplete += [f"{recording.folder / name} was cut off" for name in recording.cut_off]
             if recording.missing:
-                notes.append(
-                    f"{recording.folder} has no {_few(recording.missing)}: other processes of its run recorded elsewhere, "
-                    "or not at all"
+                incomplete.append(
+                    f"{recording.folder} has no {_few(recording.missing)} of other processes of its run"
+                )
+            if Kind.OUTPUT in other - has:
+                incomplete.append(
+                    f"{recording.folder} has no output of a module; record what runs, such as the Pipeline in the place "
+                    "of its model, around at least one step"
                 )
         steps = set(self._reference.steps) ^ set(self._run.steps)
         if steps:

@@ -7,7 +7,8 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -166,16 +167,28 @@ class Writer:
         with self._lock:
             if values is not None and self._has_room(values.nbytes):
                 path = _values_of(self.path, self._order)
-                path.parent.mkdir(exist_ok=True)
-                write_tensors(path, {"": values})
-                table["values"] = True
+                table["values"] = self._try(lambda: _write_values(path, values))
             self._line({"order": self._order, **table})
             self._order += 1
 
     def _line(self, table: Mapping[str, Any]) -> None:
         text = json.dumps(table, separators=(",", ":")) + "\n"
         if self._has_room(len(text)):
-            self._file.write(text)
+            self._try(lambda: self._file.write(text))
+
+    def _try(self, write: Callable[[], object]) -> bool:
+        """Write; if the disk refuses, end the recording with a warning, and let the training continue."""
+        try:
+            write()
+        except OSError as error:
+            self._full = True
+            warnings.warn(
+                f"the recording {self.path} ends here, since it cannot be written: {error.strerror or error}; make room, "
+                "record fewer steps or keep fewer tensors",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return not self._full
 
     def _has_room(self, count: int) -> bool:
         """Return whether so many further bytes are to be written, and count them."""
@@ -202,9 +215,13 @@ class Writer:
                 return
             if complete and not self._full:
                 self._line({"end": self._order})
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            self._try(self._flush)
+            with suppress(OSError):  # told before; the file is closed in any case
+                self._file.close()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 @dataclass(frozen=True)
@@ -232,6 +249,11 @@ class Recording:
     def steps(self) -> list[int]:
         """Numbers of its steps."""
         return sorted({key.step for key in self.entries if key.step >= 0})
+
+
+def _write_values(path: Path, values: Tensor) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_tensors(path, {"": values})
 
 
 def _values_of(path: Path, order: int) -> Path:
@@ -293,7 +315,7 @@ def read(folder: str | os.PathLike[str]) -> Recording:
                     found.append(replace(entry, values=_values_of(path, entry.order)) if kept else entry)
         except KeyError as error:
             raise DataError(f"{path} is damaged: a line has no {error}") from error
-        except (OSError, ValueError, TypeError, IndexError) as error:
+        except (OSError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise DataError(f"{path} is damaged: {error}") from error
         if not complete:
             cut_off.append(path.name)

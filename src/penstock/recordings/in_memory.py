@@ -45,7 +45,13 @@ def _has_values(value: Tensor) -> bool:
 @contextmanager
 def hook_on_all_modules(hook: Any) -> Iterator[None]:
     """Return a context in which a hook, called with a module, args, kwargs and output, sees every forward."""
-    handle = register_module_forward_hook(hook, with_kwargs=True)
+
+    def unless_compiled(*given: Any) -> None:
+        # Dynamo traces hooks, too; what they record would be compiled again for each tensor.
+        if not torch.compiler.is_compiling():
+            hook(*given)
+
+    handle = register_module_forward_hook(unless_compiled, with_kwargs=True)
     try:
         yield
     finally:
@@ -64,6 +70,7 @@ class Seen:
     def __init__(self, of: str) -> None:
         self.recording = Recording(Path(of), {}, [], [])
         self._names: Mapping[nn.Module, str] = {}
+        self._paused = False
         self._calls: Counter[str] = Counter()
 
     @contextmanager
@@ -73,6 +80,15 @@ class Seen:
         with hook_on_all_modules(self._output):
             yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context whose forwards are not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def add_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Add gradients of parameters, after the backward."""
         for name, gradient in gradients.items():
@@ -81,7 +97,7 @@ class Seen:
 
     def _output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = self._names.get(module)
-        if name is None:
+        if name is None or self._paused:
             return
         call, self._calls[name] = self._calls[name], self._calls[name] + 1
         for slot, (leaf, own) in enumerate(tensors_returned(args, kwargs, output)):

@@ -65,7 +65,11 @@ def describe(
     ]
     what = next((words for words in likely if words), "")
     where = _where(found, reference, allowed)
-    relative = f"differs from the reference's by {size:.2g} of its norm; rounding explains {allowed:.1g}"
+    relative = (
+        f"differs from the reference's by {size:.2g} of its norm; rounding explains {allowed:.1g}"
+        if allowed
+        else f"has other bits than the reference's, by {size:.2g} of its norm"
+    )
     return "; ".join(words for words in (what, where, relative if not what else "") if words)
 
 

@@ -106,6 +106,12 @@ def record(
     complete = False
     try:
         recorder = _Recorder(source, writer, steps, kept)
+        if kept is not None and not any(map(kept.fullmatch, source.names)):
+            known = ", ".join(sorted(source.names)[:6])
+            raise ConfigError(
+                f"tensors={tensors!r} matches the whole name of no module or parameter; the first names are {known}. Add .* "
+                "for all that is within a module"
+            )
         with recorder.hooks():
             yield Notes(recorder.note, source.has_module)
         complete = True

@@ -81,6 +81,11 @@ class Source:
         return name in self._names.values()
 
     @property
+    def names(self) -> set[str]:
+        """Names of all modules and parameters."""
+        return {*self._names.values(), *(name for name, _ in self.parameters)}
+
+    @property
     def in_forward(self) -> bool:
         """True while a forward runs on this thread; gradients that it computes itself are not those of the loss."""
         return current_context() is not None
