@@ -6,15 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from penstock.base.errors import ConfigError
-from penstock.cli import group
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train import auto_plan
 from penstock.train.auto_plan import choose_plan
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.file import load
+from penstock.train.run_folder import keep_config
 from tests.support.commands import python
 
 SMALL = {"model": {"width": 32, "layers": 4, "hidden": 64}, "data": {"sequence": 16}, "train": {"batch": 8}}
@@ -33,19 +32,39 @@ def test_runs_that_cannot_be_measured_are_refused(sections: dict[str, dict[str, 
         choose_plan(from_mapping({**SMALL, **sections}), print)
 
 
-def test_processes_on_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+def test_processes_on_other_machines_are_refused():
+    auto_plan._require_one_machine(["one"] * 4)
     with pytest.raises(ConfigError, match="2 of 4 processes are on others; plan it by `penstock plan`"):
-        choose_plan(from_mapping(SMALL), print)
-    with pytest.raises(ConfigError, match=r"parallel\.tp must be 1, got 2"):
-        choose_plan(from_mapping({**SMALL, "parallel": {"tp": 2}}), print)
+        auto_plan._require_one_machine(["one", "one", "other", "other"])
 
 
-def test_only_new_runs_are_planned():
-    result = CliRunner().invoke(group, ["train", "--plan", "auto", "--resume", "auto"])
-    assert result.exit_code == 2
-    assert "a resumed run keeps its layout" in " ".join(result.output.split())
+def of_run(folder: Path, **sections: dict[str, object]) -> Config:
+    """Return the config with which the run of the folder is started, and started again."""
+    train = {"folder": str(folder.parent), "name": folder.name, "resume": "auto", "batch": 8}
+    return from_mapping({**SMALL, **sections, "train": train})
+
+
+def test_a_run_that_is_resumed_on_as_many_ranks_keeps_its_layout(tmp_path: Path):
+    folder, lines = tmp_path / "run", list[str]()
+    layout: dict[str, dict[str, object]] = {
+        "schedule": {"name": "gpipe", "microbatches": 2, "split": [1, 3]},
+        "parallel": {"pp": 2, "virtual_stages": 1},
+        "runtime": {"recompute": "full"},
+    }
+    before = of_run(folder, **layout)
+    folder.mkdir()
+    keep_config(folder, before)
+    given = of_run(folder, runtime={"timeout": 90.0})
+    planned = choose_plan(given, lines.append)
+    assert (planned.schedule, planned.parallel, planned.runtime.recompute) == (
+        before.schedule,
+        before.parallel,
+        "full",
+    )
+    assert (planned.runtime.timeout, planned.train) == (90.0, given.train)
+    assert lines == ["the layout stays that of the last start, which had 2 ranks too"]
+    with pytest.raises(ConfigError, match="cannot be split into 64 stages"):  # planned again
+        choose_plan(of_run(folder, parallel={"pp": 64}), lines.append)
 
 
 def plan_of_replicas(rank: int) -> Config:

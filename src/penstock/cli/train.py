@@ -72,7 +72,8 @@ class _TrainCommand(click.Command):
     "--plan",
     type=click.Choice(["auto"]),
     help="auto: measure the model's layers on this machine first, and run the schedule, microbatches, split and recompute "
-    "that are predicted to take least time. On the CPUs of one machine, in threads or under a launcher.",
+    "that are predicted to take least time. On the CPUs of one machine, in threads or under a launcher. With --resume, a "
+    "run on as many ranks as before keeps its layout, and on fewer or more it is planned again.",
 )
 @click.option(
     "--print-config",
@@ -146,8 +147,6 @@ def command(
 
         config = agreed_config(read)
     if plan is not None:
-        if resume is not None:
-            raise click.UsageError("--plan chooses the layout of a new run; a resumed run keeps its layout")
         from penstock.train.auto_plan import choose_plan
 
         config = choose_plan(config, lambda line: click.echo(line, err=as_json))

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
 from penstock.runtime.start.restarts import name_of_this_start
+from tests.support.agents import APART, Agent
 
-ROOT = Path(__file__).parents[3]
+PROGRAM = str(Path(__file__).parents[2] / "support" / "under_restarts.py")
 
 
 @pytest.fixture
@@ -85,70 +81,14 @@ def test_a_wait_for_a_rank_0_that_is_late_prints_nothing(store, capfd):
     assert capfd.readouterr().err == ""
 
 
-class Agent:
-    """A torchrun of two hosts with one process each, and what its process says."""
-
-    def __init__(self, store: Any, folder: Path, name: str, act: str, **environment: str) -> None:
-        words = [
-            "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--monitor-interval=0.1", "--local-addr=127.0.0.1",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=test",
-            "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=6",
-        ]  # fmt: skip
-        code = [
-            str(ROOT / "tests" / "support" / "under_restarts.py"),
-            str(folder / "mark"),
-            str(folder / "turn"),
-            act,
-        ]
-        self.errors = folder / f"{name}.err"
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *words, *code],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | environment,
-                stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        self._lines: Queue[str] = Queue()
-        self._reader = Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.strip())
-
-    def said(self) -> str:
-        """Its next line."""
-        try:
-            return self._lines.get(timeout=180)
-        except Empty:
-            return f"nothing; {self.errors.read_text()}"
-
-    def ended(self) -> int:
-        """With which code it ends."""
-        return self.process.wait(timeout=180)
-
-    def kill(self) -> None:
-        """End it and its process, as where a host goes."""
-        if self.process.poll() is None:
-            pid = self.process.pid
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            self.process.kill()
-            for child in children:
-                with suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
 @pytest.fixture
 def hosts(store, tmp_path) -> Iterator[Callable[..., Agent]]:
-    """Starts agents; the rendezvous is in a store of this process, so that any of them may go."""
+    """Starts agents of two hosts."""
     started: list[Agent] = []
 
     def start(name: str, act: str, **environment: str) -> Agent:
-        started.append(Agent(store, tmp_path, name, act, **environment))
+        program = (PROGRAM, str(tmp_path / "mark"), str(tmp_path / "turn"), act)
+        started.append(Agent(store.port, tmp_path / f"{name}.err", "2", *program, **environment))
         return started[-1]
 
     yield start
@@ -169,11 +109,10 @@ def test_hosts_meet_again_where_one_of_them_had_not_failed_and_counts_no_restart
 
 @pytest.mark.exhaustive
 def test_a_replaced_host_joins_and_the_run_goes_on(hosts, tmp_path):
-    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    stepped = {one.said(): one for one in [hosts(name, "step", **apart) for name in "ab"]}
+    stepped = {one.said(): one for one in [hosts(name, "step", **APART) for name in "ab"]}
     (tmp_path / "mark").touch()
     stepped["rank 1 has stepped"].kill()
-    both = [stepped["rank 0 has stepped"], hosts("c", "step", **apart)]
+    both = [stepped["rank 0 has stepped"], hosts("c", "step", **APART)]
     again = sorted(one.said() for one in both)
     assert [line.split(", ")[0] for line in again] == [f"again: rank {r} of 2" for r in range(2)]
     assert [one.ended() for one in both] == [0, 0]
