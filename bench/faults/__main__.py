@@ -1,6 +1,9 @@
 """Inject faults into real runs, and print their outcomes.
 
 python -m bench.faults [--rows N,N,...] [--quick] [--json]
+python -m bench.faults --every 15 [--minutes 20] [--seed 0] [--quick] [--json]
+
+With --every, one run meets a fault at random every so many seconds, and then equals a run without faults.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from pathlib import Path
 
 from bench.compare import Figures, main
-from bench.faults import doors, dying, inside, saves
+from bench.faults import doors, dying, every, inside, saves
 from bench.faults.table import Outcome, Row
 
 ROWS: list[Row] = sorted([*dying.ROWS, *inside.ROWS, *saves.ROWS, *doors.ROWS], key=lambda row: row.number)
@@ -27,8 +30,19 @@ def outcome_of(row: Row, quick: bool) -> Outcome:
             return Outcome([f"{type(error).__name__}: {error}"], "")
 
 
+def soak(options: argparse.Namespace) -> Figures:
+    """Run with a fault every so many seconds."""
+    disturbance = every.disturbance(options.every, options.minutes, options.seed, options.quick)
+    with tempfile.TemporaryDirectory(prefix="penstock-faults-") as folder:
+        result = every.soak(Path(folder), disturbance)
+    yield from every.table(result, disturbance)
+    return result | {"passed": every.passed(result)}
+
+
 def measure(options: argparse.Namespace) -> Figures:
-    """Run the requested rows."""
+    """Run the requested rows, or a run with a fault every so many seconds."""
+    if options.every:
+        return (yield from soak(options))
     wanted = {int(word) for word in options.rows.split(",")} if options.rows else {row.number for row in ROWS}
     results = []
     for row in ROWS:
@@ -46,13 +60,16 @@ def measure(options: argparse.Namespace) -> Figures:
             {"row": row.number, "passed": outcome.passed, "measured": outcome.measured,
              "failures": outcome.failures, "seconds": seconds}
         )  # fmt: skip
-    return {"rows": results}
+    return {"rows": results, "passed": all(row["passed"] for row in results)}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
     parser.add_argument("--rows", help="rows, separated by commas (default all)")
+    parser.add_argument("--every", type=float, help="seconds from one fault to the next, of one run")
+    parser.add_argument("--minutes", type=float, default=20.0, help="minutes of that run (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of its faults (default 0)")
 
 
 if __name__ == "__main__":
-    sys.exit(not all(row["passed"] for row in main(measure, __doc__, add=add)["rows"]))
+    sys.exit(not main(measure, __doc__, add=add)["passed"])

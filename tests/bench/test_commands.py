@@ -109,9 +109,10 @@ LINES = {
     "bench.faults.fuzz": [
         rf"{kind} +40 +\d+ +\d+ +0" for kind in ("config", "data", "schedule", "checkpoint", "trace", "dcp")
     ],
-    "bench.faults.soak --keep FOLDER": [
-        r"steps: N", r"seconds: N", r"seconds per step: N", r"goodput: N", r"faults: \{.+\}", r"starts: N", r"exit code: 0",
-        r"left running: \[\]", r"weights bit-equal: True",
+    "bench.faults --every 15": [
+        r"a fault every N s, seed 0; 2 processes, a checkpoint every 10 steps", r"process +N.*", r"host +N.*", r"disk +N.*",
+        r"progress: N of N s, N steps of N s", r"steps redone: N", r"starts: [1-9]\d*",
+        r"weights bit-equal to a run without faults: True",
     ],
     "bench.trace": [
         r"recording an op +N µs: N of the demo's step of N s", r"keeping a trace +N ms, .*",
@@ -186,8 +187,14 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
-SLOW = ("bench.overhead", "bench.memory", "bench.published", "bench.faults --rows 3")
-"""One of each kind of bench: timed beside a peer, counted, computed, and of faults."""
+SLOW = (
+    "bench.overhead",
+    "bench.memory",
+    "bench.published",
+    "bench.faults --rows 3",
+    "bench.faults --every 15",
+)
+"""One of each kind of bench: timed beside a peer, counted, computed, and of faults, one and several."""
 
 
 @pytest.mark.parametrize(

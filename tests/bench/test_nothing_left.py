@@ -18,7 +18,7 @@ from tests.support.waiting import until
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "pool": ("bench.mesh", "--zero", "--steps", "100000"),
-    "sessions": ("bench.faults.soak", "--minutes", "60"),
+    "sessions": ("bench.faults", "--every", "30", "--minutes", "60"),
 }
 
 
@@ -33,14 +33,13 @@ RUNS = {
 )
 def test_with_the_bench_all_its_processes_end(name: str, number: signal.Signals, tmp_path: Path):
     mark = f"test-{os.getpid()}-{time.time_ns()}"
-    keep = ["--keep", str(tmp_path)] if "soak" in RUNS[name][0] else []
     environment = {
         **os.environ,
         MARK: f"{os.environ.get(MARK, '')}/{mark}".strip("/"),
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
     }
     with subprocess.Popen(
-        [sys.executable, "-m", *RUNS[name], *keep], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", *RUNS[name]], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as bench:  # fmt: skip
         try:
