@@ -64,6 +64,12 @@ LINES = {
         r"a step of pp 1 x dp 4 x tp 1, breadth-first, window 2, over FSDP2's: N; ours N ms, theirs N ms",
         r"with 0.6 times the weights to get: weights: two steps, loss N; optimizer: RuntimeError: .*",
     ],
+    "bench.host_weights": [
+        r"threads 1, breadth-first v=4, store host, window 1 +0e\+00 +0e\+00 +N +N +N",
+        r"bytes beside the formula: N% at worst of every rank",
+        r"a step of 64 rows over the resident one: host N, disk N; resident N ms",
+        r"weights of N MB with N MB of private memory, AdamW: plain: RuntimeError: .*; disk: loss N in step 1, private .*",
+    ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [
         r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",

@@ -28,7 +28,7 @@ FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
     "page",
     [
         "memory.md", "which_parallelism.md", "clusters.md", "start.md", "models.md", "planning.md",
-        "find_the_wrong_tensor.md",
+        "find_the_wrong_tensor.md", "more_model_than_memory.md",
     ],
 )  # fmt: skip
 def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,6 +32,7 @@ FOLLOWED = {
     "huggingface.md": "tests/huggingface/test_pages.py",
     "start.md": "tests/pages/test_guides.py",
     "memory.md": "tests/pages/test_guides.py",
+    "more_model_than_memory.md": "tests/pages/test_guides.py",
     "clusters.md": "tests/pages/test_guides.py",
     "which_parallelism.md": "tests/pages/test_guides.py",
     "troubleshooting.md": "tests/pages/test_guides.py",

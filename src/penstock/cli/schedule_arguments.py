@@ -43,11 +43,11 @@ def schedule_options(function: Command) -> Command:
 
 
 def sharding_options(function: Command) -> Command:
-    """Add the options that say what replicas divide, given to the command as one `sharding`."""
+    """Add the options that say what replicas divide or a store keeps, given to the command as one `sharding`."""
 
     @wraps(function)
-    def command(*args: Any, shard: Any, window: int | None, reduce_every: int | None, **named: Any) -> object:
-        return function(*args, sharding=Sharding(shard, window, reduce_every), **named)
+    def command(*args: Any, shard: Any, window: Any, reduce_every: Any, store: Any, **named: Any) -> object:
+        return function(*args, sharding=Sharding(shard, window, reduce_every, store), **named)
 
     for decorate in reversed((
         click.option(
@@ -56,11 +56,15 @@ def sharding_options(function: Command) -> Command:
         ),
         click.option(
             "--window", type=click.IntRange(1),
-            help="Stages whose weights a rank may hold at once, with --shard weights. Default: all of the rank.",
+            help="Stages whose weights a rank may hold at once, with --shard weights or --store. Default: all of the rank.",
         ),
         click.option(
             "--reduce-every", type=click.IntRange(1),
             help="Microbatches whose gradients are added up before replicas sum them. Default: all of the step.",
+        ),
+        click.option(
+            "--store", type=click.Choice(["none", "host", "disk"]), default="none", show_default=True,
+            help="Where weights are while no op reads them, and gradients once they are added up.",
         ),
     )):  # fmt: skip
         command = decorate(command)

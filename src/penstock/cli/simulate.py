@@ -251,8 +251,8 @@ def _price_shards(
     table: Costs, schedule: Schedule, sharding: Sharding, gather: float | None, reduction: float | None
 ) -> Costs:
     """Return the costs with those of gathers and reductions, which the options give for a rank."""
-    if gather is not None and sharding.shard != "weights":
-        raise ConfigError("--gather is the time of gathers of weights; it needs --shard weights")
+    if gather is not None and not sharding.weights_come_and_go:
+        raise ConfigError("--gather is the time of gathers of weights; it needs --shard weights or --store")
     if not sharding.comes_and_goes:
         return table
     given = type(table).of(schedule.placement, 0, 0, 0, gather=gather or 0, reduce=reduction or 0)

@@ -13,7 +13,7 @@ from penstock.base.errors import PenstockError
 from penstock.parallel.host_store.stored import StoredParameter
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
-from penstock.runtime.options import ParallelOptions
+from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.model.llama import next_token_loss
 from tests.support import plain, tied
@@ -232,3 +232,52 @@ def test_a_write_that_torch_does_not_count_is_refused_and_the_weights_stay(store
         assert_equal(dict(net.state_dict()), dict(before))
         assert all(p.grad is None for p in net.parameters())
         pipe.step(*plain.batch(0, 4))
+
+
+class OwnForward(nn.Module):
+    """A model with a forward of its own, dropout, and one weight for both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(4)])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def calls_of_a_pipeline(parallel: ParallelOptions, recompute: Any) -> dict[str, Any]:
+    memory = {"execution": ExecutionOptions(memory=10**7)} if recompute == "auto" else {}
+    settings = {"microbatches": 4, "schedule": "interleaved-1f1b", "ranks": 2, "virtual_stages": 2}
+    found: dict[str, Any] = {}
+    pipe = Pipeline(
+        OwnForward(), next_token_loss, parallel=parallel, recompute=recompute, **settings, **memory
+    )
+    updates = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01)
+    for n in range(3):
+        result = pipe.step(*tokens(n), outputs=True)
+        found |= {f"losses {n}": result.losses, f"outputs {n}": torch.cat([*result.outputs])}
+        updates.step()
+        found |= {f"evaluated {n}": pipe.evaluate(*tokens(50)).loss, f"log p {n}": pipe.log_probs(*tokens(3))}
+    if recompute != "auto":  # which allows one number
+        found["other microbatches"] = pipe.step(*tokens(4), microbatches=2).losses
+        updates.step()
+    found["weights"] = {name: value.clone() for name, value in pipe.named_weights()}
+    net = pipe.unsplit().eval()
+    found["alone"] = net(tokens(5)[0])
+    net(tokens(5)[0]).sum().backward()  # the model remains a plain one
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_all_calls_of_a_model_with_its_own_forward_are_those_without_a_store(recompute):
+    expected = calls_of_a_pipeline(ParallelOptions(), recompute)
+    for store in ("host", "disk"):
+        assert_equal(calls_of_a_pipeline(ParallelOptions(store=store, window=1), recompute), expected)

@@ -24,6 +24,9 @@ class Store:
 
     Args:
         over_stages: names of weights that several stages have; they are at home all the time, and ops read them there.
+
+    Attributes:
+        participants: its parts in the steps of this process's ranks, once a step needed them.
     """
 
     def __init__(self, sharding: Sharding, over_stages: Collection[str]) -> None:
@@ -32,7 +35,7 @@ class Store:
         self._memory: HostMemory | None = DiskMemory() if sharding.store == "disk" else None
         self._device = torch.device("cpu")
         self._by_id: dict[int, StoredParameter] = {}
-        self._participants: dict[int, StoreParticipant] = {}
+        self.participants: dict[int, StoreParticipant] = {}
         self._update = PartedUpdate()
 
     def build(self, layers: Sequence[Layer], device: torch.device | None, seed: int) -> StageModule:
@@ -70,14 +73,14 @@ class Store:
 
     def participant(self, rank: int, modules: Mapping[int, StageModule]) -> StoreParticipant:
         """Return the part of the store in the steps of a rank, which all its executors share."""
-        if rank not in self._participants:
+        if rank not in self.participants:
             stored = {}
             for s, module in modules.items():
                 own = [p for n, p in module.whole_model_parameters() if n not in self._over_stages]
                 # A weight that two layers of the stage have comes once.
                 stored[s] = list(dict.fromkeys(self._by_id[id(p)] for p in own))
-            self._participants[rank] = StoreParticipant(modules, stored, self._device)
-        return self._participants[rank]
+            self.participants[rank] = StoreParticipant(modules, stored, self._device)
+        return self.participants[rank]
 
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Have room for gradients, which may have another dtype now, and for what an optimizer will keep for each weight.

@@ -96,6 +96,9 @@ class StoredParameter:
         with stream.use():
             self._values.copy_(self.home, non_blocking=True)
             self._bits = self._words.sum()
+        compute = stream.compute_stream()
+        if compute is not None:  # which reads the sum, so that its memory is not used again before
+            self._bits.record_stream(compute)
 
     def drop(self) -> None:
         """Drop the values on the device; a write that torch counts goes home first."""
