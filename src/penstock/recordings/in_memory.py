@@ -45,13 +45,7 @@ def _has_values(value: Tensor) -> bool:
 @contextmanager
 def hook_on_all_modules(hook: Any) -> Iterator[None]:
     """Return a context in which a hook, called with a module, args, kwargs and output, sees every forward."""
-
-    def unless_compiled(*given: Any) -> None:
-        # Dynamo traces hooks, too; what they record would be compiled again for each tensor.
-        if not torch.compiler.is_compiling():
-            hook(*given)
-
-    handle = register_module_forward_hook(unless_compiled, with_kwargs=True)
+    handle = register_module_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:

@@ -91,7 +91,7 @@ class StageModule(nn.Module):
     def compiled(self) -> str | None:
         """Name of a compiled module in the stage; None if there is none."""
         for name, module in self.named_modules():
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            if is_compiled(module):
                 return str(name)
         return None
 
@@ -148,6 +148,11 @@ def layer_state(name: str, layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
     parameters = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)}
     for inner, value in layer.state_dict().items():
         yield inner, whole_name(name, inner, inner in parameters), value
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` runs a module, so that the modules within it are not called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 class _CompiledLayers(nn.Module):

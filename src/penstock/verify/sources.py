@@ -21,6 +21,7 @@ from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.recordings.files import CALLS
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import named_modules_of
+from penstock.stage.module import is_compiled
 from penstock.stage.named import Context, current_context
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -103,10 +104,12 @@ class PlainSource(Source):
     def __init__(self, roots: dict[str, nn.Module], first: int) -> None:
         wrappers = (DistributedDataParallel, nn.DataParallel)
         roots = {p: m.module if isinstance(m, wrappers) else m for p, m in roots.items()}
-        compiled = [p for p, m in roots.items() if hasattr(m, "_orig_mod")]
-        if compiled:
+        named = (
+            (f"{p}{name}" or "the model", m) for p, root in roots.items() for name, m in root.named_modules()
+        )
+        if compiled := next((name for name, m in named if is_compiled(m)), ""):
             raise ConfigError(
-                "the model is compiled, so its modules are not called; record it without torch.compile"
+                f"{compiled} is compiled, so the modules within it are not called; record without torch.compile"
             )
         self._first = first
         self._roots = {id(m) for m in roots.values()}
