@@ -70,7 +70,7 @@ def test_keys_have_defaults_and_other_names():
         ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch=2'"),
         ("overlap=maybe", "overlap must be true or false, got 'maybe'"),
         ("shard=some", "shard must be one of none, optimizer, gradients, weights, got 'some'"),
-        ("window=2", "window = 2 needs shard = 'weights', and shard is 'none'"),
+        ("window=2", "window = 2 needs shard = 'weights' or a store, and shard is 'none'"),
         ("shard=weights,window=0", "window must be a number of at least 1, or None, got 0"),
         ("zero=2", "did you mean 'shard=gradients'?"),
         ("zero=true", "did you mean 'shard=optimizer'?"),

@@ -40,7 +40,7 @@ def predicted(layout: str, batch: int = 16, **links: Any) -> Prediction:
 
 
 def keys_of(sharding: Sharding) -> str:
-    return ",".join(f"{key}={value}" for key, value in vars(sharding).items() if value is not None)
+    return ",".join(f"{key}={value}" for key, value in vars(sharding).items() if value not in (None, "none"))
 
 
 # several stages with their runs apart, and a split backward; the other orders have fewer runs

@@ -215,9 +215,11 @@ def test_a_run_that_cannot_take_a_replaced_host_is_told_what_to_set():
 
 
 EXPORTED = dict(
-    re.findall(r"^# ([^\n]*)\n(export [^\n]*)$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
+    re.findall(
+        r"^# ([^\n]*)\n(export [^\n]*)$", (ROOT / "docs" / "reference" / "launchers.md").read_text(), re.M
+    )
 )
-"""Launcher and line of docs/clusters.md."""
+"""Launcher and line of docs/reference/launchers.md."""
 PMIX, SKYPILOT_IPS = {"PMIX_RANK": "3"}, {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
 
 
