@@ -210,7 +210,9 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
 def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:
     """Return the lines of text that say how to start `penstock train` with a plan's config."""
     layout = plan.layout
-    if cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
+    # Threads run on the CPU alone; devices with rated peaks are GPUs, one for each process of a launcher.
+    on_cpu = cluster.device.peak is None
+    if on_cpu and cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
         return [f"penstock train {out}"]
     return start_of_script(f"-m penstock train {out}", plan, cluster)
 

@@ -118,7 +118,10 @@ def read_shape(path: str | Path) -> ModelShape:
     try:
         text = read_bytes(path, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the model {str(path)!r}: {error}") from error
+        raise ConfigError(
+            f"cannot read the model {str(path)!r}: {error}; give a folder on this machine, or its config.json: nothing is "
+            "downloaded"
+        ) from error
     if path.suffix == ".toml":
         return _from_toml(text, path)
     try:

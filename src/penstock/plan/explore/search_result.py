@@ -109,7 +109,8 @@ class SearchResult:
         )
         raise ConfigError(
             f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
-            f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence"
+            f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence; "
+            "train an adapter (--lora, --base-bits); or keep weights in host memory (docs/more_model_than_memory.md)"
         )
 
     def as_dict(self) -> dict[str, Any]:
