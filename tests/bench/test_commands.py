@@ -193,14 +193,8 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
-SLOW = (
-    "bench.overhead",
-    "bench.memory",
-    "bench.published",
-    "bench.faults --rows 3",
-    "bench.faults --every 15",
-)
-"""One of each kind of bench: timed beside a peer, counted, computed, and of faults, one and several."""
+SLOW = ("bench.overhead", "bench.memory", "bench.published", "bench.faults --rows 3")
+"""One of each kind of bench: timed beside a peer, counted, computed, and of faults."""
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_files_of_the_tests_are_those_with_the_mark():
     assert {"tests/runtime/test_gpu.py", "tests/parallel/test_gpu.py"} <= set(files)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # ten benches; tests/bench/test_commands.py runs one of them
 def test_on_a_cpu_every_part_runs():
     words = ["-m", "bench.gpu", "--device", "cpu", "--limit", "6000"]
     done = python(words, ROOT, ENVIRONMENT, seconds=3000)

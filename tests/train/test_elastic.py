@@ -34,7 +34,7 @@ def agents() -> Iterator[list[Agent]]:
         one.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes; tests/runtime/start/test_restarts.py loses one process
 def test_a_run_loses_one_host_of_three_and_goes_on_with_two_and_then_with_four(
     tmp_path: Path, agents: list[Agent]
 ):
