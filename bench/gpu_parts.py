@@ -30,7 +30,7 @@ from bench.compare import Figures, alternate, main, ratio
 from bench.peer import add_device
 from penstock.measure.device_rates import TORCH_DTYPES, measure_device
 from penstock.parallel.mesh import MeshShape
-from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.plan.cluster import MEASURED_ERROR, Cluster, Device, LinkSpeed
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import read_model
@@ -144,7 +144,7 @@ def predicted(options: argparse.Namespace) -> Figures:
         ranks_per_node=1,
         node=link,
         dtype=name,
-        error=max(Cluster.error, spread),
+        error=max(MEASURED_ERROR, spread),
     )
     rows = {}
     head = (
