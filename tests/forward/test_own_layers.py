@@ -308,3 +308,23 @@ def test_values_that_pass_through_globals_are_refused_in_the_first_step():
         net, size, ranks=1, microbatches=2
     ) as pipe:  # one stage runs a microbatch at a time
         pipe.step(x, y)
+
+
+def test_a_refusal_holds_where_the_forward_fails_when_it_runs_again():
+    calls = []
+
+    def fails_later(module, args):
+        calls.append(1)
+        # The model's forward and the layers' with two microbatches have called it three times; then it fails.
+        if len(calls) > 3:
+            raise RuntimeError("once is enough")
+
+    net = own_models.made(own_models.WithUnused)
+    first = net.blocks[0]
+    first.register_forward_pre_hook(fails_later)
+    first.register_forward_hook(lambda module, args, output: setattr(module, "seen", output.mean()))
+    net.blocks[2] = unsplittable.Peeking([first])
+    with pytest.raises(SplitError, match="a different result") as refusal:
+        penstock.split(net, own_models.batch()[0])
+    assert "The first tensor that differs" not in str(refusal.value)
+    assert len(calls) > 3

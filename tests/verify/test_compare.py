@@ -460,6 +460,21 @@ def test_kept_values_tell_the_number_that_differs_most(tmp_path: Path):
         penstock.compare(one, other)
 
 
+def test_the_page_of_an_incomplete_recording_still_begins_with_the_first_difference(
+    reference: Path, tmp_path: Path
+):
+    plain(tmp_path / "run", wrong_count)
+    path = tmp_path / "run" / "process-00000.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    page = tmp_path / "map.html"
+    words = ["compare", str(reference), str(tmp_path / "run"), "--page", str(page)]
+    output = CliRunner().invoke(group, words).output.splitlines()
+    assert output[0].startswith("incomplete: ")
+    assert output[1].startswith("step 1, microbatch 0: head, gradient of its output, is 0.5")
+    text = page.read_text()
+    assert text.index("head, gradient of its output, is 0.5") < text.index("was cut off")
+
+
 def test_a_recording_of_the_model_in_the_place_of_its_pipeline_is_incomplete(reference: Path, tmp_path: Path):
     model = make()
     with (

@@ -76,10 +76,9 @@ def without_values(model: nn.Module, layers: Sequence[Layer]) -> tuple[nn.Module
     copies = _Copies(model, {}, keeps_values=False)
     structure = copies.of(model, "", memo)
     read_instead(memo, {id(module): memo[id(module)] for module in model.modules()})
-    start_of = _starts(layers)
     return structure, [
         replace(layer, module=copies.of(layer.module, start, memo))
-        for layer, start in zip(layers, start_of, strict=True)
+        for layer, start in zip(layers, _starts(layers), strict=True)
     ]
 
 
@@ -209,8 +208,11 @@ class _Check:
     def first_difference(self) -> str:
         """Run both again, and return a sentence that names the first tensor that differs; empty if it is not found."""
         model, layers = Seen("model"), Seen("layers")
-        _, gradients = self.model(seen=model)
-        _, uses = self.layers(seen=layers)
+        try:
+            _, gradients = self.model(seen=model)
+            _, uses = self.layers(seen=layers)
+        except Exception:  # a forward that fails when it runs again; the refusal holds without the place
+            return ""
         model.add_gradients(gradients)
         layers.add_gradients({name: _sum_of(parts) for name, parts in uses.items()})
         found = first_difference(model, layers)
@@ -407,7 +409,7 @@ class _Second:
             ):
                 for layer in layers:
                     self._value = _called(layer, self._value, self._named)
-        except Exception:
+        except Exception:  # of the user's code, which may refuse values that are made up
             self._ended = True
         self._states = [generator.get_state() for generator in self._generators]
         self._set(kept)

@@ -16,7 +16,7 @@ from penstock.base.host import to_stderr
 from penstock.plan.cluster import rated_flops
 from penstock.runtime.kept_traces import KeptTraces
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.start.start_record import keep_start
+from penstock.runtime.start.start_record import keep_start, start_of
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.schedule.check import check
 from penstock.show.run_page import RunPage
@@ -95,9 +95,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
         drop_after(run, state.global_step)
         go_back(run, state.global_step)
         processes = pipe.ranks * pipe.replicas if pipe.in_processes else 1
-        keep_start(
-            run,
-            to_stderr,
+        start = start_of(
             step=state.global_step,
             layout=pipe.layout,
             device=device,
@@ -106,6 +104,7 @@ class RunReport(transformers.TrainerCallback):  # type: ignore[misc]  # transfor
             dtype=self._dtype,
             rated=rated_flops,
         )
+        keep_start(run, to_stderr, start)
         self._metrics = self._open.enter_context(MetricsWriter(run, to_stderr))
         self._page = self._open.enter_context(RunPage(run, state.max_steps, to_stderr))
 

@@ -23,7 +23,7 @@ _MOST = 0.1
 """Largest relative difference that is ever taken for rounding."""
 _OTHER = 0.3
 """Distance from outputs in float64 in the first step that other data or weights have, and bfloat16 and routers have not."""
-_UPDATE, _AFTER = 1e-4, 2e-2
+_UPDATE, AFTER = 1e-4, 2e-2
 """Relative differences of updates that rounding explains: of gradients with the same bits, and of others."""
 AFTER_ROUNDING = 100.0
 """Factor on `ROUNDING` once a gradient has other bits: an optimizer such as Adam divides by its size."""
@@ -102,7 +102,7 @@ class Bounds:
         if exact is not None and begun is not None:
             apart = [a - b for a, b in zip(difference(exact, begun), update, strict=True)]
             return rounding + SLACK * max(size_of(apart) / size, _UPDATE)
-        return rounding + (_UPDATE if same_gradient else _AFTER)
+        return rounding + (_UPDATE if same_gradient else AFTER)
 
     @cached_property
     def _usual(self) -> dict[tuple[int, Kind], float]:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from penstock.base.errors import ConfigError, DataError
-from penstock.recordings.bounds import Bounds
+from penstock.recordings.bounds import AFTER, Bounds
 from penstock.recordings.files import Entry, Key, Kind, Recording, kept_values, read
 from penstock.recordings.fingerprint import Fingerprint, divided
 from penstock.recordings.likeness import (
@@ -94,6 +94,17 @@ class Comparison:
         return sum(each == verdict for each in self.verdicts.values())
 
     @property
+    def sentence(self) -> str:
+        """The first difference, or how many tensors agree, in words."""
+        if self.first is not None:
+            others = len(self.differences) - 1
+            after = f"; {others} after it differ, too" if others else ""
+            return f"{self.first}; {self.before} tensors before it agree{after}"
+        bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
+        rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
+        return f"{len(self.verdicts)} tensors agree: {bits}{rounded}"
+
+    @property
     def around(self) -> list[str]:
         """Facts around the first difference: the tensor before it, other microbatches, parameters like it."""
         return [] if self.first is None else list(self._around(self.first.key))
@@ -124,19 +135,9 @@ class Comparison:
         return not self.differences and not self.incomplete
 
     def __str__(self) -> str:
-        if self.first is not None:
-            others = len(self.differences) - 1
-            after = f"; {others} after it differ, too" if others else ""
-            lines = [f"{self.first}; {self.before} tensors before it agree{after}"]
-            if self.around:
-                lines.append("  " + "; ".join(self.around))
-        else:
-            bits = f"{self.same} with the same bits" if self.rounded else "all with the same bits"
-            rounded = f", {self.rounded} to the order of sums" if self.rounded else ""
-            lines = [f"{len(self.verdicts)} tensors agree: {bits}{rounded}"]
-        if self.incomplete:
-            lines.insert(0, "incomplete: " + "; ".join(self.incomplete))
-        return "\n".join([*lines, *self.notes])
+        incomplete = [f"incomplete: {'; '.join(self.incomplete)}"] if self.incomplete else []
+        around = [f"  {'; '.join(self.around)}"] if self.around else []
+        return "\n".join([*incomplete, self.sentence, *around, *self.notes])
 
 
 def compare(
@@ -219,14 +220,10 @@ class _Compared:
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
         self._look_for_gradients_like_the_first()
-        loose = [
-            k.name
-            for k, verdict in found.verdicts.items()
-            if verdict == "rounded" and k.kind == Kind.PARAMETER
-        ]
+        loose = sum(v == "rounded" and k.kind == Kind.PARAMETER for k, v in found.verdicts.items())
         if loose and self._exact is None and not self._bits:
             found.notes.append(
-                f"{len(loose)} updates have other bits, and without --exact may differ by a hundredth of their size: what a "
+                f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size: what a "
                 "wrong setting of an optimizer changes may be less; record the reference in float64, too"
             )
         if self._parts:

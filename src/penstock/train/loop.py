@@ -24,7 +24,7 @@ from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice, unused_nodes
 from penstock.runtime.start.place import current_place
-from penstock.runtime.start.start_record import keep_start
+from penstock.runtime.start.start_record import keep_start, start_of
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.show.run_page import RunPage
 from penstock.stage.split import Split
@@ -263,9 +263,7 @@ def _keep_start(
     threads: int,
 ) -> None:
     """Note when, where and how the run was started; for the leader alone."""
-    keep_start(
-        path,
-        reporter.say,
+    start = start_of(
         step=done,
         layout=layout,
         device=device,
@@ -274,6 +272,7 @@ def _keep_start(
         dtype=config.runtime.precision,
         rated=rated_flops,
     )
+    keep_start(path, reporter.say, start)
 
 
 def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: bool) -> Outcome:

@@ -29,14 +29,13 @@ def render_map(found: Comparison, title: str) -> str:
     meanings = (
         "F: output, B: its gradient, W: a microbatch's gradient of a parameter, G: the whole one, U: update"
     )
-    sentence, *_ = str(found).splitlines()
     return fill_template(
         "difference.html",
         {},
         {},
         title=title,
-        sentence=sentence,
-        notes=found.notes,
+        sentence=found.sentence,
+        notes=[*found.incomplete, *found.around, *found.notes],
         letters=f"letters name what differs. {meanings}",
         steps=[_step(found, step) for step in sorted({key.step for key in found.verdicts})],
     )

@@ -245,15 +245,12 @@ class _Recorder:
         # A pipeline's optimizer averages and clips first, and then calls those of its ranks.
         if isinstance(optimizer, PipelineOptimizer):
             self._pipeline_updates = optimizer.steps
+        elif self.active and (sharded := self._source.sharded()):
+            self._write_ranges(sharded, {id(p) for group in optimizer.param_groups for p in group["params"]})
         elif self.active:
-            sharded = self._source.sharded()
-            for name, whole, parameter in () if sharded else self._parameters_of(optimizer):
+            for name, whole, parameter in self._parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._write(Key(self._step, Kind.GRADIENT, -1, name), parameter.grad, whole)
-            if sharded:
-                self._write_ranges(
-                    sharded, {id(p) for group in optimizer.param_groups for p in group["params"]}
-                )
 
     def _write_ranges(self, sharded: Sequence[ShardedParameter], updated: Collection[int]) -> None:
         """Write the gradients of this process's ranges of the parameters that an optimizer has."""

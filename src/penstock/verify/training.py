@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.base.current_folder import current_folder_last
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, DataError
 from penstock.base.scratch import Scratch
 from penstock.parallel.mesh import MeshShape
 from penstock.recordings.compare import Comparison, compare
@@ -243,6 +243,10 @@ def _rows(cases: Sequence[_Case], transports: Sequence[str]) -> Iterator[Row]:
             one_order = case.layout.processes == 1 and _in_order(case)
             exact = None if one_order else reference(case, torch.float64)
             found = compare(reference(case, None), run, exact=exact, bits=one_order)
+            if found.incomplete:
+                raise DataError(
+                    f"what {case.schedule} computed was not recorded whole: {'; '.join(found.incomplete)}"
+                )
             yield _row(case, transport, found)
 
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime.start.start_record import command_line, keep_start
+from penstock.runtime.start.start_record import command_line, keep_start, start_of
 from penstock.show.report_page import read_facts
 
 
 def keep(run: Path, step: int = 0) -> list[str]:
     told: list[str] = []
-    keep_start(
-        run, told.append, step=step, layout="1f1b on 2 ranks", device=torch.device("cpu"), processes=1, threads=2,
+    start = start_of(
+        step=step, layout="1f1b on 2 ranks", device=torch.device("cpu"), processes=1, threads=2,
         dtype="fp32", rated=lambda device, dtype: {("cpu", "fp32"): 1e12}[device, dtype],
     )  # fmt: skip
+    keep_start(run, told.append, start)
     return told
 
 

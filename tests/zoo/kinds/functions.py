@@ -1,4 +1,4 @@
-"""A torch.autograd.Function of one's own."""
+"""A custom torch.autograd.Function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Square(torch.autograd.Function):
 
 @kind()
 def own_function():
-    """a torch.autograd.Function of one's own without weights"""
+    """a custom torch.autograd.Function without weights"""
     return Layer(lambda m, x: torch.tanh(Square.apply(m.inner(x))), inner=nn.Linear(WIDTH, WIDTH))
 
 
@@ -43,7 +43,7 @@ class Multiply(torch.autograd.Function):
 
 @kind(autocast=False)
 def own_function_with_weights():
-    """a torch.autograd.Function of one's own that saves weights"""
+    """a custom torch.autograd.Function that saves weights"""
     return Layer(
         lambda m, x: Multiply.apply(x, m.weight, m.bias),
         weight=nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3),
@@ -53,7 +53,7 @@ def own_function_with_weights():
 
 @kind(autocast=False)
 class OwnFunctionAndLinear(Inner):
-    """a weight in a torch.autograd.Function of one's own and in F.linear"""
+    """a weight in a custom torch.autograd.Function and in F.linear"""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.inner(x))

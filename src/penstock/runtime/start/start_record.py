@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ _MAX_STARTS = 1000
 def keep_start(
     run: Path,
     say: Callable[[str], None],
-    **facts: Any,
+    start: Mapping[str, Any],
 ) -> None:
-    """Add a start to a run's folder, with the facts of `start_of`; a failed write is reported, and training continues."""
-    start = start_of(**facts)
+    """Add a start, as `start_of` returns it, to a run's folder; a failed write is reported, and training continues."""
     path = run / START_RECORD
     try:
         starts = [*_earlier(path), start][-_MAX_STARTS:]
