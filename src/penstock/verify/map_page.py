@@ -34,8 +34,8 @@ def render_map(found: Comparison, title: str) -> str:
         {},
         {},
         title=title,
-        sentence=found.sentence,
-        notes=[*found.incomplete, *found.around, *found.notes],
+        sentence="; ".join([found.sentence, *found.around]),
+        notes=[*found.incomplete, *found.notes],
         letters=f"letters name what differs. {meanings}",
         steps=[_step(found, step) for step in sorted({key.step for key in found.verdicts})],
     )
