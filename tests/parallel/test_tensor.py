@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.base.errors import BatchError, ConfigError
+from penstock.parallel.dtensor import boxes_in_whole
 from penstock.parallel.mesh import make_mesh
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.tensor.matrices import (
@@ -166,6 +168,16 @@ def cut_hugging_face(rank: int) -> None:
         cut = sum(isinstance(p, DTensor) for p in net.parameters())
         assert cut >= 14 - (family == "gpt_neox") * 4 - (family == "gemma"), family
         assert_close(gradients(net), gradients(uncut))
+        for parameter in filter(lambda p: isinstance(p, DTensor), net.parameters()):
+            part, full = parameter.to_local(), parameter.full_tensor()
+            boxes = boxes_in_whole(parameter)
+            assert sum(math.prod(size) for _, size, _ in boxes) == part.numel()
+            for start, size, place in boxes:
+                assert torch.equal(part[box(start, size)], full[box(place, size)]), family
+
+
+def box(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
 
 
 @pytest.mark.slow

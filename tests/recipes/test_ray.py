@@ -44,6 +44,8 @@ def run(script: list[str], root: Path) -> str:
         **{k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_", "MASTER_"))},
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        # By default Ray starts workers at niceness 15: beside other tests on the same cores they would barely run.
+        "RAY_worker_niceness": "0",
     }  # fmt: skip
     for _ in range(3):
         command = [sys.executable, *script]

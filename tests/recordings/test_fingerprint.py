@@ -114,3 +114,21 @@ def test_ranges_of_elements_add_up_to_the_whole(shape: tuple[int, ...]):
             assert found is not None
             assert found.digest == whole.digest
             assert found.projections == pytest.approx(whole.projections, abs=1e-12)
+
+
+def test_ranges_of_a_part_made_of_boxes_add_up_to_the_whole():
+    value = torch.randn(4, 12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = fingerprint(value)
+    sums = []
+    # Of each of three matrices side by side, two processes have two columns each.
+    for rank in range(2):
+        places = [4 * matrix + 2 * rank for matrix in range(3)]
+        part = torch.cat([value[:, at : at + 2] for at in places], 1)
+        boxes = [((0, 2 * n, 0), (4, 2, 2), (0, at, 0)) for n, at in enumerate(places)]
+        flat = part.flatten()
+        for begin, end in pairwise([0, 5, 17, flat.numel()]):
+            sums += fingerprints_of_range(flat[begin:end], part.shape, begin, value.shape, boxes)
+    found = joined(sums)
+    assert found is not None
+    assert found.digest == whole.digest
+    assert found.projections == pytest.approx(whole.projections, abs=1e-12)

@@ -96,6 +96,29 @@ def local_slices(tensor: DTensor) -> tuple[int, list[slice]]:
     return placement.dim, [slice(start, min(start + each, length)) for start in starts]
 
 
+def boxes_in_whole(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Return where this process's shard of a DTensor is in the whole tensor, without communication.
+
+    Returns:
+        (start in the shard, size, start in the whole tensor) of each box; a strided placement has several.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    origin = (0,) * len(size)
+    if len(tensor.placements) > 1 or not hasattr(tensor.placements[0], "split_factor"):
+        return [(origin, size, first)]
+    dim, slices = local_slices(tensor)
+    boxes, begin = [], 0
+    for each in slices:
+        count = max(0, each.stop - each.start)
+        start, width, place = list(origin), list(size), list(origin)
+        start[dim], width[dim], place[dim] = begin, count, each.start
+        boxes.append((tuple(start), tuple(width), tuple(place)))
+        begin += count
+    return boxes
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, which all its ranks must call, or a plain tensor itself."""
     if not is_dtensor(tensor):

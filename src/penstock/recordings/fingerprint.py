@@ -15,7 +15,7 @@ undivided one from each part's sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -31,6 +31,9 @@ GROUPS = 16
 _BLOCK = 1 << 22
 """Elements that are converted at once: 16 MiB in float32."""
 _MODULUS = 1 << 64
+
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Start of a box in a part of a tensor, its size, and its start in the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +138,36 @@ def fingerprint(
     )
 
 
-def fingerprints_of_range(values: Tensor, shape: Sequence[int], first: int) -> list[Fingerprint]:
+def fingerprints_of_range(
+    values: Tensor,
+    shape: Sequence[int],
+    first: int = 0,
+    whole: Sequence[int] | None = None,
+    boxes: Iterable[Box] | None = None,
+) -> list[Fingerprint]:
     """Return the sums over a range of a tensor's elements in the order of memory, by parts with a shape of their own.
 
     Args:
         values: values of the range, 1-d.
-        shape: shape of the whole tensor.
+        shape: shape of the tensor that the range is in.
         first: number of the range's first element.
+        whole: shape of the whole tensor that this tensor is a part of (default: it is the whole one).
+        boxes: (start in this tensor, size, start in the whole one) of the boxes that this tensor is made of.
     """
+    origin = (0,) * len(shape)
+    whole, boxes = whole or shape, list(boxes or [(origin, tuple(shape), origin)])
     parts, begin = [], 0
     for start, size in _boxes(tuple(shape), first, len(values)):
         count = _volume(size)
-        parts.append(fingerprint(values[begin : begin + count].reshape(size), shape, start))
+        block = values[begin : begin + count].reshape(size)
         begin += count
+        for box, width, place in boxes:
+            low = tuple(max(a, b) for a, b in zip(start, box, strict=True))
+            high = [min(a + n, b + m) for a, n, b, m in zip(start, size, box, width, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                cut = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+                at = tuple(a - b + p for a, b, p in zip(low, box, place, strict=True))
+                parts.append(fingerprint(block[cut], whole, at))
     return parts
 
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from penstock.base.counts import require_count
 from penstock.base.errors import ConfigError
 from penstock.base.tensor_file import DTYPES
-from penstock.parallel.dtensor import is_dtensor, local
+from penstock.parallel.dtensor import boxes_in_whole, is_dtensor, local
 from penstock.parallel.replicas.shard_slice import ShardSlice
 from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.recordings.files import Key, Kind, Writer
@@ -255,15 +255,15 @@ class _Recorder:
     def _write_ranges(self, sharded: Sequence[ShardedParameter], updated: Collection[int]) -> None:
         """Write the gradients of this process's ranges of the parameters that an optimizer has."""
         for entry, elements, shard in sharded:
-            # A DTensor's local tensor is not where its elements are in the whole one.
-            if shard is None or id(shard) not in updated or shard.grad is None or is_dtensor(entry.parameter):
+            if shard is None or id(shard) not in updated or shard.grad is None:
                 continue
-            key = Key(self._step, Kind.GRADIENT, -1, entry.name)
+            key, whole = Key(self._step, Kind.GRADIENT, -1, entry.name), entry.parameter
             if elements.whole:
                 self._write(key, shard.grad)
             elif key not in self._written and _in_order(elements):
                 self._written.add(key)
-                for part in fingerprints_of_range(shard.grad, elements.shape, elements.first):
+                place = (whole.shape, boxes_in_whole(whole)) if is_dtensor(whole) else ()
+                for part in fingerprints_of_range(shard.grad, elements.shape, elements.first, *place):
                     self._writer.write(key, part)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -316,37 +316,32 @@ class _Recorder:
                 return
             self._written.add(key)
         with torch.no_grad():
-            found = self._sums(value, whole)
-        if found is not None:
+            parts = self._sums(value, whole)
+        for found in parts:
             # Of a tensor in parts, no process has the values; of dtypes that the format lacks, sums are all there is.
             keeps = self._kept is not None and self._kept.fullmatch(key.name) and found.whole
             storable = keeps and value.dtype in DTYPES.values() and value.layout is torch.strided
             self._writer.write(key, found, local(value) if storable else None)
 
-    def _sums(self, value: Tensor, whole: Tensor | None) -> Fingerprint | None:
-        if is_dtensor(value):
-            return _of_part(value.to_local(), value)
-        if whole is not None and is_dtensor(whole):
-            return _of_part(value, whole)
+    def _sums(self, value: Tensor, whole: Tensor | None) -> list[Fingerprint]:
+        """Return the sums over each part of a tensor that this process has; none if parts are terms of a sum."""
+        whole = value if whole is None else whole
+        if is_dtensor(whole):
+            if any(placement.is_partial() for placement in whole.placements):
+                return []
+            part = local(value)
+            return fingerprints_of_range(
+                part.flatten(), part.shape, whole=whole.shape, boxes=boxes_in_whole(whole)
+            )
         # A module often returns what its last inner module has returned.
         last = self._last
         if last is not None and last[0]() is value and last[1] == value._version:
-            return last[2]
+            return [last[2]]
         found = fingerprint(value)
         self._last = (weakref.ref(value), value._version, found)
-        return found
+        return [found]
 
 
 def _in_order(elements: ShardSlice) -> bool:
     """Return whether a parameter's elements are in memory in the order of its indices."""
     return elements.stride == torch.empty(elements.shape, device="meta").stride()
-
-
-def _of_part(value: Tensor, whole: Any) -> Fingerprint | None:
-    """Return the sums over this process's part of a DTensor; None if parts are terms of a sum."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(placement.is_partial() for placement in whole.placements):
-        return None
-    _, start = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
-    return fingerprint(value, whole.shape, start)
