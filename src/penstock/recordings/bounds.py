@@ -24,7 +24,10 @@ _MOST = 0.1
 _OTHER = 0.3
 """Distance from outputs in float64 in the first step that other data or weights have, and bfloat16 and routers have not."""
 _UPDATE, AFTER = 1e-4, 2e-2
-"""Relative differences of updates that rounding explains: of gradients with the same bits, and of others."""
+"""Relative differences of updates that rounding explains: of gradients with the same bits, and of others in the first step.
+
+Weights that differ make the next step's gradients differ more, so the second is allowed once for each step until then.
+"""
 AFTER_ROUNDING = 100.0
 """Factor on `ROUNDING` once a gradient has other bits: an optimizer such as Adam divides by its size."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
@@ -102,7 +105,7 @@ class Bounds:
         if exact is not None and begun is not None:
             apart = [a - b for a, b in zip(difference(exact, begun), update, strict=True)]
             return rounding + SLACK * max(size_of(apart) / size, _UPDATE)
-        return rounding + (_UPDATE if same_gradient else AFTER)
+        return rounding + (_UPDATE if same_gradient else AFTER * (key.step + 1))
 
     @cached_property
     def _usual(self) -> dict[tuple[int, Kind], float]:

@@ -223,8 +223,8 @@ class _Compared:
         loose = sum(v == "rounded" and k.kind == Kind.PARAMETER for k, v in found.verdicts.items())
         if loose and self._exact is None and not self._bits:
             found.notes.append(
-                f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size: what a "
-                "wrong setting of an optimizer changes may be less; record the reference in float64, too"
+                f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size in each "
+                "step so far: what a wrong setting of an optimizer changes may be less; record the reference in float64, too"
             )
         if self._parts:
             parts = _few(sorted(self._parts))
