@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,23 @@ def with_what_may_differ(rank: int) -> float:
         loss = pipe.step(*plain.batch(0, 8)).loss
     assert loss is not None
     return loss.item()
+
+
+def warned(rank: int, seed: int) -> list[str]:
+    torch.manual_seed(rank * seed)
+    net = model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Pipeline(net, nn.functional.mse_loss, microbatches=2).close()
+    return [str(each.message) for each in caught]
+
+
+def test_other_weights_on_each_process_are_told_once(processes: LocalProcesses):
+    (alike, other) = run_cases(processes, 2, warned, [(0,), (1,)])
+    assert alike == [[], []]
+    assert other[1] == []
+    assert len(other[0]) == 1
+    assert "were given models with other weights" in other[0][0]
 
 
 def test_hosts_may_have_other_numbers_of_threads(processes: LocalProcesses):

@@ -83,7 +83,7 @@ class SharedOptions:
         changed, self._changed = self._changed, {}
         if world is None:
             return note
-        return require_same(
+        notes = require_same(
             {name: repr(_rounded(value)) for name, value in changed.items()},
             world.collectives,
             what="the options of a PipelineOptimizer were changed on some processes only, or not alike",
@@ -92,6 +92,7 @@ class SharedOptions:
             "weight was changed",
             note=note,
         )
+        return any(notes)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

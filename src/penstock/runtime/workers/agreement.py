@@ -10,15 +10,20 @@ import hashlib
 import platform
 import re
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.base.version import __version__
+from penstock.parallel.dtensor import is_dtensor
+from penstock.runtime.batch.digests import sample_digest_of
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.schedule import Schedule
@@ -40,14 +45,14 @@ def require_same(
     what: str = _DIFFER,
     missing: str = "not there",
     advice: str = _ALIKE,
-    note: bool = False,
-) -> bool:
+    note: object = None,
+) -> list[Any]:
     """Check that all processes have the same facts, or raise on all of them; every process calls it.
 
     The error begins with `what` and ends with `advice`; a fact that a process does not have is `missing`.
 
     Returns:
-        Whether any process gave a `note`, which may be another on each.
+        The `note` of each process, which may be another on each.
     """
     action = "compare what they were started with"
     told = collectives.gather(
@@ -55,7 +60,7 @@ def require_same(
     )
     odd = [number for number, (digest, *_) in enumerate(told) if digest != told[0][0]]
     if not odd:
-        return any(noted for *_, noted in told)
+        return [noted for *_, noted in told]
     pair = collectives.gather(dict(facts) if collectives.rank in (0, odd[0]) else None, None, action)
     first, other = pair[0], pair[odd[0]]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
@@ -101,7 +106,24 @@ def require_same_pipeline(
     for r in range(schedule.ranks):
         columns = b"".join(column.tobytes() for column in schedule.columns(r))
         facts[f"{_OPS} {r} in the schedule"] = f"{schedule.name}, digest {_digest(columns)}"
-    require_same(facts, collectives)
+    samples = set(require_same(facts, collectives, note=_sample_of_weights(layers))) - {None}
+    if len(samples) > 1 and collectives.rank == 0:
+        warnings.warn(
+            "the processes were given models with other weights. Each stage keeps those of the process that runs it, so "
+            "the model that trains is none of them; call torch.manual_seed with one number on every process before the "
+            "model is built, or load the same weights",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _sample_of_weights(layers: Sequence[Layer]) -> int | None:
+    """Return a digest of a sample of the weights; None if this process was not given all of them as plain tensors."""
+    given = [layer.module for layer in layers]
+    weights = [p for module in given if module is not None for p in module.parameters()]
+    if None in given or any(p.is_meta or is_dtensor(p) or is_lazy(p) for p in weights):
+        return None
+    return sample_digest_of(weights)
 
 
 def require_same_arguments(collectives: Collectives, given: Mapping[str, object]) -> None:
