@@ -374,6 +374,9 @@ def test_todays_layout_stands_beside_the_proposed_one():
     change = best["step_seconds"] / today["step_seconds"] - 1
     assert f"a step takes {-change:.1%} less time" in text
     assert "2,000,000,000 tokens take" in text
+    words = ("gpt2", "-c", "a10*2", "-s", "64", "-b", "65536", "--top", "1")
+    text = invoke(*words, "--beside", "pp=1,dp=2,microbatch=32768").stdout
+    assert "today's does not fit, so times are not compared" in text
 
 
 def test_samples_longer_than_the_configs_are_only_predicted():

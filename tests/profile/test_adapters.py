@@ -58,6 +58,8 @@ def test_a_frozen_matrix_has_no_gradient_of_its_weight(traced: Profile):
         assert sum(work.amount for work in cost.weight_grad if work.unit == "matmul") == products
     plain = block_cost(SHAPE, LOAD)
     assert closed.model_flops == plain.model_flops + products
+    matrices = 2 * tokens * sum(rows * columns for rows, columns in SHAPE.block_matrices)
+    assert closed.frozen_flops == block.frozen_flops == plain.model_flops - plain.attention_flops == matrices
     assert closed.saved_bytes == plain.saved_bytes + len(SHAPE.block_matrices) * RANK * tokens * 4
 
 

@@ -79,7 +79,10 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = f"{'fits' if plan.fits else 'does NOT fit'} in {size_text(plan.capacity)}"
-    of_sizes = "6 FLOPs per parameter and token, and attention in full"
+    frozen = profile.shape is not None and profile.shape.adapter_rank
+    of_sizes = (
+        f"6 FLOPs per parameter and token, {'4 of a frozen one, ' if frozen else ''}and attention in full"
+    )
     experts = experts_text(profile, cluster, plan, sequence, batch)
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
@@ -152,6 +155,7 @@ def beside_table(today: Prediction, proposed: Prediction) -> None:
     for (name, of_today), (_, of_proposed) in zip(figures(today), figures(proposed), strict=True):
         table.add_row(name, of_today, of_proposed)
     change = proposed.step_seconds / today.step_seconds - 1
-    table.add_row("", "", f"a step takes {abs(change):.1%} {'less' if change <= 0 else 'more'} time")
+    time = f"a step takes {abs(change):.1%} {'less' if change <= 0 else 'more'} time"
+    table.add_row("", "", time if today.fits else "today's does not fit, so times are not compared")
     table_console().print(table)
     click.echo()

@@ -61,7 +61,8 @@ class Prediction:
         low, high: interval in which the measured step is expected: seconds divided by a factor, and times this factor;
             None if the cluster claims none.
         tokens_per_second: tokens of a batch over the seconds of a step, over all devices.
-        tflops_per_device: TFLOP/s of a device, of the model's FLOPs: forward and twice as many in the backward.
+        tflops_per_device: TFLOP/s of a device, of the model's FLOPs: forward and twice as many in the backward, less those
+            that gradients of frozen weights would take.
         hardware_tflops_per_device: the same with what is recomputed.
         mfu, hfu: these two over the device's rated FLOP/s.
         memory: peak bytes of a device of every pipeline rank.
@@ -191,9 +192,10 @@ def predict(
     forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
     # FLOPs divided by this are TFLOP/s of a device.
     per_device = 1e12 * seconds * layout.devices
-    # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights.
-    model = 3 * forward * replicas / per_device
-    hardware = (3 * forward + repeated) * replicas / per_device
+    # The backward has twice the FLOPs of the forward: gradients of the inputs, and of the weights, unless they are frozen.
+    trained = 3 * forward - float(costs.frozen_flops.sum())
+    model = trained * replicas / per_device
+    hardware = (trained + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
     error, _ = _interval(profile, cluster, layout, sequence)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
@@ -447,7 +449,7 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         if profile.shape.adapter_rank:
             sentences.append(
                 f"Adapters of rank {profile.shape.adapter_rank} beside all matrices of the blocks are trained; the base has "
-                f"{profile.shape.base_bits} bits. TFLOP/s and MFU count gradients of the base, which nothing computes."
+                f"{profile.shape.base_bits} bits. TFLOP/s and MFU leave out gradients of the base, which nothing computes."
             )
         if layout.ep > 1:
             sentences.append(
@@ -460,7 +462,8 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             )
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(
-            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per "
+            f"{'trained ' if profile.shape.adapter_rank else ''}parameter for weights, gradients and "
             f"AdamW{', or a moment less of matrices that Muon updates' if layout.optimizer == 'muon' else ''}."
         )
     elif profile.source == "traced":

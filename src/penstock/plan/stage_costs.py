@@ -51,7 +51,9 @@ class LayerTimes:
     matrix_parameters: Table
     frozen_bytes: Table
     outputs: Table
-    model_flops: Table  # FLOPs of the forward, over all devices of tp and cp, shape (layers,)
+    # FLOPs of the forward, and of gradients of frozen weights, over all devices of tp and cp, shape (layers,).
+    model_flops: Table
+    frozen_flops: Table
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
 
 
@@ -151,6 +153,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         frozen_bytes=column("frozen_bytes"),
         outputs=column("output_bytes"),
         model_flops=column("model_flops"),
+        frozen_flops=column("frozen_flops"),
         recomputes=np.array([cost.recomputes for cost in table.costs])[list(kinds)],
     )
 
@@ -259,8 +262,9 @@ class StageCosts:
     matrix_parameters: Table  # part of `parameters`, which Muon updates
     frozen_bytes: Table  # bytes of weights that are not trained
     messages: Table  # bytes of the value that each stage hands on; 0 for the last
-    # FLOPs of the forward, and of what is recomputed, over all devices of tp and cp.
+    # FLOPs of the forward, of gradients of frozen weights, and of what is recomputed, over all devices of tp and cp.
     model_flops: Table
+    frozen_flops: Table
     repeated_flops: Table
 
     @property
@@ -299,6 +303,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         "matrix_parameters": times.matrix_parameters,
         "frozen_bytes": times.frozen_bytes,
         "model_flops": times.model_flops,
+        "frozen_flops": times.frozen_flops,
         "repeated_flops": np.where(again, times.repeats, 0.0),
     }
     table = np.add.reduceat(np.stack(list(columns.values())), starts[:-1], axis=1)

@@ -28,6 +28,7 @@ def frozen(shape: ModelShape, cost: LayerCost, load: Workload) -> LayerCost:
         matrix_parameters=0,
         frozen_parameters=cost.parameters,
         frozen_bytes=wide * cost.parameters,
+        frozen_flops=cost.model_flops - cost.attention_flops,
     )
 
 

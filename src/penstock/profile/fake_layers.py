@@ -167,11 +167,12 @@ def _run_layer(
         _backward(roots, [*leaves, *parameters], backward)
         _backward(roots, leaves, input_half)
         taken = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-        weights = backward.without(input_half)
+        weights = backward.without(input_half).works()
+        of_weights = sum(work.amount for work in weights if work.unit == "matmul")
         known[same] = LayerCost(
             forward=forward.works(),
             input_grad=input_half.works(),
-            weight_grad=weights.works(),
+            weight_grad=weights,
             saved_bytes=kept,
             selective_bytes=kept,
             waiting_bytes=forward.weight_outputs + sum(forward.weight_inputs.values()),
@@ -184,6 +185,7 @@ def _run_layer(
             frozen_bytes=sum(p.numel() * p.element_size() for p in untrained),
             model_flops=forward.flops,
             attention_flops=forward.attention_flops,
+            frozen_flops=max(0, forward.flops - forward.attention_flops - of_weights) if untrained else 0,
         )
     own = dict(module.layers[0].named_parameters(remove_duplicate=False))
     tied = sum(own[name].numel() for name in layer.tied if own[name].requires_grad)

@@ -75,6 +75,7 @@ class LayerCost(Table):
         model_flops: FLOPs of the forward over all devices of tp and cp, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
         attention_flops: part of `model_flops` that selective recompute does again.
+        frozen_flops: FLOPs that gradients of frozen weights would take, in the convention of `model_flops`.
         recomputes: True if the layer runs again with full recompute.
     """
 
@@ -97,4 +98,5 @@ class LayerCost(Table):
     frozen_bytes: Amount = 0
     model_flops: Amount = 0
     attention_flops: Amount = 0
+    frozen_flops: Amount = 0
     recomputes: Flag = True

@@ -348,6 +348,11 @@ def test_where_a_pipeline_is_slower_the_result_says_not_to_pipeline():
     nearest = min(result.rejections["pp"].values(), key=lambda reason: reason.slower)
     assert result.without_pipeline.startswith("Do not pipeline here: data parallelism alone is best; pp=")
     assert result.without_pipeline.endswith(f", the quickest with a pipeline, is {nearest.text}.")
+    (pp,) = [pp for pp, reason in result.rejections["pp"].items() if reason is nearest]
+    tie = replace(result, rejections={"pp": {pp: nearest._replace(slower=0.009)}})
+    assert tie.without_pipeline.startswith(
+        "A pipeline gains nothing here: data parallelism alone is best; pp="
+    )
     piped = search(medium(4), read_cluster("h100*4"), sequence=512, batch=4, fixed={"pp": 4})
     assert piped.without_pipeline == ""
     alone = search(medium(4), read_cluster("h100*1"), sequence=512, batch=4, fixed={"pp": 1})

@@ -112,7 +112,7 @@ def headline(
 def left_out_text(result: SearchResult) -> str:
     """Return sentences about what a search did not compare."""
     given = "; ".join(result.not_compared)
-    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has offloading."
+    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has offloading or a store."
 
 
 def changes(

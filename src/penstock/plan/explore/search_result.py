@@ -14,7 +14,7 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 _WORTH = 0.01
-"""Share of a step from which a result says not to pipeline."""
+"""Share of a step from which a pipeline is called slower; below, it is called no gain."""
 
 
 class SimulatedLayout(NamedTuple):
@@ -59,15 +59,10 @@ class SearchResult:
 
     @property
     def without_pipeline(self) -> str:
-        """Sentence that says not to pipeline, where no layout with pp above 1 is as quick as the best; empty otherwise."""
+        """Sentence that says not to pipeline, where the best layout has no pipeline and others have; empty otherwise."""
         others = self.rejections.get("pp", {})
         nearest = min(others, key=lambda pp: others[pp].slower, default=None)
-        if (
-            not self.plans
-            or (best := self.best.layout).pp > 1
-            or nearest is None
-            or others[nearest].slower < _WORTH
-        ):
+        if not self.plans or (best := self.best.layout).pp > 1 or nearest is None:
             return ""
         named = {
             "FSDP": best.sharding.shard == "weights",
@@ -79,7 +74,10 @@ class SearchResult:
         slower = "no layout with pp above 1 fits or can run"
         if reason.slower < math.inf:
             slower = f"pp={nearest}, the quickest with a pipeline, is {reason.text}"
-        return f"Do not pipeline here: {' with '.join(name for name, has in named.items() if has)} alone is best; {slower}."
+        advice = "Do not pipeline here" if reason.slower >= _WORTH else "A pipeline gains nothing here"
+        return (
+            f"{advice}: {' with '.join(name for name, has in named.items() if has)} alone is best; {slower}."
+        )
 
     @property
     def best(self) -> Prediction:
