@@ -260,6 +260,7 @@ def mean_square(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
         ),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0 cannot be used"),
         ({}, {"pipeline": {"ranks": 2}}, "how many microbatches"),
+        ({}, {"pipeline": 4}, "how many microbatches"),
         ({}, {"pipeline": {"microbatches": 2, "seed": 1}}, r"pipeline\['seed'\] cannot be given"),
         ({}, {"pipeline": {"ranks": 2, "microbatch": 4}}, "no option 'microbatch' .*'microbatches'"),
         (
@@ -276,6 +277,11 @@ def test_what_cannot_work_is_refused_at_once(
     given = {"net": model(), "args": arguments(tmp_path, **changes), "pipeline": PIPELINE, **more}
     with pytest.raises(penstock.ConfigError, match=said):
         trainer(**given)
+
+
+def test_a_trainer_without_options_says_which_it_needs(tmp_path: Path):
+    with pytest.raises(penstock.ConfigError, match="how many microbatches"):
+        penstock.PipelineTrainer(model(), arguments(tmp_path))
 
 
 def with_its_forward_replaced(net: Any) -> None:

@@ -106,8 +106,8 @@ class PipelineTrainerMixin:
                     f"the pipeline's methods are not reached. Write class {cls.__name__}(PipelineTrainerMixin, ...)"
                 )
 
-    def __init__(self, *given: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
-        options = dict(pipeline)
+    def __init__(self, *given: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        options = dict(pipeline) if isinstance(pipeline, Mapping) else {}
         require_options(options)
         reports, trace_every = options.pop("report", True), options.pop("trace_every", 0)
         collate = options.get("collate", "parts")
