@@ -112,6 +112,7 @@ def run_lines(rank: int, code: str) -> torch.Tensor | None:
 
 
 ZERO = "pp=1,dp=2,microbatch=1,shard=optimizer"
+STORED = "pp=2,v=2,microbatch=1,schedule=hanayo,store=disk,window=1"
 SHARDED = "pp=1,dp=2,v=2,microbatch=1,schedule=hanayo,shard=weights,window=1"
 
 
@@ -121,6 +122,8 @@ def test_replicas_are_a_mesh_zero_an_optimizer_and_sharded_weights_options_of_th
     assert "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)" in code
     code = printed(planned("--layout", SHARDED))
     assert 'parallel=penstock.ParallelOptions(shard="weights", window=1),' in code
+    code = printed(planned("--layout", STORED))
+    assert 'parallel=penstock.ParallelOptions(store="disk", window=1),' in code
 
 
 @pytest.mark.slow

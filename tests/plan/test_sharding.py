@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError, ScheduleError
-from penstock.plan.cluster import read_cluster
+from penstock.plan.cluster import Host, read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import left_out_text
 from penstock.plan.explore.search_result import SearchResult
@@ -22,6 +22,8 @@ from penstock.schedule.residency import Sharding, make_residency
 from tests.support.lanes import exhaustive
 from tests.support.planning import SEQUENCE, round_cluster, slow_links, timed_profile
 
+SIZES = {"hidden": 1024, "heads": 8, "kv_heads": 8, "head_size": 128, "ffn": 4096, "vocabulary": 32000}
+MEDIUM = of_shape(ModelShape(name="medium", layers=8, **SIZES))
 ORDERS = (
     "schedule=gpipe",
     "schedule=breadth-first,v=4",
@@ -64,6 +66,81 @@ def test_bytes_are_those_that_the_checker_proves(order: str, sharding: Sharding)
         assert rank.optimizer == 8 * 80 / 2
     assert bound_sharded(schedule, plan.costs, plan.layout, "fp32") <= plan.peak_bytes
     assert check(schedule, sharding=sharding).program.schedule == schedule
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_bytes_beside_a_store_are_those_that_the_checker_proves(order: str):
+    sharding = Sharding(store="host", window=1)
+    plan = predicted(f"pp=2,{order},{keys_of(sharding)}")
+    schedule = plan.program.schedule
+    residency = make_residency(schedule, sharding)
+    empty = replace(plan.costs, saved=0 * plan.costs.saved, waiting=0 * plan.costs.waiting)
+    sizes = 4 * plan.costs.parameters.astype(int)
+    budget = Budget(0, 0, weights=WeightBytes(sizes, sizes, 1))
+    states = rank_memory(schedule, empty, plan.layout, "fp32")
+    assert [rank.weights + rank.gradients for rank in states] == budget.peak(schedule, residency).tolist()
+    assert all(rank.optimizer == 0 for rank in states)
+    # Frozen weights come and go as the others.
+    frozen = replace(empty, frozen_bytes=empty.frozen_bytes + 100)
+    more = rank_memory(schedule, frozen, plan.layout, "fp32")
+    assert [b.weights - a.weights for a, b in zip(states, more, strict=True)] == [100, 100]
+
+
+def test_copies_of_a_store_by_hand():
+    """Two stages of 80 parameters, each of 320 bytes, on a link of 40 bytes a second: 8 s."""
+    host = Host(bandwidth=40, memory_bandwidth=1000, disk_bandwidth=20)
+    cluster = replace(round_cluster(), host=host)
+    order = "pp=1,v=2,schedule=breadth-first"
+
+    def of(keys: str) -> Prediction:
+        return predict(timed_profile(16), cluster, f"{order},{keys}", sequence=SEQUENCE, batch=4)
+
+    whole, plan = (
+        predict(timed_profile(16), cluster, order, sequence=SEQUENCE, batch=4),
+        of("store=host,window=1"),
+    )
+    op = float((plan.trace.end - plan.trace.start)[-1])
+    # Forwards of both stages, then backwards of both: three stays. One reduction is beside the next op, one beside none.
+    assert plan.parts["sharding"] == pytest.approx(3 * 8 + max(0, 8 - op) + 8)
+    assert plan.parts["optimizer"] == pytest.approx(160 * 32 / 1000)
+    assert of("store=disk,window=1").parts["sharding"] == pytest.approx(3 * 16 + max(0, 16 - op) + 16)
+    # With two places both stages stay for the whole step, and the second one comes beside a forward of 8 s.
+    assert of("store=host,window=2").parts["sharding"] == pytest.approx(8 + 8)
+    # Later sums come back first: each stage has two reductions.
+    twice = of("store=host,window=1,reduce_every=2").parts["sharding"] - plan.parts["sharding"]
+    assert twice == pytest.approx(2 * (16 - op))
+    assert plan.step_seconds == pytest.approx(whole.parts["pipeline"] + sum(list(plan.parts.values())[1:]))
+    assert "must have room for 2.56 KB; a device copies 4e-08 GB/s each way" in plan.assumptions[-1]
+    assert plan.low is None
+
+
+def test_where_nothing_else_fits_weights_go_to_a_store():
+    given: dict[str, Any] = {"sequence": 512, "batch": 4, "fixed": {"schedule": "breadth-first"}}
+    cluster = read_cluster("h100*2")
+    whole = search(MEDIUM, cluster, **given)
+    assert whole.with_store == ""
+    assert "store=host and store=disk where another layout fits" in left_out_text(whole)
+    least = min(outcome.peak_bytes for outcome in whole.outcomes)
+    result = search(MEDIUM, cluster, memory=0.6 * least, **given)
+    assert result.with_store.startswith("No layout fits on the devices alone: weights,")
+    assert {plan.layout.store for plan in result.plans} == {"host"}
+    assert all(plan.fits and plan.layout.pp == 2 for plan in result.plans)
+    with pytest.raises(
+        ConfigError, match=r"no layout fits in memory; the smallest needs .*store=host,window=1"
+    ):
+        assert search(MEDIUM, cluster, memory=0.02 * least, **given).best
+    # What is asked for is not replaced.
+    with pytest.raises(ConfigError, match="no layout fits in memory"):
+        assert search(MEDIUM, cluster, memory=0.6 * least, **{**given, "fixed": {"dp": 2, "pp": 1}}).best
+
+
+def test_a_store_holds_one_pipeline():
+    with pytest.raises(
+        ConfigError, match="store=host holds the weights of one pipeline, and this one has 2 devices"
+    ):
+        predicted("pp=2,dp=2,store=host")
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        predicted("pp=2,store=host,shard=weights")
 
 
 def test_one_stage_on_each_rank_saves_nothing_of_its_weights():

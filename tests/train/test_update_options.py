@@ -29,8 +29,14 @@ FP16: Sections = {
 }
 """A scale at which the first steps overflow, and which grows again after two that do not."""
 
+ON_DISK: Sections = {
+    "parallel": {"store": "disk", "window": 1, "virtual_stages": 2},
+    "schedule": {"name": "breadth-first"},
+}
+
 CASES: dict[str, Sections] = {
     "accumulation": {"train": {"accumulate": 3}},
+    "weights on disk": ON_DISK,
     "fp16 with a scaled loss": {**FP16, "train": {"steps": 8, "accumulate": 2}},
     "bf16 weights with main weights": {"runtime": {"precision": "bf16-weights"}, "train": {"accumulate": 2}},
     "bf16 autocast, recomputed": {"runtime": {"precision": "bf16", "recompute": "full"}},
@@ -41,7 +47,7 @@ CASES: dict[str, Sections] = {
 
 
 # One of each precision; the optimizers have tests of their own.
-@pytest.mark.parametrize("case", [*list(CASES)[:2], *slow(*list(CASES)[2:4]), *exhaustive(*list(CASES)[4:])])
+@pytest.mark.parametrize("case", [*list(CASES)[:3], *slow(*list(CASES)[3:5]), *exhaustive(*list(CASES)[5:])])
 def test_a_run_is_the_plain_loop(tmp_path: Path, case: str):
     config = tiny(tmp_path, text_folder(tmp_path), **CASES[case])
     said = run(config)

@@ -25,7 +25,7 @@ HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
 # Tokens of a vocabulary of bytes.
 _BYTES = 256
-_SHARDING = ("shard", "window", "reduce_every")
+_SHARDING = ("shard", "store", "window", "reduce_every")
 _PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
 """Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""
 
@@ -91,7 +91,7 @@ def run_tables(
         parallel["ep"] = layout.ep
     for key in ("zero", *_SHARDING):  # of the model's own tables
         parallel.pop(key, None)
-    parallel |= {key: value for key in _SHARDING if (value := getattr(layout, key)) is not None}
+    parallel |= {key: value for key in _SHARDING if (value := getattr(layout, key)) not in (None, "none")}
     parallel["sequence_parallel"] = layout.sequence_parallel
     if layout.optimizer == "muon":
         config.setdefault("optim", {})["matrices"] = "Muon"
@@ -193,9 +193,9 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         arguments["autocast"] = half
     keys = [*(_SHARDING if layout.sharding.comes_and_goes else ()), "sequence_parallel"]
     options = [
-        f"{key}={json.dumps(value) if key == 'shard' else value}"
+        f"{key}={json.dumps(value) if isinstance(value, str) else value}"
         for key in keys
-        if (value := getattr(layout, key))
+        if (value := getattr(layout, key)) not in (None, False, "none")
     ]
     if options:
         arguments["parallel"] = f"penstock.ParallelOptions({', '.join(options)})"

@@ -141,6 +141,7 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
             schedule=schedule["name"],
             recompute=runtime.get("recompute", "none"),
             shard=_shard(parallel),
+            store=parallel.get("store", "none"),
             window=parallel.get("window"),
             reduce_every=parallel.get("reduce_every"),
             sequence_parallel=parallel["sequence_parallel"],

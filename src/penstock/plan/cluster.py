@@ -30,6 +30,11 @@ published runs, or have the figures of a data sheet. A file has these keys::
     latency = 2e-5
     bandwidth = 20e9                 # bytes/s of a device
     reduce_bandwidth = 10e9          # bytes/s of a device while all reduce gradients; bandwidth otherwise
+
+    [host]                           # where a store keeps weights; every value has a default
+    bandwidth = 31.5e9               # bytes/s between a device and host memory, in each direction
+    memory_bandwidth = 204.8e9       # bytes/s of a node's memory, for updates of all its ranks
+    disk_bandwidth = 7e9             # bytes/s of a node's disks
 """
 
 from __future__ import annotations
@@ -149,6 +154,26 @@ class LinkSpeed(Table):
     reduce_bandwidth: Rate | None = None
 
 
+@dataclass(frozen=True)
+class Host(Table):
+    """Memory and disks of a node, where a store keeps weights.
+
+    Attributes:
+        bandwidth: bytes per second between a device and host memory, each way; by default 16 lanes of PCI Express 4.
+        memory_bandwidth: bytes per second of host memory; by default two channels of DDR5-5600, 8 bytes wide.
+        disk_bandwidth: bytes per second of the disks; by default about four lanes of PCI Express 4, one NVMe disk.
+    """
+
+    bandwidth: Rate = 31.5e9
+    memory_bandwidth: Rate = 89.6e9
+    disk_bandwidth: Rate = 7e9
+
+    def fetch_rate(self, store: str, devices: int) -> float:
+        """Return the bytes per second that each of a node's devices reads from a store while all do."""
+        shared = self.disk_bandwidth if store == "disk" else self.memory_bandwidth
+        return min(self.bandwidth, shared / devices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Table):
     """Devices on nodes, and the links between them.
@@ -158,6 +183,7 @@ class Cluster(Table):
         device: achieved rates of each device.
         ranks_per_node, nodes: number of devices.
         node, network: links within a node and between nodes.
+        host: memory and disks of a node.
         dtype: default dtype of matrix products.
         error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error); None (default)
             claims no interval.
@@ -178,6 +204,7 @@ class Cluster(Table):
     nodes: Count = 1
     node: LinkSpeed = LinkSpeed()
     network: LinkSpeed = LinkSpeed()
+    host: Host = Host()
     dtype: str = "bf16"
     error: Annotated[Number, Field(ge=0, lt=1)] | None = None
     expert_error: Annotated[Number, Field(ge=0, le=10)] | None = None
@@ -315,6 +342,7 @@ def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
         "dtype": dtypes[0],
         "node": links[sheet["node"]],
         "network": links[sheet["network"]],
+        "host": tables["hosts"][sheet["host"]],
         "device": {
             "memory": sheet["memory"],
             "peak": dict.fromkeys(dtypes, peak),

@@ -17,7 +17,15 @@ from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
 from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
-from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory, residency_of, updated_parameters
+from penstock.plan.rank_memory import (
+    BUCKET_BYTES,
+    RankMemory,
+    moving_weights,
+    rank_memory,
+    residency_of,
+    stored_bytes,
+    updated_parameters,
+)
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
@@ -40,6 +48,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.residency import beside
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
+from penstock.show.units import size_text
 from penstock.simulate.reduction import reduce_gradients
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
@@ -225,7 +234,11 @@ def predict(
         },
         dtype=dtype,
         unit=unit,
-        assumptions=(*assumptions(profile, cluster, layout, sequence), *_sharded(schedule, layout)),
+        assumptions=(
+            *assumptions(profile, cluster, layout, sequence),
+            *_sharded(schedule, layout),
+            *_stored(schedule, costs, cluster, layout, dtype),
+        ),
         costs=costs,
         program=program,
         trace=trace,
@@ -362,6 +375,9 @@ def _exposed_sharding(
     updated weights, which with sharded weights is the stage's first gather. Each further stay of weights on a rank takes an
     all-gather of the stage's weights, and each earlier reduction a reduce-scatter of its gradients.
 
+    With a store, each stay takes a copy from it, and each reduction one to it, the last ones, too; a stage whose sums are
+    there already has them back first. These copies are always beside the ops.
+
     With overlapping reductions, a gather runs from the start of the op before its own, or from that op's end where the
     window has no earlier place, and a reduction runs beside the next op. What takes longer than that, with the waits
     between these ops, delays the rank; the step is longer by the largest sum of a rank's delays. Otherwise all of it is
@@ -369,13 +385,19 @@ def _exposed_sharding(
     """
     if not layout.sharding.comes_and_goes:
         return 0.0
-    residency = residency_of(schedule, layout.sharding)
+    residency, stored = residency_of(schedule, layout.sharding), layout.sharding.stored
     weight, gradient, _ = PARAMETER_BYTES[dtype]
-    gathers, sums = (
-        _replica_seconds(unit, size * costs.parameters, size * costs.expert_parameters, cluster, layout, 1)
-        for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
-    )
-    hides, start, end = overlaps(cluster, layout), trace.start, trace.end
+    if stored:
+        rate = cluster.host.fetch_rate(layout.store, min(layout.pp, cluster.ranks_per_node))
+        gathers, sums = moving_weights(costs, layout, dtype) / rate, gradient * costs.parameters / rate
+    else:
+        gathers, sums = (
+            _replica_seconds(
+                unit, size * costs.parameters, size * costs.expert_parameters, cluster, layout, 1
+            )
+            for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
+        )
+    hides, start, end = stored or overlaps(cluster, layout), trace.start, trace.end
     delays = []
     for rank in range(schedule.ranks):
         rows, delay = schedule.rows(rank), 0.0
@@ -390,9 +412,10 @@ def _exposed_sharding(
             seen.add(stage)
         last = {stage: row for row, stage in residency.reductions[rank]}
         for row, stage in residency.reductions[rank]:
-            if row != last[stage]:
+            copies = 1 if not stored or row == last[stage] else 2
+            if stored or row != last[stage]:
                 hidden = end[beside(schedule, row, rows.stop)] - end[row] if hides else 0.0
-                delay += max(0.0, float(sums[stage] - hidden))
+                delay += max(0.0, float(copies * sums[stage] - hidden))
         delays.append(delay)
     # The gather before the first op is counted by `_exposed_gather`, too.
     twice = _exposed_gather(costs, cluster, layout, weight, 1) if hides else 0.0
@@ -425,8 +448,12 @@ def optimizer_seconds(
     costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, placement: Placement
 ) -> float:
     """Return the seconds of gradient norm and update on the rank with most parameters."""
-    device = cluster.device
+    device, host = cluster.device, cluster.host
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
+    if layout.sharding.stored:
+        # The ranks of a node share its memory.
+        shared = host.disk_bandwidth if layout.store == "disk" else host.memory_bandwidth
+        bandwidth = shared / min(layout.pp, cluster.ranks_per_node)
     parameters, experts, _ = rank_parameters(costs, placement)
     updated = float(updated_parameters(parameters, experts, layout).max())
     return updated * _UPDATE_BYTES[dtype] / bandwidth
@@ -498,14 +525,33 @@ def _sharded(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
         return (
             f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
         )
-    if not layout.sharding.comes_and_goes:
+    if not layout.sharding.comes_and_goes or layout.sharding.stored:
         return ()
     text = residency_of(schedule, layout.sharding).summary()
     return (f"Over {layout.replicas} replicas, {text}.",)
 
 
+def _stored(
+    schedule: Schedule, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
+) -> tuple[str, ...]:
+    """Return a sentence about what is in a store, and what its copies take."""
+    if not layout.sharding.stored:
+        return ()
+    devices, host = min(layout.pp, cluster.ranks_per_node), cluster.host
+    kept = stored_bytes(schedule, costs, layout, dtype)
+    of_node = max(kept[first : first + devices].sum() for first in range(0, layout.pp, devices))
+    text = residency_of(schedule, layout.sharding).summary()
+    rate = host.fetch_rate(layout.store, devices)
+    return (
+        f"The {'disks' if layout.store == 'disk' else 'memory'} of a host must have room for {size_text(float(of_node))}; a "
+        f"device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",
+    )
+
+
 def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
     """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
+    if layout.sharding.stored:
+        return None, "There is no interval: no step with a store has been compared with a prediction."
     if cluster.error is None:
         compared = f"no step on {cluster.name} has been compared with a prediction"
         why = compared if cluster.data_sheet else f"the file of the cluster {cluster.name} has no error"

@@ -72,9 +72,12 @@ def state_bytes(counts: Counts, layout: Layout, dtype: str) -> Any:
     """Return the bytes of weights, gradients and optimizer state on one device of so many parameters, experts' and matrices.
 
     Of sharded weights they are the device's share, and of sharded gradients nothing: what is held before the first backward.
+    With a store, a device has none of them.
     """
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     sharding = layout.sharding
+    if sharding.stored:
+        return 0 * counts[0]
     always = weight / layout.replicas if sharding.shard == "weights" else weight
     always += 0 if sharding.comes_and_goes else gradient
     return counts[0] * always + optimizer_bytes(counts, layout, dtype)
@@ -126,6 +129,7 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
     sharded = _sharded_states(schedule, costs, layout, dtype) if layout.sharding.comes_and_goes else None
     if sharded is not None:
         inside += sharded.sum(axis=0)
+    stored = layout.sharding.stored
     ranks, held_by_rank = [], rank_parameters(costs, schedule.placement)
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
@@ -150,12 +154,12 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         weights, gradients, moving = weight * parameters, gradient * parameters, 0.0
         if sharded is not None and row is not None:
             weights, gradients = (float(each[row]) for each in sharded)
-            moving = gradients + (weights if layout.sharding.shard == "weights" else 0.0)
+            moving = gradients + (weights if layout.sharding.weights_come_and_go else 0.0)
         ranks.append(
             RankMemory(
-                weights=weights + float(costs.frozen_bytes[mine].sum()),
+                weights=weights + (0.0 if stored else float(costs.frozen_bytes[mine].sum())),
                 gradients=gradients,
-                optimizer=float(optimizer_bytes(counts, layout, dtype)),
+                optimizer=0.0 if stored else float(optimizer_bytes(counts, layout, dtype)),
                 activations=peak,
                 recompute=back,
                 logits=logits,
@@ -203,9 +207,28 @@ def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt
 
 def _sharded_states(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> Rows:
     """Return the bytes of weights and of gradients that the rank of every row holds, shape (2, ops)."""
-    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    _, gradient, _ = PARAMETER_BYTES[dtype]
     parameters = costs.parameters.round().astype(np.int64)
     residency = residency_of(schedule, layout.sharding)
-    weights = residency.held(schedule, weight * parameters, 0, layout.replicas)
+    moving = moving_weights(costs, layout, dtype).round().astype(np.int64)
+    weights = residency.held(schedule, moving, 0, layout.replicas)
     gradients = residency.held(schedule, 0, gradient * parameters, layout.replicas)
     return np.stack((weights, gradients))
+
+
+def moving_weights(costs: StageCosts, layout: Layout, dtype: str) -> npt.NDArray[np.float64]:
+    """Return the bytes of each stage's weights that come and go; frozen ones do with a store alone."""
+    trained = PARAMETER_BYTES[dtype][0] * costs.parameters
+    return trained + costs.frozen_bytes if layout.sharding.stored else trained
+
+
+def stored_bytes(
+    schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str
+) -> npt.NDArray[np.float64]:
+    """Return the bytes of weights, gradients and optimizer state of every rank that are in a store, shape (ranks,)."""
+    counts = rank_parameters(costs, schedule.placement)
+    moving = moving_weights(costs, layout, dtype)
+    weights = np.array([moving[list(stages)].sum() for stages in schedule.placement.stages_of])
+    total: npt.NDArray[np.float64] = weights + PARAMETER_BYTES[dtype][1] * counts[0]
+    total += optimizer_bytes(counts, layout, dtype)
+    return total

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.base.counts import is_count, require_count
 from penstock.base.errors import ConfigError, ScheduleError, nearest
-from penstock.schedule.residency import Shard, Sharding
+from penstock.schedule.residency import Shard, Sharding, Store
 
 Recompute = str | int
 """``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
@@ -42,6 +42,7 @@ OTHER_NAMES = {
     "shard=optimizer": "distributed_optimizer use_distributed_optimizer zero zero1 zero_1",
     "shard=weights": "fsdp fsdp2 full_shard fully_shard hsdp use_fsdp zero3 zero_3 zero=3",
     "sequence_parallel=true": "sp",
+    "store=host": "cpu_offload offload offload_optimizer offload_params zero_offload",
     "split": "blocks layers partition",
     "tp": "tensor tensor_model_parallel_size tensor_parallel tensor_parallel_size tp_degree tp_size",
     "v": "chunks interleave interleaving num_virtual_stages virtual virtual_pipeline virtual_stages vp vpp",
@@ -55,7 +56,6 @@ NO_KEYS = {
     **dict.fromkeys(("seq", "seq_length"), "tokens of a sample are the option --sequence"),
     "sequence": "tokens of a sample are the option --sequence; cp=2 divides them over two devices, and "
     "sequence_parallel=true divides activations over tp",
-    "offload": "no plan moves states to the host; take more devices, shard=weights or recompute=full",
     "ulysses": "no plan exchanges heads for tokens; cp=2 divides the tokens of each sample over two devices",
 }
 """Names that are no key of a layout, with the keys that they mean."""
@@ -79,9 +79,12 @@ class Layout:
         recompute: activations that are computed again; see `Recompute` (default "none").
         shard: what replicas divide: "none" (default), "optimizer" (its state, ZeRO-1), also "gradients" (ZeRO-2), or also
             "weights" (ZeRO-3); see `penstock.schedule.residency.Sharding`.
-        window: with shard="weights", stages whose weights a rank may hold at once; None (default) for all of the rank.
-        reduce_every: with shard="gradients" or "weights", microbatches whose gradients are added up before they are summed
-            over the replicas; None (default) for all of the step.
+        store: where weights are while no op reads them, and gradients and optimizer state: on the devices ("none", default),
+            in "host" memory or on "disk", of one pipeline alone; see `penstock.schedule.residency.Sharding`.
+        window: with shard="weights" or a store, stages whose weights a rank may hold at once; None (default) for all of the
+            rank.
+        reduce_every: with shard="gradients" or "weights" or a store, microbatches whose gradients are added up before they
+            are summed over the replicas, or leave the device; None (default) for all of the step.
         sequence_parallel: True if activations between the matrices are divided along the sequence, over `tp`.
         split: "even" (default), "cost" (equal times, with embedding and head), or the blocks of every stage, with commas.
         attention: "fused" or "unfused" (stores scores); None (default) is the cluster's rule.
@@ -102,6 +105,7 @@ class Layout:
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     shard: Shard = "none"
+    store: Store = "none"
     window: int | None = None
     reduce_every: int | None = None
     sequence_parallel: bool = False
@@ -126,10 +130,16 @@ class Layout:
             )
         try:
             # Searches make many layouts, most of them with these values.
-            if self.shard not in ("none", "optimizer") or (self.window, self.reduce_every) != (None, None):
-                Sharding(self.shard, self.window, self.reduce_every)
+            plain = self.shard in ("none", "optimizer") and self.store == "none"
+            if not plain or (self.window, self.reduce_every) != (None, None):
+                Sharding(self.shard, self.window, self.reduce_every, self.store)
         except ScheduleError as error:
             raise ConfigError(f"layout: {error}") from None
+        if self.store != "none" and self.devices > self.pp:
+            raise ConfigError(
+                f"layout: store={self.store} holds the weights of one pipeline, and this one has {self.devices // self.pp} "
+                "devices for each rank; take dp, tp and cp 1"
+            )
         for key in ("sequence_parallel", "chunked_loss", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
@@ -175,17 +185,20 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """Choice of what replicas divide; nothing if there is one."""
+        """Choice of what replicas divide, nothing if there is one, or of what a store keeps."""
+        if self.store != "none":
+            return _make_sharding("none", self.window, self.reduce_every, self.store)
         if self.replicas == 1:
             return _make_sharding("none", None, None)
         return _make_sharding(self.shard, self.window, self.reduce_every)
 
     @property
     def shard_text(self) -> str:
-        """Words for a table about what replicas divide, such as "weights, window 2"; empty for nothing."""
+        """Words for a table about what replicas divide or a store keeps, as "weights, window 2"; empty for nothing."""
         window = "" if self.window is None else f", window {self.window}"
         every = "" if self.reduce_every is None else f", every {self.reduce_every}"
-        return "" if self.shard == "none" else f"{self.shard}{window}{every}"
+        kept = f"{self.store} store" if self.store != "none" else "" if self.shard == "none" else self.shard
+        return f"{kept}{window}{every}" if kept else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys with their values."""
@@ -256,7 +269,7 @@ def _value(key: str, text: str) -> Any:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         return text
-    if key in ("schedule", "shard", "attention", "dtype", "optimizer"):
+    if key in ("schedule", "shard", "store", "attention", "dtype", "optimizer"):
         return text
     if key == "split":
         if text in ("even", "cost"):

@@ -141,14 +141,13 @@ def _require_one_machine(machines: Sequence[str]) -> None:
 
 
 def _sharding(parallel: ParallelConfig, replicas: int) -> dict[str, Any]:
-    """Return what replicas divide, as keys of a layout."""
+    """Return what replicas divide or a store keeps, as keys of a layout."""
     shard = "optimizer" if parallel.zero and parallel.shard == "none" else parallel.shard
-    given = {"shard": shard, "window": parallel.window, "reduce_every": parallel.reduce_every}
-    return (
-        {key: value for key, value in given.items() if value is not None}
-        if replicas > 1
-        else {"shard": "none"}
-    )
+    given: dict[str, Any] = {"window": parallel.window, "reduce_every": parallel.reduce_every}
+    given = {key: value for key, value in given.items() if value is not None}
+    if parallel.store != "none":
+        return {"store": parallel.store, **given}
+    return {"shard": shard, **given} if replicas > 1 else {"shard": "none"}
 
 
 def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group: RunGroup) -> Profile:
@@ -183,7 +182,7 @@ def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config
         split=split,
     )
     parallel = replace(config.parallel, pp=layout.pp, virtual_stages=layout.v)
-    if layout.shard == "weights":
+    if layout.sharding.weights_come_and_go:
         parallel = replace(parallel, window=layout.window)
     recompute: Any = "none" if layout.recompute == "selective" else layout.recompute
     return replace(

@@ -361,6 +361,7 @@ def build_pipeline(
             shard=parallel.shard,
             window=parallel.window,
             reduce_every=parallel.reduce_every,
+            store=parallel.store,
         ),
         execution=ExecutionOptions(
             first_timeout=runtime.first_timeout,

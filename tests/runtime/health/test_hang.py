@@ -121,8 +121,8 @@ def test_the_first_steps_have_a_limit_of_their_own(stuck):
 def test_a_rank_that_is_slow_but_lives_raises_no_alarm():
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            threading.Event().wait(0.1)  # the whole step takes longer than the limit, no op does
+            threading.Event().wait(0.3)  # the whole step takes longer than the limit, no op does
             return x
 
-    with pipeline({1: Slow()}, microbatches=10) as pipe:
+    with pipeline({1: Slow()}, timeout=2.5, microbatches=10) as pipe:
         pipe.step(*plain.batch(0, 20))

@@ -106,6 +106,13 @@ def search(
     if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
         space = replace(space, shards=True)
         run, complete = _run(space, top, began, limit, progress)
+    given, needs_store = space, False
+    # With two places a stage comes while another one runs.
+    for window in (2, 1) if complete and run.leader is None else ():
+        stored = given.with_store(window)
+        if stored is not None and run.leader is None and complete:
+            space, needs_store = stored, True
+            run, complete = _run(space, top, began, limit, progress)
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
     return SearchResult(
@@ -121,6 +128,7 @@ def search(
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
         space=space,
+        needs_store=needs_store,
     )
 
 

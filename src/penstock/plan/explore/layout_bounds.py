@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.plan.explore.search_space import Point, Space
 from penstock.plan.prediction import blocking_reduction, optimizer_seconds, overlaps
-from penstock.plan.rank_memory import state_bytes
+from penstock.plan.rank_memory import moving_weights, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import LayerTimes, StageCosts, dtype_of, work_shares
 from penstock.profile.closed_form import PARAMETER_BYTES
@@ -22,7 +22,8 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
     counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
-    held = float(times.frozen_bytes.sum() + kept.sum())
+    frozen = 0.0 if layout.sharding.stored else float(times.frozen_bytes.sum())
+    held = frozen + float(kept.sum())
     return (float(state_bytes(counts, layout, dtype)) + held) / layout.pp
 
 
@@ -60,11 +61,13 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
     counts = (costs.parameters, costs.expert_parameters, costs.matrix_parameters)
-    state = held @ (state_bytes(counts, layout, dtype) + costs.frozen_bytes)
-    if layout.sharding.comes_and_goes:
+    sharding = layout.sharding
+    state = held @ (state_bytes(counts, layout, dtype) + (0 if sharding.stored else costs.frozen_bytes))
+    if sharding.comes_and_goes:
         # The stage of the first backward has its weights and gradients in full.
-        weight, gradient, _ = PARAMETER_BYTES[dtype]
-        full = (gradient + weight * (layout.shard == "weights")) * costs.parameters
+        full = PARAMETER_BYTES[dtype][1] * costs.parameters
+        if sharding.weights_come_and_go:
+            full = full + moving_weights(costs, layout, dtype)
         state += np.where(held, full, np.inf).min(axis=1)
     alone = all(len(ranks) == 1 for ranks in placement.holders)
     saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)

@@ -91,13 +91,16 @@ def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
 def headline(
     profile: Profile, cluster: Cluster, found: SearchResult | Prediction, sequence: int
 ) -> list[str]:
-    """Return sentences: not to pipeline, if that is so; what to run, how fast it is, and what limits it.
+    """Return sentences: what to run, how fast it is, and what limits it.
+
+    Before them, it says where weights must leave the devices, or where a pipeline is not worth its waits.
 
     Args:
         found: result of a search, or the plan of a layout that was asked for.
     """
     if isinstance(found, SearchResult):
-        plan, first = found.best, [found.without_pipeline] if found.without_pipeline else []
+        plan = found.best
+        first = [each for each in (found.with_store, found.without_pipeline) if each]
         layout = f"Use {plan.layout}"
     else:
         plan, first, layout = found, [], str(found.layout)
@@ -112,7 +115,9 @@ def headline(
 def left_out_text(result: SearchResult) -> str:
     """Return sentences about what a search did not compare."""
     given = "; ".join(result.not_compared)
-    return f"Not compared, unless --fix or --layout asks for it: {given}. No plan has offloading or a store."
+    return (
+        f"Not compared, unless --fix or --layout asks for it: {given}. No plan has offloading of activations."
+    )
 
 
 def changes(
@@ -190,7 +195,9 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
 
 
 def _with_links(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, node=_faster(cluster.node, factor), network=_faster(cluster.network, factor))
+    host = replace(cluster.host, bandwidth=cluster.host.bandwidth * factor)
+    node, network = _faster(cluster.node, factor), _faster(cluster.network, factor)
+    return replace(cluster, node=node, network=network, host=host)
 
 
 def _faster(link: LinkSpeed, factor: float) -> LinkSpeed:

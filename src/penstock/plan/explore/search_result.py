@@ -42,6 +42,7 @@ class SearchResult:
         not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
         capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
         space: the layouts that were searched.
+        needs_store: True if they have a store because no layout without one fits.
     """
 
     plans: tuple[Prediction, ...]
@@ -56,6 +57,17 @@ class SearchResult:
     capacity: float = math.inf
     reserved: float = 0.0
     space: Space | None = field(default=None, repr=False, compare=False)
+    needs_store: bool = False
+
+    @property
+    def with_store(self) -> str:
+        """Sentence that says that weights are in a store because nothing else fits; empty otherwise."""
+        if not self.needs_store or not self.plans:
+            return ""
+        return (
+            "No layout fits on the devices alone: weights, gradients and the optimizer's state are in host memory, and "
+            "come to a device as it needs them."
+        )
 
     @property
     def without_pipeline(self) -> str:
@@ -108,7 +120,7 @@ class SearchResult:
         raise ConfigError(
             f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
             f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence; "
-            "train an adapter (--lora, --base-bits); or keep weights in host memory (docs/more_model_than_memory.md)"
+            "train an adapter (--lora, --base-bits); or keep weights on disk (--fix store=disk)"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,6 +136,7 @@ class SearchResult:
                 for dimension, reasons in self.rejections.items()
             },
             "not_compared": list(self.not_compared),
+            "with_store": self.with_store,
             "without_pipeline": self.without_pipeline,
         }
 

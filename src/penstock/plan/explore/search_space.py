@@ -75,6 +75,7 @@ class Space:
         """Yield every layout but for its schedule."""
         keys = ("window", "reduce_every", "attention", "overlap", "dtype")
         given: dict[str, Any] = {key: self.fixed.get(key) for key in keys}
+        given["store"] = self.fixed.get("store", "none")
         for pp, dp, tp, cp in self._degrees():
             share = self.batch // dp
             for microbatch in self._values("microbatch", divisors(share, MAX_MICROBATCH)):
@@ -211,9 +212,11 @@ class Space:
 
     def _each_order(self, pp: int) -> Iterator[Order]:
         fixed_v = self.fixed.get("v")
-        most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
+        # With a store, the more stages a rank has, the fewer weights are on its device.
+        most = self.profile.blocks // pp
+        most = most if self.stored else min(most, MAX_VIRTUAL_STAGES)
         name = Layout.schedule
-        alone = pp == 1 and name in self.schedules and fixed_v in (None, 1)
+        alone = pp == 1 and name in self.schedules and fixed_v in (None, 1) and not self.stored
         if alone:
             # One rank waits for no other, so all orders need the same time but for what hides reductions, and one microbatch
             # at a time needs least memory. But a rank with several stages need not hold all of their weights.
@@ -242,6 +245,22 @@ class Space:
                 if placement.stages <= self.profile.blocks:
                     yield Order(family, name, v, placement, family.splits_backward, alone)
 
+    @property
+    def stored(self) -> bool:
+        """True if weights are in a store."""
+        return bool(self.fixed.get("store", "none") != "none")
+
+    def with_store(self, window: int) -> Space | None:
+        """Return the space of one pipeline over all devices with weights in host memory; None if it is not allowed."""
+        if (
+            self.fixed.keys() & {"store", "shard", "window"}
+            or self.fixed.get("pp", self.devices) != self.devices
+        ):
+            return None
+        fixed = {**self.fixed, "pp": self.devices, "store": "host", "window": window}
+        space = replace(self, fixed=fixed, shards=False)
+        return None if next(space.points(), None) is None else space
+
     def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield every (pp, dp, tp, cp)."""
         per_node = self.cluster.ranks_per_node
@@ -256,6 +275,8 @@ class Space:
                 if rest % (cp * pp) or pp > self.profile.blocks:
                     continue
                 dp = rest // (cp * pp)
+                if self.stored and dp * cp * tp > 1:
+                    continue
                 if self.fixed.get("dp", dp) == dp and self.batch % dp == 0:
                     yield pp, dp, tp, cp
 
@@ -378,7 +399,9 @@ def not_compared(space: Space) -> tuple[str, ...]:
         found.append(f"tp across nodes, as tp={across}")
     if shape is not None and "cp" not in fixed and space.sequence < 2 * LEAST_PART:
         found.append(f"cp above 1 (samples are shorter than {2 * LEAST_PART:,} tokens)")
-    if "shard" not in fixed and space.devices > 1:
+    if "store" not in fixed:
+        found.append("store=host and store=disk where another layout fits")
+    if "shard" not in fixed and "store" not in fixed and space.devices > 1:
         where = (
             "where shard=optimizer fits"
             if space.shards

@@ -210,7 +210,7 @@ def _check_together(config: Config) -> None:
     if parallel.cp > 1:
         _check_divided_samples(config)
     try:
-        Sharding(parallel.shard, parallel.window, parallel.reduce_every)
+        Sharding(parallel.shard, parallel.window, parallel.reduce_every, parallel.store)
     except ScheduleError as error:
         raise ConfigError(f"[parallel] {error}") from None
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:

@@ -32,6 +32,7 @@ from penstock.train.config.fields import (
     Sharded,
     Share,
     Split,
+    Stored,
     Text,
     Threads,
 )
@@ -107,9 +108,12 @@ class ParallelConfig(Table):
         zero: with `dp` or `cp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
         shard: what replicas divide: only the ``optimizer`` state, as `zero` does, also the ``gradients`` (ZeRO-2), or also
             the ``weights`` (ZeRO-3), which are gathered before the ops that read them.
-        window: with ``shard = "weights"``, stages whose weights a rank may hold at once (default: all of the rank).
-        reduce_every: with ``shard = "gradients"`` or ``"weights"``, microbatches whose gradients add up before replicas
-            sum them (default: all of the step).
+        store: where a rank keeps weights that no op reads, and their gradients and optimizer state: on its device
+            (``none``), in ``host`` memory, or on ``disk``.
+        window: with ``shard = "weights"`` or a store, stages whose weights a rank may hold at once (default: all of the
+            rank).
+        reduce_every: with ``shard = "gradients"`` or ``"weights"`` or a store, microbatches whose gradients add up before
+            replicas sum them, or they go to the store (default: all of the step).
         buffers: reaction to copies of a stage that change a buffer differently: ``refuse`` the step, or take the ``mean`` or
             the ``first``.
         check_replicas: steps between two comparisons of replicated weights (`dp`, `cp`, `tp`, stages on two ranks); 0 for
@@ -127,6 +131,7 @@ class ParallelConfig(Table):
     bucket_bytes: Count = BUCKET_BYTES
     zero: Flag = False
     shard: Sharded = "none"
+    store: Stored = "none"
     window: Count | None = None
     reduce_every: Count | None = None
     buffers: Buffers = "refuse"
