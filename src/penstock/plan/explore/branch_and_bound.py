@@ -106,13 +106,10 @@ def search(
     if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
         space = replace(space, shards=True)
         run, complete = _run(space, top, began, limit, progress)
-    given, needs_store = space, False
-    # With two places a stage comes while another one runs.
-    for window in (2, 1) if complete and run.leader is None else ():
-        stored = given.with_store(window)
-        if stored is not None and run.leader is None and complete:
-            space, needs_store = stored, True
-            run, complete = _run(space, top, began, limit, progress)
+    stored = space.with_store() if complete and run.leader is None else None
+    if stored is not None:
+        space = stored
+        run, complete = _run(space, top, began, limit, progress)
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
     return SearchResult(
@@ -128,7 +125,7 @@ def search(
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
         space=space,
-        needs_store=needs_store,
+        needs_store=stored is not None,
     )
 
 

@@ -73,7 +73,7 @@ class Space:
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
-        keys = ("window", "reduce_every", "attention", "overlap", "dtype")
+        keys = ("reduce_every", "attention", "overlap", "dtype")
         given: dict[str, Any] = {key: self.fixed.get(key) for key in keys}
         given["store"] = self.fixed.get("store", "none")
         for pp, dp, tp, cp in self._degrees():
@@ -85,8 +85,10 @@ class Space:
                     self._values("ep", self._expert_degrees(dp * cp * tp)),
                     self._values("recompute", self._recomputes()),
                     self._values("sequence_parallel", self._sequence_parallel(tp, cp)),
+                    # With two places a stage comes from a store while another one runs.
+                    self._values("window", (None, 2, 1) if self.stored else (None,)),
                 )
-                for ep, recompute, sequence_parallel in choices:
+                for ep, recompute, sequence_parallel, window in choices:
                     if dp * cp * tp % ep or (
                         dp * cp == 1 and self.fixed.get("shard") in ("gradients", "weights")
                     ):
@@ -102,6 +104,7 @@ class Space:
                         recompute=recompute,
                         shard=self.fixed.get("shard", "optimizer" if dp * cp > 1 else "none"),
                         sequence_parallel=sequence_parallel,
+                        window=window,
                         split=self.splits[0],
                         imbalance=self.fixed.get("imbalance", 1.0),
                         chunked_loss=self.fixed.get("chunked_loss", False),
@@ -250,14 +253,11 @@ class Space:
         """True if weights are in a store."""
         return bool(self.fixed.get("store", "none") != "none")
 
-    def with_store(self, window: int) -> Space | None:
+    def with_store(self) -> Space | None:
         """Return the space of one pipeline over all devices with weights in host memory; None if it is not allowed."""
-        if (
-            self.fixed.keys() & {"store", "shard", "window"}
-            or self.fixed.get("pp", self.devices) != self.devices
-        ):
+        if self.fixed.keys() & {"store", "shard"} or self.fixed.get("pp", self.devices) != self.devices:
             return None
-        fixed = {**self.fixed, "pp": self.devices, "store": "host", "window": window}
+        fixed = {**self.fixed, "pp": self.devices, "store": "host"}
         space = replace(self, fixed=fixed, shards=False)
         return None if next(space.points(), None) is None else space
 
