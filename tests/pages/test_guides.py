@@ -38,6 +38,8 @@ def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch:
     skip = ("pip", *(["penstock"] if page == "planning.md" else []))
     shorter = (*SHORTER, *(["data.sequence=32"] if page == "start.md" else []))
     Reader(tmp_path, skip, shorter, FEWER_STEPS).follow(page)
+    if page == "more_model_than_memory.md":
+        assert (tmp_path / "store.svg").read_text() == (DOCS / "schedules" / "store.svg").read_text()
 
 
 @pytest.mark.slow

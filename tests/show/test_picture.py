@@ -90,3 +90,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock-torch\[pictures\]'"):
         draw_picture(trace, tmp_path / "a.svg")
+
+
+def test_the_axis_of_a_single_rank_has_its_number_alone(tmp_path: Path):
+    draw_picture(timed(built("gpipe", 1, 1), 1, 1, 1), tmp_path / "a.svg")
+    assert "\N{MINUS SIGN}" not in "".join(words_of(tmp_path / "a.svg"))

@@ -116,7 +116,7 @@ def _figure(trace: Trace, style: PictureStyle) -> Any:
     title = str(trace.info.get("schedule", "")) if style.title is None else style.title
     if title:
         axes.set_title(title)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     keys = [
         Patch(
             facecolor=WITHOUT_MESSAGES[kind].full,
