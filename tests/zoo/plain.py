@@ -83,12 +83,14 @@ class Plain:
         modes = [(m, m.training) for module in (*self.given, *criterion) for m in module.modules()]
         for module, _ in modes:
             module.training = False
-        with torch.no_grad():
-            parts = make_batch(self.case, step).parts
-            found = [self.loss(self.given, part, step, n).detach() for n, part in enumerate(parts)]
-        self.evaluated = torch.stack(found)
-        for module, mode in modes:
-            module.training = mode
+        try:
+            with torch.no_grad():
+                parts = make_batch(self.case, step).parts
+                found = [self.loss(self.given, part, step, n).detach() for n, part in enumerate(parts)]
+            self.evaluated = torch.stack(found)
+        finally:  # other cases have the same criterion
+            for module, mode in modes:
+                module.training = mode
 
     def loss(self, layers: list[nn.Module], part: tuple[Tensor, Tensor], step: int, number: int) -> Tensor:
         """Forward of a microbatch, with the random numbers that each layer's name gives it."""

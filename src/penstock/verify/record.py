@@ -325,7 +325,7 @@ class _Recorder:
 
     def _sums(self, value: Tensor, whole: Tensor | None) -> list[Fingerprint]:
         """Return the sums over each part of a tensor that this process has; none if parts are terms of a sum."""
-        whole = value if whole is None else whole
+        whole = value if whole is None or is_dtensor(value) else whole
         if is_dtensor(whole):
             if any(placement.is_partial() for placement in whole.placements):
                 return []
