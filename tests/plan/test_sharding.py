@@ -14,7 +14,7 @@ from penstock.plan.explore.outlook import left_out_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.rank_memory import bound_sharded, rank_memory
-from penstock.profile.model_profile import of_shape
+from penstock.profile.model_profile import of_shape, with_lora
 from penstock.profile.model_shape import ModelShape
 from penstock.schedule.check import check
 from penstock.schedule.memory import Budget, WeightBytes
@@ -132,6 +132,56 @@ def test_where_nothing_else_fits_weights_go_to_a_store():
     # What is asked for is not replaced.
     with pytest.raises(ConfigError, match="no layout fits in memory"):
         assert search(MEDIUM, cluster, memory=0.6 * least, **{**given, "fixed": {"dp": 2, "pp": 1}}).best
+
+
+def test_disks_have_no_main_weights_and_bases_of_four_bits_no_store():
+    given: dict[str, Any] = {"sequence": 512, "batch": 4}
+    layout = "pp=1,v=8,schedule=breadth-first,window=1"
+    plans = {
+        store: predict(MEDIUM, read_cluster("h100*1"), f"{layout},store={store}", **given)
+        for store in ("host", "disk")
+    }
+    gigabytes = {bytes: f"{MEDIUM.parameters * bytes / 1e9:.3g} GB" for bytes in (4, 14, 18)}
+    gigabytes[4] = f"{MEDIUM.parameters * 4 / 1e6:.3g} MB"
+    assert f"memory of a host must have room for {gigabytes[18]}; a device" in plans["host"].assumptions[-1]
+    said = plans["disk"].assumptions[-1]
+    assert (
+        f"disks of a host must have room for {gigabytes[14]}, and its memory for {gigabytes[4]} of main"
+        in said
+    )
+    quantised = with_lora(MEDIUM, 4, 4)
+    with pytest.raises(ConfigError, match="store=disk keeps plain tensors, and a base of 4 bits has others"):
+        predict(quantised, read_cluster("h100*1"), f"{layout},store=disk", **given)
+    with pytest.raises(ConfigError, match="store=host keeps plain tensors"):
+        search(quantised, read_cluster("h100*1"), fixed={"store": "host"}, **given)
+    tiny = search(quantised, read_cluster("h100*1"), memory=1e6, **given)
+    assert tiny.smallest is not None
+    assert tiny.smallest.layout.store == "none"
+
+
+def test_what_the_smallest_layout_needs_is_its_prediction():
+    """The bytes of breadth-first grow with every microbatch, and searches count those of a few."""
+    result = search(
+        MEDIUM,
+        read_cluster("h100*1"),
+        sequence=512,
+        batch=32,
+        memory=3e8,
+        fixed={"schedule": "breadth-first"},
+    )
+    assert result.smallest is not None
+    layout, size, exact = result.smallest
+    assert exact
+    plan = predict(MEDIUM, read_cluster("h100*1"), layout, sequence=512, batch=32)
+    assert size == plan.peak_bytes
+    assert search(
+        MEDIUM,
+        read_cluster("h100*1"),
+        sequence=512,
+        batch=32,
+        memory=1.001 * size,
+        fixed={"schedule": "breadth-first"},
+    ).plans
 
 
 def test_a_store_holds_one_pipeline():

@@ -399,6 +399,6 @@ def _from_table(table: dict[str, Any], name: str) -> Cluster:
 def _near(name: str) -> str:
     """Return the keys that are meant by an unknown one, and all keys of its section."""
     section, _, key = name.rpartition(".")
-    kind = {"": Cluster, "device": Device}.get(section, LinkSpeed)
+    kind = {"": Cluster, "device": Device, "host": Host}.get(section, LinkSpeed)
     known = [field.name for field in fields(kind)]
     return f"{nearest(key, known)}; there are {', '.join(known)}"

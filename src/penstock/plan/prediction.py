@@ -39,7 +39,7 @@ from penstock.plan.stage_costs import (
     require_inputs,
     stage_costs,
 )
-from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.closed_form import MAIN_BYTES, PARAMETER_BYTES
 from penstock.profile.model_profile import Profile, default_sequence
 from penstock.schedule.check import check
 from penstock.schedule.families import require_family
@@ -175,6 +175,7 @@ def predict(
     batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch
     for name, count in (("sequence", sequence), ("batch", batch)):
         require_count(name, count, most=_LARGEST)
+    require_storable(profile, layout.store)
     microbatches = count_microbatches(layout, cluster, batch)
     if order is None:
         program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
@@ -255,6 +256,15 @@ def _simulated(
     if runtime is None:
         return simulate(program, alone)
     return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)
+
+
+def require_storable(profile: Profile, store: str) -> None:
+    """Raise `ConfigError` if a store cannot keep the weights of a model."""
+    if store != "none" and profile.shape is not None and profile.shape.base_bits < 16:
+        raise ConfigError(
+            f"store={store} keeps plain tensors, and a base of {profile.shape.base_bits} bits has others; leave out the "
+            "store, or take 16 bits"
+        )
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
@@ -456,7 +466,10 @@ def optimizer_seconds(
         bandwidth = shared / min(layout.pp, cluster.ranks_per_node)
     parameters, experts, _ = rank_parameters(costs, placement)
     updated = float(updated_parameters(parameters, experts, layout).max())
-    return updated * _UPDATE_BYTES[dtype] / bandwidth
+    moved = _UPDATE_BYTES[dtype]
+    if layout.store == "disk":
+        moved -= 2 * MAIN_BYTES[dtype]  # they are read and written in memory
+    return updated * moved / bandwidth
 
 
 def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
@@ -539,13 +552,19 @@ def _stored(
         return ()
     devices, host = min(layout.pp, cluster.ranks_per_node), cluster.host
     kept = stored_bytes(schedule, costs, layout, dtype)
-    of_node = max(kept[first : first + devices].sum() for first in range(0, layout.pp, devices))
+    of_node = max(float(kept[first : first + devices].sum()) for first in range(0, layout.pp, devices))
+    room = f"The memory of a host must have room for {size_text(of_node)}"
+    if layout.store == "disk":
+        # Main weights are kept by `PipelineOptimizer`, in host memory.
+        trained = rank_parameters(costs, schedule.placement)[0]
+        main = MAIN_BYTES[dtype] * max(
+            float(trained[first : first + devices].sum()) for first in range(0, layout.pp, devices)
+        )
+        beside = f", and its memory for {size_text(main)} of main weights" if main else ""
+        room = f"The disks of a host must have room for {size_text(of_node - main)}{beside}"
     text = residency_of(schedule, layout.sharding).summary()
     rate = host.fetch_rate(layout.store, devices)
-    return (
-        f"The {'disks' if layout.store == 'disk' else 'memory'} of a host must have room for {size_text(float(of_node))}; a "
-        f"device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",
-    )
+    return (f"{room}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
 
 
 def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:

@@ -45,6 +45,8 @@ _FLASH_BACKWARD = 2.5
 
 PARAMETER_BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12), "fp32": (4, 4, 8)}
 """Bytes of a parameter's weight, gradient and optimizer state (AdamW, with fp32 main weights for 16 bits) by dtype."""
+MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp8": 4, "fp32": 0}
+"""Part of a parameter's optimizer state that is its main weight, by dtype."""
 MOMENT_BYTES = 4
 """Bytes of one moment of a parameter. AdamW has two of them, Muon one."""
 

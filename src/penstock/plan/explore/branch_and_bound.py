@@ -461,7 +461,9 @@ class _Search:
             return False  # the family does not allow the counts
         if size <= self.space.cluster.device.usable:
             return True
-        self.rejections.add_too_large(layout, size, size_of is _fullest)
+        # Of fewer microbatches than the step has, it is a bound.
+        whole = candidate.point.microbatches <= self._few(candidate) + layout.pp
+        self.rejections.add_too_large(layout, size, size_of is _fullest and whole)
         return False
 
     def _peak_bytes(self, layout: Layout, candidate: _Candidate, size_of: _Sizes) -> float:
@@ -474,7 +476,7 @@ class _Search:
         def peak(m: int) -> float:
             return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype)
 
-        few = STEADY * layout.pp + microbatches % layout.pp
+        few = self._few(candidate)
         if order.family is None or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
@@ -483,6 +485,11 @@ class _Search:
         # Schedules without a steady state, such as gpipe, hold more with every microbatch.
         growth = max(0.0, peak(few + layout.pp) - first)
         return first + growth * ((microbatches - few) // layout.pp)
+
+    def _few(self, candidate: _Candidate) -> int:
+        """Return the microbatches after which a schedule repeats itself, with the same remainder as the step's."""
+        pp = candidate.point.layout.pp
+        return STEADY * pp + candidate.point.microbatches % pp
 
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""

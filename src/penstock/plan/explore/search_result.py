@@ -120,7 +120,7 @@ class SearchResult:
         raise ConfigError(
             f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
             f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence; "
-            "train an adapter (--lora, --base-bits); or keep weights on disk (--fix store=disk)"
+            "a chunked loss (--fix chunked_loss=true); or train an adapter (--lora, --base-bits)"
         )
 
     def as_dict(self) -> dict[str, Any]:

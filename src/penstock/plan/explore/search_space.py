@@ -12,7 +12,7 @@ from typing import Any
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster
-from penstock.plan.prediction import family_schedule, step_program
+from penstock.plan.prediction import family_schedule, require_storable, step_program
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
 from penstock.profile.closed_form import require_divisible
@@ -255,7 +255,12 @@ class Space:
 
     def with_store(self) -> Space | None:
         """Return the space of one pipeline over all devices with weights in host memory; None if it is not allowed."""
-        if self.fixed.keys() & {"store", "shard"} or self.fixed.get("pp", self.devices) != self.devices:
+        of_bits = self.profile.shape is not None and self.profile.shape.base_bits < 16
+        if (
+            of_bits
+            or self.fixed.keys() & {"store", "shard"}
+            or self.fixed.get("pp", self.devices) != self.devices
+        ):
             return None
         fixed = {**self.fixed, "pp": self.devices, "store": "host"}
         space = replace(self, fixed=fixed, shards=False)
@@ -330,6 +335,7 @@ def make_space(
     for key, value in fixed.items():
         require_key(key, value)
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
+    require_storable(profile, fixed.get("store", "none"))
     if profile.shape is not None:
         require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", 1))
     if "schedule" in fixed:
@@ -409,7 +415,7 @@ def not_compared(space: Space) -> tuple[str, ...]:
         )
         found += [f"shard=gradients and shard=weights {where}", "reduce_every"]
         found += ["window=3 and others"] if space.shards else []
-    if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES:
+    if "v" not in fixed and profile.blocks > MAX_VIRTUAL_STAGES and not space.stored:
         found.append(f"v above {MAX_VIRTUAL_STAGES}")
     if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:
         found.append(f"microbatch above {MAX_MICROBATCH}")
