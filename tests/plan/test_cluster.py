@@ -194,7 +194,7 @@ def test_a_device_has_a_reserve_that_a_limit_replaces(
         (DEVICE + "lanch = 3", r"no key device\.lanch \(did you mean 'launch'"),
         ("nodess = 3\n" + DEVICE, r"no key nodess \(did you mean 'nodes'"),
         (DEVICE + "[node]\nlatencyy = 1", r"no key node\.latencyy \(did you mean 'latency'"),
-        (DEVICE + "[host]\nmemory = 1", r"no key host\.memory \(did you mean .memory_bandwidth.*disk_bandwidth"),
+        (DEVICE + "[host]\nmemory = 1", r"no key host\.memory; there are bandwidth, memory_bandwidth, disk_bandwidth"),
         (DEVICE + "launch = -1", "device.launch must be greater than or equal to 0, got -1"),
         (DEVICE + "launch = nan", "device.launch must be a finite number, got nan"),
         (DEVICE + "launch = inf", "device.launch must be a finite number, got inf"),
