@@ -176,6 +176,8 @@ LINES = {
         r"torch Schedule1F1B, its visualizer: .* microbatch 9 has only 4F9, .*",
     ],
     "bench.gpu": [r"\| part, on CPU \| result \| seconds \|", r"\| split \| passed \| N \|", "failed: none"],
+    "bench.mutants": [r"detected: N of N, N%", r"named: N of N, N%"],
+    "bench.recording": [r" +512 +plain +N +N", r" +512 +1f1b, 2 threads +N +N"],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 

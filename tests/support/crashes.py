@@ -31,6 +31,9 @@ class CrashSafeScheduling(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker files until it has two tests, since it runs none before it knows what comes next."""
+        # Where two workers ended, xdist gives files to both that replace them once one of these has found its tests.
+        if node not in self.registered_collections:
+            return
         # A worker that has ended takes nothing. The session hears of it next, and `remove_node` puts back what it was given.
         with suppress(OSError):
             super()._reschedule(node)

@@ -250,7 +250,7 @@ def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
         small.cluster,
         sequence=small.sequence,
         batch=small.batch,
-        fixed=small.fixed,
+        fixed={**small.fixed, "store": "none"},
         memory=cap,
     )
     assert result.plans == ()
