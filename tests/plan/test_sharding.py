@@ -14,6 +14,7 @@ from penstock.plan.explore.outlook import left_out_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
 from penstock.plan.rank_memory import bound_sharded, rank_memory
+from penstock.plan.stage_costs import StageCosts
 from penstock.profile.model_profile import of_shape, with_lora
 from penstock.profile.model_shape import ModelShape
 from penstock.schedule.check import check
@@ -45,6 +46,11 @@ def keys_of(sharding: Sharding) -> str:
     return ",".join(f"{key}={value}" for key, value in vars(sharding).items() if value not in (None, "none"))
 
 
+def without_activations(plan: Prediction) -> StageCosts:
+    """Costs where a rank's fullest op is that with most weights and gradients."""
+    return replace(plan.costs, saved=0 * plan.costs.saved, waiting=0 * plan.costs.waiting)
+
+
 # several stages with their runs apart, and a split backward; the other orders have fewer runs
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=keys_of)
 @pytest.mark.parametrize("order", [*ORDERS[2:], *exhaustive(*ORDERS[:2])])
@@ -52,8 +58,7 @@ def test_bytes_are_those_that_the_checker_proves(order: str, sharding: Sharding)
     plan = predicted(f"pp=2,dp=2,{order},{keys_of(sharding)}")
     schedule = plan.program.schedule
     residency = make_residency(schedule, sharding)
-    # Activations apart, a rank's fullest op is that with most weights and gradients.
-    empty = replace(plan.costs, saved=0 * plan.costs.saved, waiting=0 * plan.costs.waiting)
+    empty = without_activations(plan)
     sizes = 4 * plan.costs.parameters.astype(int)
     budget = Budget(0, 0, weights=WeightBytes(sizes, sizes, 2))
     states = rank_memory(schedule, empty, plan.layout, "fp32")
@@ -74,7 +79,7 @@ def test_bytes_beside_a_store_are_those_that_the_checker_proves(order: str):
     plan = predicted(f"pp=2,{order},{keys_of(sharding)}")
     schedule = plan.program.schedule
     residency = make_residency(schedule, sharding)
-    empty = replace(plan.costs, saved=0 * plan.costs.saved, waiting=0 * plan.costs.waiting)
+    empty = without_activations(plan)
     sizes = 4 * plan.costs.parameters.astype(int)
     budget = Budget(0, 0, weights=WeightBytes(sizes, sizes, 1))
     states = rank_memory(schedule, empty, plan.layout, "fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,14 @@ CASES: dict[str, Sections] = {
     "a line": {"optim": {"name": "RMSprop", "lr": 1e-3, "lr_schedule": "linear"}},
     "a constant": {"optim": {"name": "Adafactor", "lr_schedule": "constant"}},
 }
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
+def test_the_store_of_a_run_is_its_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(tmp_path, text_folder(tmp_path), **ON_DISK)
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    with pytest.raises(ConfigError, match="which is a tmpfs and so in memory; set TMPDIR"):
+        run(config)
 
 
 # One of each precision; the optimizers have tests of their own.

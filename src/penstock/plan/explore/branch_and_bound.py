@@ -462,7 +462,7 @@ class _Search:
         if size <= self.space.cluster.device.usable:
             return True
         # Of fewer microbatches than the step has, it is a bound.
-        whole = candidate.point.microbatches <= self._few(candidate) + layout.pp
+        whole = candidate.point.microbatches <= _few(layout.pp, candidate.point.microbatches) + layout.pp
         self.rejections.add_too_large(layout, size, size_of is _fullest and whole)
         return False
 
@@ -476,7 +476,7 @@ class _Search:
         def peak(m: int) -> float:
             return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype)
 
-        few = self._few(candidate)
+        few = _few(layout.pp, microbatches)
         if order.family is None or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
@@ -486,14 +486,9 @@ class _Search:
         growth = max(0.0, peak(few + layout.pp) - first)
         return first + growth * ((microbatches - few) // layout.pp)
 
-    def _few(self, candidate: _Candidate) -> int:
-        """Return the microbatches after which a schedule repeats itself, with the same remainder as the step's."""
-        pp = candidate.point.layout.pp
-        return STEADY * pp + candidate.point.microbatches % pp
-
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""
-        few = STEADY * layout.pp + microbatches % layout.pp
+        few = _few(layout.pp, microbatches)
         # As many as with split backwards: F, I and W.
         ops = 3 * layout.pp * (order.v or 1) * microbatches
         if ops <= LARGE or microbatches <= few + layout.pp or order.family is None:
@@ -510,6 +505,11 @@ class _Search:
         return predict(
             space.profile, space.cluster, layout, sequence=space.sequence, batch=batch or space.batch
         )
+
+
+def _few(pp: int, microbatches: int) -> int:
+    """Return the microbatches after which a schedule repeats itself, with the same remainder as the step's."""
+    return STEADY * pp + microbatches % pp
 
 
 def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
