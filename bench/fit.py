@@ -38,6 +38,7 @@ RATED: dict[str, Rates] = {
     "b200": {
         "matmul.bf16": 0.65 * 2250e12, "matmul.fp8": 0.6 * 4500e12, "matmul_width": 128, "attention.bf16": 1200e12,
         "memory_bandwidth": 8e12, "launch": 5e-6, "optimizer_bandwidth": 8e12, "node.bandwidth": 900e9,
+        "node.reduce_bandwidth": 900e9,
     },
 }  # fmt: skip
 """Where a fit begins, by preset: rated bandwidths, usual shares of the rated FLOP/s, and guesses of launch and latency."""

@@ -21,8 +21,8 @@ writes both.
 - A preset has about ten rates for its GPU, fitted to rows without a remark (in brackets). *Each model left out* shows
   foresight: rates of other models.
 - Believe a step within a few percent where a layout like it is published (`tp` within a node, no sharded weights),
-  and the order of layouts rather than their times elsewhere. Take sharded weights over hundreds of devices, and
-  mixtures of experts on B200, as lower bounds.
+  and the order of layouts rather than their times elsewhere. Take sharded weights over hundreds of devices as lower
+  bounds. No rate is fitted to a mixture of experts.
 - Beyond what is published, a plan's interval is wider, and its page says so. For machines of your own, first measure
   them: `penstock doctor --measure cluster.toml`.
 

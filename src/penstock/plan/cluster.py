@@ -333,7 +333,7 @@ def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
             f"{name} has links for {most} nodes, which share NVLink, got {counts[1]}; give a TOML file with the links "
             "between your racks"
         )
-    peak, bandwidth = sheet["tflops"] * 1e12, sheet["memory_bandwidth"] * rates["bandwidth"]
+    peak, bandwidth = sheet["tflops"] * 1e12, sheet["memory_bandwidth"]
     dtypes = ("fp16",) if "dtype" in sheet else ("bf16", "fp16")
     table = {
         "name": name,
@@ -349,8 +349,8 @@ def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
             "matmul": dict.fromkeys(dtypes, peak * rates["matmul"]),
             "matmul_width": rates["matmul_width"],
             "attention": dict.fromkeys(dtypes, peak * rates["attention"]),
-            "memory_bandwidth": bandwidth,
-            "optimizer_bandwidth": bandwidth,
+            "memory_bandwidth": bandwidth * rates["memory_bandwidth"],
+            "optimizer_bandwidth": bandwidth * rates["optimizer_bandwidth"],
             "launch": rates["launch"],
         },
     }
