@@ -43,6 +43,7 @@ RUNTIME = [
     {"engine"},
     {"model"},
     {"first_step", "loop_report"},
+    {"construction"},
     {"pipeline"},
     {"kept_traces", "optim"},
 ]
