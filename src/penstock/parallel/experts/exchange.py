@@ -79,7 +79,8 @@ class ExpertExchange(LayerExchange):
     def meet(self, call: str, rows: Tensor) -> Tensor:
         """Send one row of `rows`, int64 in host memory, to each process, and return the row that each sent.
 
-        All processes of the group are in the same call then, or all of them raise.
+        Exchanges of tokens begin with it. Their sizes follow from it, and a process in another layer has other tokens: all
+        processes of the group are in the same call then, or all of them raise.
         """
         ones = [1] * self.size
         # Of one size, whatever the call, or processes in different ones could not exchange their numbers.

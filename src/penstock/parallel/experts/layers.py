@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,36 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.dtensor import is_dtensor
+from penstock.parallel.experts.exchange import ExpertExchange
 from penstock.parallel.opened import opened
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class Exchange(Protocol):
-    """Collectives of the processes that divide the experts; every one of them makes the same calls in the same order."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-
-    def prepare(self, calls: Sequence[str], width: int) -> None:
-        """Take note of the calls that `meet` may be given, and of the numbers in its longest row."""
-
-    def meet(self, call: str, rows: Tensor) -> Tensor:
-        """Send one row of `rows`, int64 in host memory, to each process, and return the row that each sent.
-
-        Exchanges of tokens begin with it. Their sizes follow from it, and a process in another layer has other tokens.
-
-        Raises:
-            PenstockError: if another process is in another call; on all of them.
-        """
-
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send ``sent[r]`` rows to process r, and return the ``received[r]`` rows that each sent, by process."""
-
-    def count(self, name: str, tokens: Tensor) -> None:
-        """Take note of the tokens that came to this process's experts of a module, by expert, in host memory."""
 
 
 class TensorRanks(NamedTuple):
@@ -94,7 +69,7 @@ _STACK = 3  # dimensions of a stack of matrices
 def divide_experts(
     layers: Iterable[tuple[str, nn.Module]],
     mesh: DeviceMesh,
-    exchange: Exchange,
+    exchange: ExpertExchange,
     tensor_ranks: TensorRanks | None,
     weight_of: Callable[[Tensor], Tensor],
 ) -> list[str]:
@@ -311,7 +286,7 @@ class DividedExperts:
         self,
         name: str,
         module: nn.Module,
-        exchange: Exchange,
+        exchange: ExpertExchange,
         tensor_ranks: TensorRanks | None,
         weight_of: Callable[[Tensor], Tensor],
         hook: torch.utils.hooks.RemovableHandle,
@@ -387,7 +362,12 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, sent: list[int], received: list[int], call: str | None, *values: Tensor
+        ctx: Any,
+        exchange: ExpertExchange,
+        sent: list[int],
+        received: list[int],
+        call: str | None,
+        *values: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.args = exchange, received, sent, call
         return tuple(exchange.all_to_all(x.contiguous(), sent, received) for x in values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ConfigError
 from penstock.forward.loss_reach import modules_called
 from penstock.parallel.dtensor import full_tensor
+from penstock.runtime.engine import Engine
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.layers import Layer, require_weights, whole_name
@@ -19,25 +20,6 @@ from penstock.stage.module import StageModule
 
 Place = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter or buffer in it, and the tensor."""
-
-
-class StageWeights(Protocol):
-    """Modules of a process's stages, whose weights may be elsewhere."""
-
-    def stage_modules(self) -> list[StageModule]:
-        """Return the modules of all stages, copies included."""
-
-    def naming(self, call: str) -> AbstractContextManager[None]:
-        """Return a context in which the error of a connection that ends names the process that is gone."""
-
-    def wait_for_parameters(self, whole: bool) -> None:
-        """Wait for weights that are being collected; see `penstock.runtime.engine.Engine`."""
-
-    def take_written_parameters(self) -> None:
-        """Take over values that were written into parameters."""
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that replicas have divided."""
 
 
 class PipelineModel:
@@ -50,7 +32,7 @@ class PipelineModel:
     def __init__(
         self,
         parameters: LocalParameters,
-        weights: StageWeights,
+        weights: Engine,
         given: nn.Module | None = None,
         world: World | None = None,
         others: Sequence[nn.Module] = (),

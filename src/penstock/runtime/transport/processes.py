@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import distributed as dist
 
@@ -27,19 +27,6 @@ _EVALUATION = 1 << 40
 """Bit that the tags of an evaluation's messages have besides the row of the op."""
 _MICROBATCHES = 41
 """Bits of a tag below the number of the step's microbatches."""
-
-
-class _Sender(Protocol):
-    def send(self, step: int, tag: int, message: Message) -> None: ...
-    def notify(self, step: int, failure: Failure) -> None: ...
-    def wait_sent(self) -> None: ...
-    def widen(self, capacity: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Receiver(Protocol):
-    def next(self) -> tuple[int, int, Message | Failure]: ...
-    def close(self) -> None: ...
 
 
 class ProcessChannel:
@@ -70,8 +57,8 @@ class ProcessChannel:
         self.hosts: Sequence[str] = ()
         rank = dist.get_rank(group)
         communicators = bulk or {}
-        self._out: dict[int, _Sender] = {}
-        self._in: dict[int, _Receiver] = {}
+        self._out: dict[int, GroupOutgoing | SharedOutgoing] = {}
+        self._in: dict[int, GroupIncoming | SharedIncoming] = {}
         self._open_shared(exchange, incoming, outgoing, timeout)
         for peer, (slots, capacity) in sorted(outgoing.items()):
             if peer not in self._out:
