@@ -12,6 +12,7 @@ from rich.table import Table
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
+from penstock.cli.options import count
 from penstock.cli.output import table_console
 
 if TYPE_CHECKING:
@@ -26,12 +27,7 @@ MATRIX = 12
     "          penstock doctor --ranks 8 --measure cluster.toml\n\n"
     "          torchrun --nnodes 2 --nproc-per-node 8 ... -m penstock doctor --folder /shared/runs --json"
 )
-@click.option(
-    "--ranks",
-    "-p",
-    type=click.IntRange(1),
-    help="Processes to start on this machine. Default: 2. Not under torchrun.",
-)
+@count("--ranks", "-p", help="Processes to start on this machine. Default: 2. Not under torchrun.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),

@@ -14,6 +14,7 @@ from penstock.base.errors import ConfigError, ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
 from penstock.cli.figure_options import figure_of, figure_options, write_figure
+from penstock.cli.options import choice, count
 from penstock.cli.schedule_arguments import (
     VIRTUAL_STAGES,
     find_schedule,
@@ -106,16 +107,10 @@ def show(program: bool, sharding: Sharding, **arguments: Any) -> None:
     metavar="BYTES[,...]",
     help="Bytes of the gradients of a stage's weights: one number, or one per stage. Default: 0.",
 )
-@click.option(
-    "--replicas",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Replicas that --shard divides over.",
-)
+@count("--replicas", default=1, help="Replicas that --shard divides over.")
 @sharding_options
-@click.option(
-    "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
+@choice(
+    "--freed-at", "B", "W", default="W",
     help="Half of a split backward that frees the forward's bytes: input gradient (B) or weight gradient (W).",
 )  # fmt: skip
 @click.option(
@@ -255,15 +250,8 @@ def _title(schedule: Schedule) -> str:
 
 
 @command.command("list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
-@click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True, help="Pipeline ranks.")
-@click.option(
-    "--microbatches",
-    "-m",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="Microbatches per step.",
-)
+@count("--ranks", "-p", default=4, help="Pipeline ranks.")
+@count("--microbatches", "-m", default=8, help="Microbatches per step.")
 @VIRTUAL_STAGES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_command(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:

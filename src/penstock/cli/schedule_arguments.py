@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from penstock.base.bounded_io import parse_json
 from penstock.base.errors import ConfigError
+from penstock.cli.options import Command, choice, count
 from penstock.schedule.families import require_family
 from penstock.schedule.notation import require_backward
 from penstock.schedule.residency import Sharding
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-VIRTUAL_STAGES = click.option(
-    "--virtual-stages", "-v", type=click.IntRange(1),
+VIRTUAL_STAGES = count(
+    "--virtual-stages",
+    "-v",
     help="Stages per rank, for families where it can be chosen. Default: the family's.",
-)  # fmt: skip
+)
 
 
 def schedule_options(function: Command) -> Command:
     """Add the options that say, together with a name, which schedule is meant."""
     for decorate in reversed((
-        click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks. A CSV file sets its own."),
-        click.option(
-            "--microbatches", "-m", type=click.IntRange(1), help="Microbatches per step. A CSV file sets its own."
-        ),
+        count("--ranks", "-p", help="Pipeline ranks. A CSV file sets its own."),
+        count("--microbatches", "-m", help="Microbatches per step. A CSV file sets its own."),
         VIRTUAL_STAGES,
         click.option(
             "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
@@ -50,20 +48,20 @@ def sharding_options(function: Command) -> Command:
         return function(*args, sharding=Sharding(shard, window, reduce_every, store), **named)
 
     for decorate in reversed((
-        click.option(
-            "--shard", type=click.Choice(["none", "optimizer", "gradients", "weights"]), default="none", show_default=True,
+        choice(
+            "--shard", "none", "optimizer", "gradients", "weights",
             help="What replicas divide, each with what comes before it (ZeRO-1, -2 and -3).",
         ),
-        click.option(
-            "--window", type=click.IntRange(1),
+        count(
+            "--window",
             help="Stages whose weights a rank may hold at once, with --shard weights or --store. Default: all of the rank.",
         ),
-        click.option(
-            "--reduce-every", type=click.IntRange(1),
+        count(
+            "--reduce-every",
             help="Microbatches whose gradients are added up before replicas sum them. Default: all of the step.",
         ),
-        click.option(
-            "--store", type=click.Choice(["none", "host", "disk"]), default="none", show_default=True,
+        choice(
+            "--store", "none", "host", "disk",
             help="Where weights are while no op reads them, and gradients once they are added up.",
         ),
     )):  # fmt: skip

@@ -15,6 +15,7 @@ from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, parse_bytes, priced, stage_bytes
+from penstock.cli.options import choice, count
 from penstock.schedule.families.family import require_size
 from penstock.schedule.families.searched import shaped_placement
 from penstock.schedule.memory import Budget
@@ -29,19 +30,19 @@ from penstock.train.signals import of_signal
     "--memory-limit 6\n\n"
     "          penstock schedule search -p 4 -m 12 --costs 10,10,10 --latency 1 --memory-limit 5 --out best.csv",
 )
-@click.option("--ranks", "-p", type=click.IntRange(1), required=True, help="Pipeline ranks.")
-@click.option("--microbatches", "-m", type=click.IntRange(1), required=True, help="Microbatches per step.")
-@click.option(
-    "--virtual-stages", "-v", type=click.IntRange(1),
+@count("--ranks", "-p", required=True, help="Pipeline ranks.")
+@count("--microbatches", "-m", required=True, help="Microbatches per step.")
+@count(
+    "--virtual-stages", "-v",
     help="Stages per rank. Default: 1 for a loop, 2 for a V. Two pipes have one each.",
 )  # fmt: skip
-@click.option(
-    "--placement", type=click.Choice(["loop", "v", "bidirectional"]), default="loop", show_default=True,
+@choice(
+    "--placement", "loop", "v", "bidirectional",
     help="Stages on ranks: in a loop (r, r+p, ...), down and up again (a V), or two pipes in opposite directions with a "
     "copy of every stage.",
 )  # fmt: skip
-@click.option(
-    "--backward", type=click.Choice(["full", "split"]), default="full", show_default=True,
+@choice(
+    "--backward", "full", "split",
     help="Run each backward as one op, or allow its two halves (input and weight gradient) to run apart.",
 )  # fmt: skip
 @COSTS

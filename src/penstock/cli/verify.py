@@ -12,6 +12,7 @@ import click
 from rich.live import Live
 from rich.table import Table
 
+from penstock.cli.options import choice, count
 from penstock.cli.output import table_console
 from penstock.schedule.families import FAMILIES, require_family
 from penstock.schedule.text import is_csv
@@ -27,98 +28,33 @@ TARGETS = "penstock.train.model.verify_target"
     "          penstock verify --ranks 2 --schedule 1f1b --model mymodels:subject\n\n"
     "          penstock verify --ranks 2 --schedule 1f1b --dp 2 --shard optimizer --recompute full"
 )
-@click.option(
-    "--ranks",
-    "-p",
-    multiple=True,
-    type=click.IntRange(1),
-    default=[2],
-    show_default=True,
-    help="Pipeline ranks. May be repeated.",
-)
-@click.option(
-    "--microbatches",
-    "-m",
-    multiple=True,
-    type=click.IntRange(1),
+@count("--ranks", "-p", multiple=True, default=[2], help="Pipeline ranks. May be repeated.")
+@count(
+    "--microbatches", "-m", multiple=True,
     help="Microbatches per step. May be repeated. Default: the ranks, twice the ranks, and 7.",
-)
+)  # fmt: skip
 @click.option(
-    "--schedule",
-    "schedules",
-    multiple=True,
-    default=["all"],
-    show_default=True,
+    "--schedule", "schedules", multiple=True, default=["all"], show_default=True,
     help="A family, MODULE:FUNCTION of your own, a CSV file, or all (of the catalogue). May be repeated.",
-)
-@click.option(
-    "--virtual-stages",
-    "-v",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Stages per rank, for families where it can be chosen.",
-)
-@click.option(
-    "--transport",
-    type=click.Choice(["threads", "processes", "both"]),
-    default="both",
-    show_default=True,
+)  # fmt: skip
+@count("--virtual-stages", "-v", default=2, help="Stages per rank, for families where it can be chosen.")
+@choice(
+    "--transport", "threads", "processes", "both", default="both",
     help="Run ranks as threads, as gloo processes, or both; with --dp, --tp, --ep or --cp, both means processes.",
-)
-@click.option(
-    "--dp",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Replicas, each with the ranks and microbatches given here.",
-)
-@click.option(
-    "--tp", type=click.IntRange(1), default=1, show_default=True, help="Processes that divide matrices."
-)
-@click.option(
-    "--ep",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Replicas that divide the experts; without --dp there are so many.",
-)
-@click.option(
-    "--cp",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Processes that divide the tokens of each sample.",
-)
-@click.option(
-    "--shard",
-    type=click.Choice(["none", "optimizer", "gradients", "weights"]),
-    default="none",
-    show_default=True,
-    help="What replicas divide.",
-)
-@click.option(
-    "--recompute",
-    type=click.Choice(["none", "full"]),
-    default="none",
-    show_default=True,
-    help="What of the forward runs again for the backward.",
-)
-@click.option(
-    "--autocast",
-    type=click.Choice(["none", "bf16"]),
-    default="none",
-    show_default=True,
-    help="Dtype of autocast, on both sides.",
-)
+)  # fmt: skip
+@count("--dp", default=1, help="Replicas, each with the ranks and microbatches given here.")
+@count("--tp", default=1, help="Processes that divide matrices.")
+@count("--ep", default=1, help="Replicas that divide the experts; without --dp there are so many.")
+@count("--cp", default=1, help="Processes that divide the tokens of each sample.")
+@choice("--shard", "none", "optimizer", "gradients", "weights", help="What replicas divide.")
+@choice("--recompute", "none", "full", help="What of the forward runs again for the backward.")
+@choice("--autocast", "none", "bf16", help="Dtype of autocast, on both sides.")
 @click.option(
     "--model",
     help="MODULE:FUNCTION that returns a penstock.verify.VerifyTarget. Default: a small decoder, with experts if --ep is "
     "given.",
 )
-@click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps to compare."
-)
+@count("--steps", default=3, help="Optimizer steps to compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def command(
     *,

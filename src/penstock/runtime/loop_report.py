@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from penstock.base.errors import PenstockError
-from penstock.runtime.start.start_record import start_of
 from penstock.schedule.ops import Kind
 from penstock.show.analysis import StepAnalysis
 from penstock.trace.events import API, Trace
@@ -46,17 +46,8 @@ class LoopReport:
         for number in sorted(self._steps)[1:-_MOST]:
             del self._steps[number]
 
-    def write(
-        self,
-        path: str | Path,
-        *,
-        layout: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        processes: int,
-        threads: int,
-    ) -> Path:
-        """Write the page, and return its path.
+    def write(self, path: str | Path, start: Mapping[str, Any]) -> Path:
+        """Write the page with a start's entry (`start_of`), and return its path.
 
         Raises:
             ConfigError: if it cannot be written, or Bokeh is missing.
@@ -65,14 +56,5 @@ class LoopReport:
         from penstock.show.report import write
         from penstock.show.report_page import RunFacts, fact_lines
 
-        start = start_of(
-            step=0,
-            layout=layout,
-            device=device,
-            processes=processes,
-            threads=threads,
-            dtype=str(dtype).removeprefix("torch."),
-            rated=lambda device, dtype: None,
-        )
         steps = [StepAnalysis(f"step {number}", trace) for number, trace in sorted(self._steps.items())]
-        return write(path, steps, title=layout, facts=RunFacts(lines=fact_lines([start])))
+        return write(path, steps, title=start["layout"], facts=RunFacts(lines=fact_lines([start])))

@@ -28,6 +28,7 @@ from penstock.runtime.batch.work import (
 )
 from penstock.runtime.construction import BuiltPipeline
 from penstock.runtime.model.pipeline_model import evaluating
+from penstock.runtime.start.start_record import start_of
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.events import Trace
 from penstock.trace.expert_load import ExpertLoad
@@ -294,16 +295,16 @@ class Pipeline(BuiltPipeline):
             trace = self._report.require_step(self._engine.gather_trace(self.trace()))
             self._report.add(self.steps, trace, self._engine.gather_expert_load())
             parameter = next(self.parameters(), torch.empty(0))
-            write = partial(
-                self._report.write,
-                path,
+            start = start_of(
+                step=0,
                 layout=self.layout,
                 device=parameter.device,
-                dtype=parameter.dtype,
                 processes=self.ranks * self.replicas * self.tensor_ranks if self.in_processes else 1,
                 threads=self.threads,
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                rated=lambda device, dtype: None,
             )
-            return Path(RunGroup.of(self.world).decide(lambda: str(write())))
+            return Path(RunGroup.of(self.world).decide(lambda: str(self._report.write(path, start))))
 
     @property
     def layout(self) -> str:

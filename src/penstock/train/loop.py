@@ -144,16 +144,16 @@ def train(
                 if progress.final is None:
                     run_group.decide(lambda: _begin(path, config, progress.done))
                 if run_group.leads:
-                    _keep_start(
-                        path,
-                        reporter,
-                        config,
-                        done=progress.done,
+                    start = start_of(
+                        step=progress.done,
                         layout=pipe.layout,
                         device=device,
                         processes=place.size if place else 1,
                         threads=pipe.threads,
+                        dtype=config.runtime.precision,
+                        rated=rated_flops,
                     )
+                    keep_start(path, reporter.say, start)
                 with (
                     run_log(path, run_group.rank, level, shown.say, first_lines),
                     MetricsWriter(path if run_group.leads else None, reporter.say) as metrics,
@@ -184,8 +184,8 @@ def train(
                     )
                     trainer = Trainer(run, progress)
                     with _reporting_end(trainer, calls, page):
-                        start = StartEvent(path, asdict(config), progress.done, steps)
-                        run_group.decide(lambda: calls.on_start(start))
+                        event = StartEvent(path, asdict(config), progress.done, steps)
+                        run_group.decide(lambda: calls.on_start(event))
                         result = trainer.train()
                         if progress.has_state:
                             _save(config, model, pipe, path, run_group)
@@ -249,30 +249,6 @@ def _begin(path: Path, config: Config, done: int) -> None:
     """Delete metrics and traces of steps that will be repeated; for the leader alone."""
     go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
-
-
-def _keep_start(
-    path: Path,
-    reporter: Reporter,
-    config: Config,
-    *,
-    done: int,
-    layout: str,
-    device: torch.device,
-    processes: int,
-    threads: int,
-) -> None:
-    """Note when, where and how the run was started; for the leader alone."""
-    start = start_of(
-        step=done,
-        layout=layout,
-        device=device,
-        processes=processes,
-        threads=threads,
-        dtype=config.runtime.precision,
-        rated=rated_flops,
-    )
-    keep_start(path, reporter.say, start)
 
 
 def _finish(run: TrainingRun, path: Path, result: Result, *, writes_metrics: bool) -> Outcome:

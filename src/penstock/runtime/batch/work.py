@@ -226,16 +226,14 @@ def _held(values: tuple[Any, ...] | str) -> tuple[Any, ...]:
 def _or_reason(
     name: str,
     values: Sequence[Any],
-    *,
-    asked: bool,
-    call: str,
+    options: StepOptions,
     local: Sequence[int],
     end: str,
     ranks: Sequence[int],
 ) -> tuple[Any, ...] | str:
     """Return values that some ranks have, or the text that says why this process has none."""
-    if not asked:
-        return f"result.{name} was not asked for; call pipe.{call}(..., {name}=True)"
+    if not getattr(options, name):
+        return f"result.{name} was not asked for; call pipe.{options.call.value}(..., {name}=True)"
     if not set(local) & set(ranks):
         holds = (
             f"rank {ranks[0]}, which holds"
@@ -278,24 +276,8 @@ def step_result(works: Sequence[Work], microbatches: int, ends: Ends) -> StepRes
         total,
         values,
         parts,
-        _or_reason(
-            "outputs",
-            by_id,
-            asked=options.outputs,
-            call=options.call.value,
-            local=ends.local,
-            end="last",
-            ranks=ends.last,
-        ),
-        _or_reason(
-            "input_grads",
-            leaves,
-            asked=options.input_grads,
-            call=options.call.value,
-            local=ends.local,
-            end="first",
-            ranks=ends.first,
-        ),
+        _or_reason("outputs", by_id, options, ends.local, "last", ends.last),
+        _or_reason("input_grads", leaves, options, ends.local, "first", ends.first),
     )
 
 
