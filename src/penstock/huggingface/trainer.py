@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput, QuestionAnsweringModelOutput
 
 from penstock.base.counts import is_count
-from penstock.base.errors import ConfigError, PenstockError, describe_error
+from penstock.base.errors import ConfigError, describe_error
 from penstock.huggingface.forward_layers import forward_of
 from penstock.huggingface.from_transformers import from_transformers
 from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUENCE, TOKEN, head_of
@@ -48,17 +47,17 @@ from penstock.huggingface.trainer_refusals import (
     require_supported_arguments,
     require_supported_trainer,
 )
+from penstock.huggingface.trainer_saves import TrainerSaves
 from penstock.parallel.context.attention import SequencePart
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
-from penstock.runtime.model.pipeline_model import gather_state
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.split_backward.intercepted import has_local_uses
 
 
-class PipelineTrainerMixin:
+class PipelineTrainerMixin(TrainerSaves):
     """Trains by a pipeline in any subclass of ``transformers.Trainer``: ``class T(PipelineTrainerMixin, SFTTrainer)``.
 
     In one process the ranks are threads. Under torchrun or ``accelerate launch`` each process is a rank: ``ranks`` of them
@@ -91,8 +90,6 @@ class PipelineTrainerMixin:
     Raises:
         ConfigError: if an argument cannot work with a pipeline; says which and what to do instead.
     """
-
-    pipe: Pipeline
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class whose constructor or methods are a Trainer's and not the pipeline's, by the order of its bases."""
@@ -158,14 +155,13 @@ class PipelineTrainerMixin:
             given = tuple(args if one is before else one for one in given)
             kwargs = {name: args if one is before else one for name, one in kwargs.items()}
         super().__init__(*given, **kwargs)
-        trainer: Any = self
-        require_supported_trainer(trainer, self._in_processes)
-        if self._own_optimizers and trainer.optimizer is not None:
+        require_supported_trainer(self, self._in_processes)
+        if self._own_optimizers and self.optimizer is not None:
             raise ConfigError("give pipeline['optimizer'] or optimizers=, not both")
-        settings = trainer.args
-        trainer._train_batch_size = settings.train_batch_size  # Trainer read it before there were replicas
+        settings = self.args
+        self._train_batch_size = settings.train_batch_size  # Trainer read it before there were replicas
         settings._n_gpu = min(settings.n_gpu, 1)  # with more, Trainer would copy the model to every GPU
-        base = trainer.accelerator.unwrap_model(trainer.model)
+        base = self.accelerator.unwrap_model(self.model)
         if hasattr(base, "get_base_model"):
             base = base.get_base_model()
         # TRL replaces it by one that computes its loss in chunks; here, the loss is the pipeline's. Accelerate wraps it for
@@ -178,25 +174,25 @@ class PipelineTrainerMixin:
         require_plain_gradients(base)
         self._whole_model = base
         self._index, self._updates, self._logits_asked = 0, -1, True
-        layers = from_transformers(trainer.model)
+        layers = from_transformers(self.model)
         forward_of(layers).divides_images = False  # they belong to examples, or are divided by their tokens
         self._budget: TokenBudget | None = None
         if budget is not None:
             self._budget = replace(budget, attention=attention_share(layers, base.config))
         self._own_loss: TrainerLoss | None = None
         self._loss: StepLoss | None = None
-        if computes_own_loss(trainer, base, PipelineTrainerMixin, self._cp):
+        if computes_own_loss(self, base, PipelineTrainerMixin, self._cp):
             self._own_loss = TrainerLoss(
-                trainer,
+                self,
                 base,
                 forward_of(layers),
                 fused,
                 replicas=self._replicas,
                 autocast=torch.bfloat16 if settings.bf16 else None,
-                of_libraries=is_of_libraries(trainer, PipelineTrainerMixin),
+                of_libraries=is_of_libraries(self, PipelineTrainerMixin),
             )
         else:
-            self._loss = StepLoss(base, trainer.label_smoother, self._cp == 1)
+            self._loss = StepLoss(base, self.label_smoother, self._cp == 1)
             require_same_loss(self, self._whole_model, self._loss)
             if (labels := _labels_of_row(self._loss.own.head, base.device)) is not None:
                 self._loss.own.passes_items = forward_of(layers).passes_items(labels)
@@ -227,27 +223,24 @@ class PipelineTrainerMixin:
                 and not settings.label_smoothing_factor,
                 varies=self._budget is not None,
             )
-            trainer.add_callback(self._report)
+            self.add_callback(self._report)
         self._whole_optimizer: WholeOptimizer | None = None
         if self._in_processes and head_of(base) in (CAUSAL, IMAGES):
             vars(base)["generate"] = partial(_generate, base, base.generate)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; in processes, Trainer and Accelerate then see one process with a batch for all replicas."""
-        trainer: Any = self
-        base: Any = super()
         if not self._in_processes:
-            base.create_accelerator_and_postprocess()
+            super().create_accelerator_and_postprocess()
             return
-        trainer.args = as_one_process(trainer.args, self._rank, self._replicas)
-        base.create_accelerator_and_postprocess()
-        make_one_process(trainer.accelerator, lambda norm: self.pipe.clip_grad_norm_(norm))
+        self.args = as_one_process(self.args, self._rank, self._replicas)
+        super().create_accelerator_and_postprocess()
+        make_one_process(self.accelerator, lambda norm: self.pipe.clip_grad_norm_(norm))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; in processes, an error of one is told to the others, which end with it."""
-        base: Any = super()
         try:
-            return base.train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         except BaseException as error:
             if self.pipe.world is not None and isinstance(error, Exception):
                 self.pipe.world.peer_registry.report_error(describe_error(error))
@@ -257,23 +250,21 @@ class PipelineTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """Return the batches of a run: with replicas, the last one of an epoch is filled up as Accelerate does."""
-        base: Any = super()
-        trainer: Any = self
-        collator = trainer.data_collator
+        collator = self.data_collator
         if self._collates_parts:
             parts = self._budget or self.pipe.microbatches * self._replicas
-            compares = self._own_loss is not None and not is_of_libraries(trainer, PipelineTrainerMixin)
+            compares = self._own_loss is not None and not is_of_libraries(self, PipelineTrainerMixin)
             main_input = self._whole_model.main_input_name
-            trainer.data_collator = PartCollator(collator, parts, main_input, compares)
+            self.data_collator = PartCollator(collator, parts, main_input, compares)
         try:
-            loader = base.get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
-            trainer.data_collator = collator
+            self.data_collator = collator
         workers = loader.worker_init_fn
         if self._in_processes and isinstance(workers, partial) and "rank" in workers.keywords:
             workers.keywords["rank"] = 0  # all processes draw the same random numbers
         batches = loader.batch_sampler
-        fills = trainer.args.accelerator_config.even_batches and not trainer.args.dataloader_drop_last
+        fills = self.args.accelerator_config.even_batches and not self.args.dataloader_drop_last
         # The sampler of a streamed data set has no length: how many rows its last batch lacks is not known.
         if self._replicas > 1 and fills and isinstance(getattr(batches, "sampler", None), Sized):
             batches.sampler = FilledSampler(batches.sampler, batches.batch_size)
@@ -281,29 +272,25 @@ class PipelineTrainerMixin:
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer as Trainer does; in processes, of this rank's parameters."""
-        trainer: Any = self
-        base: Any = super()
-        if trainer.optimizer is not None:
-            return base.create_optimizer(*args, **kwargs)
-        elsewhere = [p for p in trainer.model.parameters() if p.is_meta and p.requires_grad]
+        if self.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)
+        elsewhere = [p for p in self.model.parameters() if p.is_meta and p.requires_grad]
         for parameter in elsewhere:
             parameter.requires_grad_(False)
         try:
             with _groups_of_one_process():
-                optimizer = base.create_optimizer(*args, **kwargs)
+                optimizer = super().create_optimizer(*args, **kwargs)
         finally:
             for parameter in elsewhere:
                 parameter.requires_grad_(True)
         if self._own_optimizers:
-            optimizer = trainer.optimizer = with_own_optimizers(
-                optimizer, trainer.model, self._own_optimizers
-            )
+            optimizer = self.optimizer = with_own_optimizers(optimizer, self.model, self._own_optimizers)
         if self.pipe.mesh is not None and self.pipe.mesh.ep > 1:
             _update_one_by_one(optimizer)
             # Those of a checkpoint are the options of the run that saved it.
             optimizer.register_load_state_dict_post_hook(_update_one_by_one)
         if self._in_processes:
-            self._whole_optimizer = WholeOptimizer(self.pipe, trainer.model, optimizer)
+            self._whole_optimizer = WholeOptimizer(self.pipe, self.model, optimizer)
         return optimizer
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
@@ -325,23 +312,22 @@ class PipelineTrainerMixin:
         Returns:
             The loss, a 0-d tensor.
         """
-        trainer: Any = self
         model.train()
         self.pipe.train()
-        if hasattr(trainer.optimizer, "train"):  # optimizers without a schedule switch their weights
-            trainer.optimizer.train()
+        if hasattr(self.optimizer, "train"):  # optimizers without a schedule switch their weights
+            self.optimizer.train()
         inputs = self._prepared(inputs)
         if self._first_step and self._in_processes:
-            require_own_parameters(trainer)
+            require_own_parameters(self)
         if self._budget is not None and PARTS not in inputs:
             raise ConfigError(
                 f"pipeline[{TOKENS!r}] divides batches in the trainer's own data loader, and get_train_dataloader returns "
                 "another; make yours of super().get_train_dataloader(), or give pipeline['microbatches'] in its place"
             )
-        accumulated = trainer.current_gradient_accumulation_steps
-        self._count_steps(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
+        accumulated = self.current_gradient_accumulation_steps
+        self._count_steps(self.state.global_step, self.args.gradient_accumulation_steps)
         if self.pipe.replicas > 1:
-            self.pipe.reduce_gradients = trainer.accelerator.sync_gradients
+            self.pipe.reduce_gradients = self.accelerator.sync_gradients
         if (own_loss := self._own_loss) is not None:
             if PARTS not in inputs:
                 inputs = divided_by_rows(inputs, self.pipe.microbatches * self._replicas)
@@ -361,19 +347,17 @@ class PipelineTrainerMixin:
 
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return what Trainer makes of a batch, with its parts as of accumulated batches."""
-        trainer: Any = self
         if PARTS not in inputs:
-            prepared: dict[str, Any] = trainer._prepare_inputs(inputs)
+            prepared: dict[str, Any] = self._prepare_inputs(inputs)
             return prepared
-        made = {**inputs, PARTS: [trainer._prepare_inputs(part) for part in inputs[PARTS]]}
+        made = {**inputs, PARTS: [self._prepare_inputs(part) for part in inputs[PARTS]]}
         if TOGETHER in inputs:
-            made[TOGETHER] = trainer._prepare_inputs(inputs[TOGETHER])
+            made[TOGETHER] = self._prepare_inputs(inputs[TOGETHER])
         return made
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the targets of batches as Trainer counts those of accumulated ones: by microbatch."""
-        base: Any = super()
-        return base._get_num_items_in_batch(
+        return super()._get_num_items_in_batch(
             [part for batch in batch_samples for part in counted(batch)], device
         )
 
@@ -407,12 +391,11 @@ class PipelineTrainerMixin:
 
     def _is_scaled(self, counted: Tensor | int | None) -> bool:
         """Return whether losses of accumulated batches add up, by the rule of Trainer."""
-        trainer: Any = self
-        scaled: bool | None = trainer.loss_is_scaled_for_ga
+        scaled: bool | None = self.loss_is_scaled_for_ga
         if scaled is not None:
             return scaled
-        of_model = trainer.model_accepts_loss_kwargs and counted is not None
-        return bool(of_model or trainer.compute_loss_func is not None)
+        of_model = self.model_accepts_loss_kwargs and counted is not None
+        return bool(of_model or self.compute_loss_func is not None)
 
     def _count_steps(self, updates: int, accumulated: int) -> None:
         """Number the batch from the start of the run, also in a resumed one: dropout depends on this number."""
@@ -429,9 +412,8 @@ class PipelineTrainerMixin:
             prediction_loss_only: whether the loss is enough; logits are then not kept.
         """
         self._logits_asked = not prediction_loss_only
-        trainer: Any = super()
         with nullcontext() if self._own_loss is None else self._own_loss.evaluating():
-            return trainer.prediction_step(model, inputs, prediction_loss_only, *others, **kwargs)
+            return super().prediction_step(model, inputs, prediction_loss_only, *others, **kwargs)
 
     def compute_loss(
         self,
@@ -448,9 +430,8 @@ class PipelineTrainerMixin:
             num_items_in_batch: number by which the summed loss is divided; None for the number of targets.
         """
         if self._loss is None:
-            base: Any = super()
             more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch, **kwargs}
-            return base.compute_loss(model, inputs, **more)
+            return super().compute_loss(model, inputs, **more)
         batch = self._batch(inputs)
         assert isinstance(batch, TrainerBatch)
         self._loss.divisor = self._divisor(batch, num_items_in_batch, 1)
@@ -474,12 +455,11 @@ class PipelineTrainerMixin:
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the metrics that its loss has kept on the processes with the last stage."""
-        base: Any = super()
         if self._own_loss is not None:
             if self._own_loss.log(logs):
                 return
             self._own_loss.share_metrics()
-        base.log(logs, *args, **kwargs)
+        super().log(logs, *args, **kwargs)
 
     def _joined(self, result: StepResult) -> Tensor:
         """Return the logits of an evaluation's batch over all replicas; every process calls it."""
@@ -496,74 +476,10 @@ class PipelineTrainerMixin:
             lambda: (pipe.replica, torch.cat(result.outputs).cpu()) if pipe.holds_last else None
         )
         of_replica = dict(part for part in parts if part is not None)
-        trainer: Any = self
         if pipe.mesh is not None and (cp := pipe.mesh.cp) > 1:
             every = torch.stack([of_replica[n] for n in range(pipe.replicas)]).unflatten(0, (-1, cp))
             of_replica = dict(enumerate(SequencePart(0, cp).join(parts, 1) for parts in every))
-        return torch.cat([of_replica[n] for n in range(self._replicas)]).to(trainer.args.device)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model; in processes the first one writes all of it."""
-        trainer: Any = self
-        base: Any = super()
-        if not self._in_processes:
-            base._save(output_dir, state_dict)
-            return
-        world = self.pipe.world
-        assert world is not None, "the ranks are processes"
-        own = {name: value for name, value in trainer.model.state_dict().items() if not value.is_meta}
-        whole = gather_state(
-            {name: value.detach().cpu() for name, value in own.items()}, world, keeps=self._rank == 0
-        )
-        # Tied weights come from two processes; one tensor under both names is written once.
-        for name, tied_to in getattr(trainer.model, "all_tied_weights_keys", {}).items():
-            if name in whole and tied_to in whole:
-                whole[name] = whole[tied_to]
-        self._lead(lambda: base._save(output_dir, whole))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        trainer: Any = self
-        base: Any = super()
-        whole = self._whole_optimizer
-        if whole is None:
-            base._save_optimizer_and_scheduler(output_dir)
-            return
-        saved = _Saved(whole.state(keep=self._rank == 0))
-        optimizer, trainer.optimizer = trainer.optimizer, saved
-        try:
-            self._lead(lambda: base._save_optimizer_and_scheduler(output_dir))
-        finally:
-            trainer.optimizer = optimizer
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        base: Any = super()
-        self._lead(lambda: base._save_rng_state(output_dir))
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        base: Any = super()
-        with _parts_of_a_file():
-            base._load_from_checkpoint(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        base: Any = super()
-        with _parts_of_a_file():
-            base._load_best_model()
-
-    def _lead(self, job: Callable[[], None]) -> None:
-        """Run a job on the first process while the others wait for it; its error is raised on all of them."""
-        if not self._in_processes:
-            job()
-            return
-
-        def run() -> None:
-            try:
-                job()
-            except (PenstockError, OSError):
-                raise
-            except Exception as error:  # of torch, safetensors or the tokenizer
-                raise PenstockError(describe_error(error)) from error
-
-        RunGroup.of(self.pipe.world).decide(run)
+        return torch.cat([of_replica[n] for n in range(self._replicas)]).to(self.args.device)
 
 
 class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is untyped here
@@ -586,16 +502,6 @@ def _generate(model: Any, generate: Callable[..., Any], *args: Any, **kwargs: An
     return generate(*args, **kwargs)
 
 
-class _Saved:
-    """A state in the place of an optimizer that is saved."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-
 def _update_one_by_one(optimizer: Any) -> None:
     """Turn off torch's updates of many tensors at once in groups with experts: they take no DTensors beside others."""
     for group in optimizer.param_groups:
@@ -615,16 +521,6 @@ def _groups_of_one_process() -> Iterator[None]:
     finally:
         if before is not None:
             module.has_mixed_dtensor = before
-
-
-@contextmanager
-def _parts_of_a_file() -> Iterator[None]:
-    """Return a context in which torch does not warn that weights of other processes are left alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*to a meta parameter in the current model", category=UserWarning
-        )
-        yield
 
 
 def _replicas(ranks: object, cp: object, processes: int) -> int:
