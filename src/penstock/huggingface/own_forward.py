@@ -482,9 +482,8 @@ class OwnForward:
                 children[name] = self._support(full, training if self._is_pattern or not training else None)
         bare = _bare(module, children, training)
         bare.__dict__["_parameters"] = parameters
-        if "rope_deltas" in vars(
-            bare
-        ):  # of an earlier call with images, by which a run without ids would count positions
+        # Of an earlier call with images, by which a run without ids would count positions.
+        if "rope_deltas" in vars(bare):
             bare.__dict__["rope_deltas"] = None
         if self.has_grids and module is self.parent:
             bare.__dict__["forward"] = partial(run.observe, partial(type(module).forward, bare))

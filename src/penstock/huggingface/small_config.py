@@ -143,9 +143,8 @@ def _shrunk(config: Any, table: dict[str, Any], layers: int, dropout: float) -> 
         elif key == "rope_parameters" and "mrope_section" in getattr(
             config, "ignore_keys_at_rope_validation", ()
         ):
-            half = int(
-                4 * ((value or {}).get("partial_rotary_factor") or 1)
-            )  # of a head's width that is rotated
+            # Of a head's width that is rotated.
+            half = int(4 * ((value or {}).get("partial_rotary_factor") or 1))
             result[key] = (value or {}) | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
         elif key.startswith("vision_feature_layer") and isinstance(value, list):
             result[key] = [max(-few, min(few, layer)) for layer in value]

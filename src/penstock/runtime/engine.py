@@ -141,9 +141,8 @@ class Engine:
                     executor.refuse(self._step + 1, error)
             raise
         except TransportError:
-            self._status = (
-                "failed" if self._status == "idle" else self._status
-            )  # so that close does not wait again
+            if self._status == "idle":
+                self._status = "failed"  # so that close does not wait again
             raise
 
     @contextmanager
@@ -520,9 +519,7 @@ def _changed_gradients(executor: Executor, row: int) -> bool:
         if executor.sums_at_the_end:
             return True
         stop = program.schedule.rows(executor.rank).stop
-    else:
-        stop = (
-            last if progress[WAITS] else rows_of(program, last).stop
-        )  # a rank that waits has not begun its op
+    else:  # a rank that waits has not begun its op
+        stop = last if progress[WAITS] else rows_of(program, last).stop
     kinds = program.schedule.kind[row:stop] if row != END else ()
     return any(kind not in (Kind.F, Kind.R) for kind in kinds)

@@ -140,12 +140,6 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
     return made
 
 
-def require_zero(zero: object) -> None:
-    """Check the option `zero` of `PipelineOptimizer`."""
-    if zero not in (False, True, "overlap"):
-        raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
-
-
 def require_no_fp16(pipe: Pipeline) -> None:
     """Raise if a scaler would unscale gradients in fp16."""
     names = [

@@ -30,7 +30,6 @@ from penstock.runtime.optim.factory import (
     build,
     build_scheduler,
     require_no_fp16,
-    require_zero,
 )
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
@@ -127,7 +126,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
         _compare(pipe, given, groups)
         require_count("accumulate", accumulate)
-        require_zero(zero)
+        if zero not in (False, True, "overlap"):
+            raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:

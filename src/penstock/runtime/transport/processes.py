@@ -76,9 +76,8 @@ class ProcessChannel:
         self._kind = 0  # the bits that tags have besides the row
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
         self._taken: dict[int, int] = {}  # messages of this step, by peer
-        self._ended: set[int] = (
-            set()
-        )  # peers whose notice of a failed step has come, or whose connection broke
+        # Peers whose notice of a failed step has come, or whose connection broke.
+        self._ended: set[int] = set()
 
     def _open_shared(
         self,

@@ -57,14 +57,9 @@ class GlobalNorm:
         """Clip gradients by their global 2-norm, and return the norm before clipping, 0-d; every process calls it."""
         gradients, world = self.gradients(shards), self._world
         count = self._positions[1]
-        norms = torch.zeros(count, dtype=torch.float64)  # of parameters whose gradient is all here
-        tensor_squares = torch.zeros(
-            count, dtype=torch.float64
-        )  # of shards, to add over tensor-parallel ranks
-        zero_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over replicas
-        expert_squares = torch.zeros(
-            count, dtype=torch.float64
-        )  # of experts, to add over all that divide them
+        # Norms of parameters whose gradient is all here; squares of shards, to add over tensor-parallel ranks, of shards to
+        # add over replicas, and of experts, to add over all that divide them.
+        norms, tensor_squares, zero_squares, expert_squares = torch.zeros(4, count, dtype=torch.float64)
         present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
         found: list[tuple[Tensor, int, Tensor]] = []
         for position, parameter, counts, tensor_parallel, expert in gradients:

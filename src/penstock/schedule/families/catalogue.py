@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.base.errors import ScheduleError
 from penstock.schedule.families.closed_forms import BUBBLES, PEAKS, Bubble, Peak
@@ -85,26 +86,20 @@ def _two_way(ranks: int, virtual_stages: int) -> Placement:
     return Placement.two_way(ranks)
 
 
+_looped = partial(CatalogueFamily, virtual_stages=2)
+_waves = partial(CatalogueFamily, virtual_stages=2, place=Placement.waves)
+_both_ways = partial(CatalogueFamily, in_order=False, place=_two_way)
+
 FAMILIES: dict[str, CatalogueFamily] = {
     family.name: family
     for family in (
         CatalogueFamily("gpipe", rule=gpipe, source="GPipe, 1811.06965", needs="any counts"),
         CatalogueFamily("1f1b", rule=one_f_one_b, source="PipeDream-Flush, 2006.09503", needs="any counts"),
         CatalogueFamily("eager-1f1b", rule=eager_1f1b, source="AlpaComm, 2211.05322", needs="any counts"),
-        CatalogueFamily(
-            "interleaved-1f1b",
-            rule=interleaved_1f1b,
-            source="Megatron-LM, 2104.04473",
-            needs="any counts",
-            virtual_stages=2,
+        _looped(
+            "interleaved-1f1b", rule=interleaved_1f1b, source="Megatron-LM, 2104.04473", needs="any counts"
         ),
-        CatalogueFamily(
-            "breadth-first",
-            rule=breadth_first,
-            source="Lamy-Poirier, 2211.05953",
-            needs="any counts",
-            virtual_stages=2,
-        ),
+        _looped("breadth-first", rule=breadth_first, source="Lamy-Poirier, 2211.05953", needs="any counts"),
         CatalogueFamily("zb-h1", rule=zb_h1, source="Zero Bubble, 2401.10241", needs=f"any counts; {_SPLIT}"),
         CatalogueFamily("zb-h2", rule=zb_h2, source="Zero Bubble, 2401.10241", needs=f"any counts; {_SPLIT}"),
         CatalogueFamily(
@@ -114,69 +109,33 @@ FAMILIES: dict[str, CatalogueFamily] = {
             needs=f"any counts; {_SPLIT}; costs, memory limit",
             searches=True,
         ),
-        CatalogueFamily(
+        _looped(
             "interleaved-zb",
             rule=interleaved_zb,
             source="torch InterleavedZeroBubble",
             needs=f"any counts; {_SPLIT}",
-            virtual_stages=2,
         ),
-        CatalogueFamily(
-            "zb-v",
-            rule=zb_v,
-            source="Zero Bubble, 2401.10241",
-            needs=f"any p, m; V; {_SPLIT}",
-            virtual_stages=2,
-            place=Placement.waves,
+        _waves("zb-v", rule=zb_v, source="Zero Bubble, 2401.10241", needs=f"any p, m; V; {_SPLIT}"),
+        _waves(
+            "v-half", rule=v_half, source="Controllable Memory, 2405.15362", needs=f"any p, m; V; {_SPLIT}"
         ),
-        CatalogueFamily(
-            "v-half",
-            rule=v_half,
-            source="Controllable Memory, 2405.15362",
-            needs=f"any p, m; V; {_SPLIT}",
-            virtual_stages=2,
-            place=Placement.waves,
+        _waves("v-min", rule=v_min, source="Controllable Memory, 2405.15362", needs=f"any p, m; V; {_SPLIT}"),
+        _both_ways(
+            "dualpipe", rule=dualpipe, source="deepseek-ai/DualPipe", needs=f"{_TWICE}; pairs; {_SPLIT}"
         ),
-        CatalogueFamily(
-            "v-min",
-            rule=v_min,
-            source="Controllable Memory, 2405.15362",
-            needs=f"any p, m; V; {_SPLIT}",
-            virtual_stages=2,
-            place=Placement.waves,
-        ),
-        CatalogueFamily(
-            "dualpipe",
-            rule=dualpipe,
-            source="deepseek-ai/DualPipe",
-            needs=f"{_TWICE}; pairs; {_SPLIT}",
-            in_order=False,
-            place=_two_way,
-        ),
-        CatalogueFamily(
+        _waves(
             "dualpipe-v",
             rule=dualpipe_v,
             source="deepseek-ai/DualPipe",
             needs=f"any p, m; V; pairs; {_SPLIT}",
-            virtual_stages=2,
-            place=Placement.waves,
         ),
-        CatalogueFamily(
-            "chimera",
-            rule=chimera,
-            source="Chimera, 2107.06925",
-            needs=_TWICE,
-            in_order=False,
-            place=_two_way,
-        ),
-        CatalogueFamily(
+        _both_ways("chimera", rule=chimera, source="Chimera, 2107.06925", needs=_TWICE),
+        _waves(
             "hanayo",
             rule=hanayo,
             source="Hanayo, 2308.15762",
             needs="even v (v/2 waves)",
-            virtual_stages=2,
             least_virtual_stages=2,
-            place=Placement.waves,
         ),
         CatalogueFamily(
             "searched",

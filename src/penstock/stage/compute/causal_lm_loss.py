@@ -13,18 +13,25 @@ from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.compute.shifted_loss import shifts
 
 
-def _mean_of_shifted(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_over_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats over the targets that are not -100; 0 if all are.
+
+    Args:
+        logits: tensor of shape (batch, sequence, vocabulary); computed in float32.
+        targets: int64 tensor of shape (batch, sequence), not shifted.
+    """
     total = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
-def _valid_of_shifted(targets: Tensor) -> int:
+def valid_targets(targets: Tensor) -> int:
+    """Return the number of targets that are not -100."""
     return int((targets != IGNORED).sum())
 
 
-@shifts(_mean_of_shifted)
+@shifts(mean_over_targets)
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy in nats over the labels that are not ignored; 0 if all are.
 
@@ -35,10 +42,10 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: tensor of shape (batch, sequence, vocabulary) and any floating-point dtype; computed in float32.
         labels: int64 tensor of shape (batch, sequence); -100 is ignored.
     """
-    return _mean_of_shifted(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED))
+    return mean_over_targets(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED))
 
 
-@shifts(_valid_of_shifted)
+@shifts(valid_targets)
 def valid_tokens(labels: Tensor) -> int:
     """Return the number of labels that `causal_lm_loss` uses: those after the first position that are not -100."""
     return int((labels[:, 1:] != IGNORED).sum())

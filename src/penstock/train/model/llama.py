@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.parallel.context.attention import current_part
-from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
 from penstock.train.config.sections import ModelConfig
@@ -47,19 +46,6 @@ def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     It is computed in float32.
     """
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
-
-
-def masked_next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy over the targets that are not -100, in nats; 0 if all are. Shapes: `next_token_loss`."""
-    total = F.cross_entropy(
-        logits.float().flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / (target != IGNORED).sum().clamp(min=1)
-
-
-def valid_targets(target: torch.Tensor) -> int:
-    """Return the number of targets that are not -100."""
-    return int((target != IGNORED).sum())
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, additions: int) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 from penstock.base.errors import ConfigError, DataError
 from penstock.base.model_variants import require_positions
 from penstock.huggingface.model_folder import CONFIG
-from penstock.stage.compute.causal_lm_loss import causal_lm_loss, valid_tokens
+from penstock.stage.compute.causal_lm_loss import (
+    causal_lm_loss,
+    mean_over_targets,
+    valid_targets,
+    valid_tokens,
+)
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
 from penstock.train.data.tokenizer import (
@@ -61,8 +66,8 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
             loss_fn=llama.next_token_loss,
             vocabulary=model.vocabulary,
             tokenizer=tokenizer,
-            valid_tokens=llama.valid_targets,
-            masked_loss_fn=llama.masked_next_token_loss,
+            valid_tokens=valid_targets,
+            masked_loss_fn=mean_over_targets,
         )
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
