@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
+from penstock.show.figures import LINES, curves, figures, rank_colours
 from penstock.show.page import fill_template, write_page
 from penstock.show.page_data import MAX_CURVES, step_data
 from penstock.show.palette import BUSY, CAUSES, KINDS
-from penstock.show.report_page import mean_times
+from penstock.show.report_page import mean_times, overview_figure
 from penstock.show.run import RunView
 from penstock.show.units import Unit, amount, finite, unit_of
 
@@ -209,13 +210,6 @@ def _shown(table: Mapping[str, str], key: str) -> str:
 
 def write_comparison(path: str | Path, pair: RunPair) -> Path:
     """Write the page of two runs."""
-    return write_page(path, _page(pair))
-
-
-def _page(pair: RunPair) -> str:
-    from penstock.show.figures import LINES, curves, figures, rank_colours
-    from penstock.show.report_page import overview_figure
-
     unit, traces = pair.unit, [step.trace for step in pair.steps]
     ranks = max(trace.ranks for trace in traces)
     packed = _packed(pair)
@@ -236,7 +230,7 @@ def _page(pair: RunPair) -> str:
     }
     present = {cause for step in pair.steps for cause in step.bubbles.causes}
     causes = [(style.colour, style.meaning) for cause, style in CAUSES.items() if cause in present]
-    return fill_template(
+    text = fill_template(
         "compare.html",
         data,
         places,
@@ -260,6 +254,7 @@ def _page(pair: RunPair) -> str:
         causes=[(BUSY, "computing"), *causes],
         memory_ranks=packed["memory"]["ranks"] if packed["memory"] else [],
     )
+    return write_page(path, text)
 
 
 def _packed(pair: RunPair) -> dict[str, Any]:

@@ -49,27 +49,22 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_n
 
 
 def render(
-    title: str,
     steps: Sequence[StepAnalysis],
-    *,
     unit: Unit,
-    settings: str,
-    problems: Sequence[str],
     facts: RunFacts,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
-    note: str,
-    reload_seconds: int,
+    **values: Any,
 ) -> str:
-    """Return the whole page as HTML, which reloads itself every so many seconds (0: never)."""
+    """Return the whole page as HTML, which reloads itself every ``reload_seconds`` of the further `values` (0: never)."""
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
     return fill_template(
         "page.html",
         data,
         figures,
-        title=title,
         steps=[_view(step, unit) for step in steps],
-        first_shown=_first_shown(steps),
+        # A run's last, since its first warms up; the first of several simulations.
+        first_shown=len(steps) - 1 if steps[-1].measured else 0,
         overview=overview_table(steps, unit) if len(steps) > 1 else None,
         numbered=numbered(steps),
         ranks=max(step.trace.ranks for step in steps),
@@ -78,11 +73,8 @@ def render(
         causes=[(BUSY, "computing"), *((CAUSES[cause].colour, CAUSES[cause].meaning) for cause in causes)],
         tiles=facts.tiles,
         facts=facts.lines,
-        settings=settings,
-        problems=problems,
-        note=note,
-        reload_seconds=reload_seconds,
         shared=_shared,
+        **values,
     )
 
 
@@ -144,11 +136,6 @@ def _digest(text: str) -> str:
 
 def _source(name: str) -> str:
     return files("penstock.show").joinpath("templates", name).read_text("utf-8")
-
-
-def _first_shown(steps: Sequence[StepAnalysis]) -> int:
-    """Return the step to open with: a run's last, since its first warms up; the first of several simulations."""
-    return len(steps) - 1 if steps[-1].measured else 0
 
 
 def _shared(section: Callable[[object], str], steps: Sequence[object]) -> list[tuple[str, list[int]]]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
+from penstock.show.figures import curves, figures, rank_colours
 from penstock.show.page import render, write_page
 from penstock.show.page_data import step_data
-from penstock.show.report_page import UNKNOWN, RunFacts
+from penstock.show.report_page import UNKNOWN, RunFacts, overview_figure
 from penstock.show.units import unit_of
 
 MAX_EVENTS = 150_000
@@ -39,14 +40,35 @@ def write(
     """
     if not steps:
         raise ConfigError("a report needs at least one trace")
-    shown, problems = _chosen(steps, problems)
-    text = _page(
-        title,
-        shown,
-        problems=problems,
+    steps, problems = _chosen(steps, problems)
+    unit = unit_of(step.trace for step in steps)
+    packed = [step_data(step, unit) for step in steps]
+    ranks = max(step.trace.ranks for step in steps)
+    planned = any(step["planned"] for step in packed)
+    held = {step["memory"]["unit"] for step in packed if step["memory"]}
+    counted = "bytes" if held == {"bytes"} else "activations"
+    memory = f"held ({counted})" if held else ""
+    places = figures(ranks, unit, planned=planned, memory=memory)
+    if len(steps) > 1:
+        places["overview"] = overview_figure(steps, unit)
+    places |= curves(metrics)
+    data = {
+        "unit": unit.name,
+        "held": counted,
+        "ranks": rank_colours(ranks),
+        "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory", "bars")]
+        + [name for name in places if name.startswith("curve-")],
+        "steps": packed,
+    }
+    text = render(
+        steps,
+        unit,
+        facts,
+        data,
+        places,
+        title=title,
         settings=settings,
-        metrics=metrics,
-        facts=facts,
+        problems=problems,
         note=note,
         reload_seconds=reload_seconds,
     )
@@ -67,50 +89,3 @@ def _chosen(
         "first and the last."
     )
     return [steps[n] for n in kept], [*problems, problem]
-
-
-def _page(
-    title: str,
-    steps: Sequence[StepAnalysis],
-    *,
-    problems: Sequence[str],
-    settings: str,
-    metrics: Sequence[Mapping[str, Any]],
-    facts: RunFacts,
-    note: str,
-    reload_seconds: int,
-) -> str:
-    from penstock.show.figures import curves, figures, rank_colours
-    from penstock.show.report_page import overview_figure
-
-    unit = unit_of(step.trace for step in steps)
-    packed = [step_data(step, unit) for step in steps]
-    ranks = max(step.trace.ranks for step in steps)
-    planned = any(step["planned"] for step in packed)
-    held = {step["memory"]["unit"] for step in packed if step["memory"]}
-    counted = "bytes" if held == {"bytes"} else "activations"
-    memory = f"held ({counted})" if held else ""
-    places = figures(ranks, unit, planned=planned, memory=memory)
-    if len(steps) > 1:
-        places["overview"] = overview_figure(steps, unit)
-    places |= curves(metrics)
-    data = {
-        "unit": unit.name,
-        "held": counted,
-        "ranks": rank_colours(ranks),
-        "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory", "bars")]
-        + [name for name in places if name.startswith("curve-")],
-        "steps": packed,
-    }
-    return render(
-        title,
-        steps,
-        unit=unit,
-        settings=settings,
-        problems=problems,
-        facts=facts,
-        data=data,
-        figures=places,
-        note=note,
-        reload_seconds=reload_seconds,
-    )

@@ -58,33 +58,30 @@ class CallbackList(Callback):
             self._started.append(callback)
 
     def on_step(self, event: StepEvent) -> None:
-        """Pass the event to every callback that has not failed."""
-        self._each("on_step", lambda callback: callback.on_step(event))
+        self._each("on_step", event)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
-        """Pass the event to every callback that has not failed."""
-        self._each("on_evaluate", lambda callback: callback.on_evaluate(event))
+        self._each("on_evaluate", event)
 
     def on_save(self, event: SaveEvent) -> None:
-        """Pass the event to every callback that has not failed."""
-        self._each("on_save", lambda callback: callback.on_save(event))
+        self._each("on_save", event)
 
     def on_trace(self, event: TraceEvent) -> None:
-        """Pass the event to every callback that has not failed."""
-        self._each("on_trace", lambda callback: callback.on_trace(event))
+        self._each("on_trace", event)
 
     def on_end(self, event: EndEvent) -> None:
         """Pass the event to every callback that was started, also those that failed; a second call does nothing."""
         self._failed.clear()
-        self._each("on_end", lambda callback: callback.on_end(event))
+        self._each("on_end", event)
         self._started.clear()
 
-    def _each(self, method: str, call: Callable[[Callback], None]) -> None:
+    def _each(self, method: str, event: object) -> None:
+        """Pass an event to every callback that was started and has not failed."""
         for number, callback in enumerate(self._started):
             if number in self._failed:
                 continue
             try:
-                call(callback)
+                getattr(callback, method)(event)
             except OSError as error:
                 self._report(number, callback, method, error, "it misses such events")
             except (Exception, SystemExit) as error:
