@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import click
 
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import OutputFile, kind_of_start
+from penstock.cli.options import Command
 from penstock.show.chrome import write_chrome
 from penstock.show.picture import PictureStyle, draw_picture
 from penstock.trace.events import Trace
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 _KINDS = {
     ".svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
@@ -37,7 +36,12 @@ class FigureFile(NamedTuple):
 
 
 def figure_options(function: Command) -> Command:
-    """Add the options of a figure."""
+    """Add the options of a figure, given to the command as one `figure`, None if they ask for none."""
+
+    @wraps(function)
+    def command(*args: Any, out: Any, title: Any, width: Any, font: Any, **named: Any) -> object:
+        return function(*args, figure=_figure_of(out, title=title, width=width, font=font), **named)
+
     for decorate in reversed((
         click.option(
             "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -47,15 +51,11 @@ def figure_options(function: Command) -> Command:
         click.option("--width", type=float, metavar="INCHES", help="Width of the picture. Default: 12."),
         click.option("--font", type=float, metavar="POINTS", help="Font size of the picture. Default: 10."),
     )):  # fmt: skip
-        function = decorate(function)
-    return function
+        command = decorate(command)
+    return command  # type: ignore[return-value]  # takes other options than the function
 
 
-def figure_of(
-    out: Path | None, title: str | None, width: float | None, font: float | None
-) -> FigureFile | None:
-    """Return the figure that the options ask for; None if they ask for none."""
-    look = {"title": title, "width": width, "font": font}
+def _figure_of(out: Path | None, **look: Any) -> FigureFile | None:
     given: dict[str, Any] = {name: value for name, value in look.items() if value is not None}
     if out is None or out.suffix.lower() == ".json":
         if given:

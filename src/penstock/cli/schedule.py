@@ -13,7 +13,7 @@ from penstock.base.counts import describe_size, plural
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.base.output_files import SCHEDULE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, SAVED, WAITING, priced, stage_bytes
-from penstock.cli.figure_options import figure_of, figure_options, write_figure
+from penstock.cli.figure_options import FigureFile, figure_options, write_figure
 from penstock.cli.options import choice, count
 from penstock.cli.schedule_arguments import (
     VIRTUAL_STAGES,
@@ -186,15 +186,11 @@ def check(
 @COSTS
 @LATENCY
 @figure_options
-def draw(
-    costs: str, latency: str | None, out: Path | None, title: str | None, width: float | None, font: float | None,
-    **arguments: Any,
-) -> None:  # fmt: skip
+def draw(costs: str, latency: str | None, figure: FigureFile | None, **arguments: Any) -> None:
     """Draw a schedule as it runs with given costs, in the terminal or to a file.
 
     Costs are as for `penstock simulate`, which also prints figures.
     """
-    figure = figure_of(out, title, width, font)
     require_outputs([figure and figure.output], [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
     trace = simulate(prove(schedule).program, priced(costs, latency, schedule.placement))

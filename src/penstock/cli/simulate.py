@@ -15,7 +15,7 @@ from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError, nearest
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
-from penstock.cli.figure_options import figure_of, figure_options, write_figure
+from penstock.cli.figure_options import FigureFile, figure_options, write_figure
 from penstock.cli.schedule_arguments import (
     find_schedule,
     named_values,
@@ -89,10 +89,7 @@ def command(
     sharding: Sharding,
     compare: str | None,
     html: Path | None,
-    out: Path | None,
-    title: str | None,
-    width: float | None,
-    font: float | None,
+    figure: FigureFile | None,
     as_json: bool,
 ) -> None:
     """Predict what a schedule costs.
@@ -105,7 +102,6 @@ def command(
     names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
-    figure = figure_of(out, title, width, font)
     page = None if html is None else OutputFile("--html", html, PAGE)
     require_outputs([page, figure and figure.output], [costs, *names])
     if figure is not None and len(names) > 1:

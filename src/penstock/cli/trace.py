@@ -17,7 +17,7 @@ from rich.text import Text
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
 from penstock.base.output_files import PAGE, OutputFile, kind_of_start, require_outputs
-from penstock.cli.figure_options import FigureFile, figure_of, figure_options, write_figure
+from penstock.cli.figure_options import FigureFile, figure_options, write_figure
 from penstock.show.comparison import NAMES, RunPair, pair_of, write_comparison
 from penstock.show.run import RunView, read_run, write_report
 from penstock.show.terminal import bubble_table, draw_terminal
@@ -55,10 +55,7 @@ def command(
     runs: tuple[Path, ...],
     step: int | None,
     html: Path | None,
-    out: Path | None,
-    title: str | None,
-    width: float | None,
-    font: float | None,
+    figure: FigureFile | None,
     costs: Path | None,
     as_json: bool,
 ) -> None:
@@ -69,7 +66,6 @@ def command(
     """
     if len(runs) > 2:
         raise click.UsageError(f"give one run, or two to compare, got {len(runs)}")
-    figure = figure_of(out, title, width, font)
     outputs = (
         None if html is None else OutputFile("--html", html, PAGE),
         None if costs is None else OutputFile("--costs", costs, _COSTS),

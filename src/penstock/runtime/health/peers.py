@@ -234,11 +234,6 @@ def _state_of(pid: int) -> str:
     return "is stopped (by SIGSTOP, or by a debugger)" if state in "Tt" else ""
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process of this machine is stopped, so that it cannot end by itself."""
-    return _state_of(pid).startswith("is stopped")
-
-
 def supported() -> bool:
     """Return whether pages and edges in shared memory work here: on Linux and x86-64."""
     linux = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
