@@ -27,6 +27,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PenstockError(Exception):
     """Base class of the errors that Penstock raises on purpose."""
@@ -162,6 +165,15 @@ def first_line(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """Return an error's class and message; its class alone if the message is empty."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextmanager
+def os_errors_as(kind: type[PenstockError], text: str) -> Iterator[None]:
+    """Return a context in which an error of the operating system becomes one of a kind, with its reason behind a text."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{text}: {error.strerror or error}") from error
 
 
 def is_gloo_timeout(error: RuntimeError) -> bool:

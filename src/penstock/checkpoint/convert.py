@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.base.atomic import replacing
 from penstock.base.counts import plural
-from penstock.base.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError, os_errors_as
 from penstock.base.tensor_file import write_tensors
 from penstock.checkpoint import whole_folder
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
@@ -70,12 +70,10 @@ def rewrite(
     for name in names:
         by_stage[_stage(name, stage_of)].append(name)
     tensors = ((stage, {name: tensor(name) for name in held}) for stage, held in enumerate(by_stage))
-    try:
+    with os_errors_as(ConfigError, f"cannot write {target}"):
         written, listed = write_stages(whole_folder.begin(target), tensors, len(by_stage))
         rewritten = replace(manifest, files=written, tensors=listed)
         finish(target, rewritten)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
     return rewritten
 
 
@@ -109,16 +107,13 @@ def export_weights(source: Path, target: Path) -> None:
     if not isinstance(tied, dict) or not all(isinstance(f, str) and f in state for f in tied.values()):
         raise DataError(f"{source}: 'tied' must name weights of the checkpoint, got {tied!r:.80}")
     state |= {name: state[first] for name, first in tied.items()}
-    try:
-        with replacing(target) as unfinished:
-            if target.suffix == ".pt":
-                # Opened here, since torch.save raises a RuntimeError, not an OSError, for a path that cannot be opened.
-                with unfinished.open("wb") as file:
-                    torch.save(state, file)
-            else:
-                write_tensors(unfinished, state, {"format": "pt"})
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+    with os_errors_as(ConfigError, f"cannot write {target}"), replacing(target) as unfinished:
+        if target.suffix == ".pt":
+            # Opened here, since torch.save raises a RuntimeError, not an OSError, for a path that cannot be opened.
+            with unfinished.open("wb") as file:
+                torch.save(state, file)
+        else:
+            write_tensors(unfinished, state, {"format": "pt"})
 
 
 def export_transformers(source: Path, target: Path) -> None:
@@ -139,9 +134,7 @@ def export_transformers(source: Path, target: Path) -> None:
     config = save.config_of(like)
     state = save.stored_names(model_weights(source, manifest), config)
     save.require_loadable({name: tuple(value.shape) for name, value in state.items()}, config)
-    try:
+    with os_errors_as(ConfigError, f"cannot write {target}"):
         target.mkdir(parents=True)
         weights.save_part(target, state, 0, 1)
         save.write_beside(target, config, state, like)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from error

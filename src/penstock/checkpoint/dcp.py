@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.bounded_io import require_regular
-from penstock.base.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError, os_errors_as
 from penstock.base.tensor_file import DTYPES
 from penstock.checkpoint.convert import model_weights, open_sound, require_new, rewrite
 from penstock.checkpoint.find import is_checkpoint, step_of
@@ -372,10 +372,7 @@ def export_dcp(source: Path, target: Path) -> None:
         state["optim"] = {"state": optimizer["state"], "param_groups": groups}
         state["main_weights"] = optimizer["main_weights"]
         state["lr_scheduler"] = optimizer["lr_scheduler"]
-    try:
-        with warnings.catch_warnings():
-            # torch warns that a single process saves, although no_dist asks for it.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            save(state, checkpoint_id=str(target), no_dist=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+    with os_errors_as(ConfigError, f"cannot write {target}"), warnings.catch_warnings():
+        # torch warns that a single process saves, although no_dist asks for it.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save(state, checkpoint_id=str(target), no_dist=True)

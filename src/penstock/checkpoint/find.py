@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.base.bounded_io import MEGABYTE, read_bytes, require_regular
-from penstock.base.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError, os_errors_as
 from penstock.base.tensor_file import TensorEntry, TensorFile
 from penstock.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, parse
 from penstock.checkpoint.whole_folder import digest_of
@@ -65,10 +65,8 @@ def read_manifest(path: Path) -> Manifest:
             (str(checkpoint) for _, checkpoint in steps_in(path / FOLDER)), "RUN/checkpoints/step-N"
         )
         raise DataError(f"{path} is a run; give one of its checkpoints, such as {newest}")
-    try:
+    with os_errors_as(DataError, f"cannot read {where}"):
         data = read_bytes(where, _MAX_MANIFEST)
-    except OSError as error:
-        raise DataError(f"cannot read {where}: {error.strerror}") from error
     manifest = parse(data, where)
     if is_checkpoint(path) and step_of(path) != manifest.step:
         raise DataError(f"{where} is of step {manifest.step}; its folder has another's name")

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from penstock.base.atomic import write_text
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed, signed_kind
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction
@@ -45,10 +45,8 @@ def require_writable(out: Path | None, page: Path | None, order: Path | None, in
 
 def write_signed(path: Path, text: str) -> None:
     """Write a config or Python with its checksum; raise `ConfigError` if that is not possible."""
-    try:
+    with os_errors_as(ConfigError, f"cannot write {path}"):
         write_text(path, signed(text))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def model_tables(model: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.base.errors import PenstockError
+from penstock.base.errors import PenstockError, os_errors_as
 from penstock.measure.rounds import Answer, Rounds
 
 BYTES = 1 << 20
@@ -45,10 +45,8 @@ def check_folder(rounds: Rounds, folder: Path) -> list[Answer]:
 
 def _make(folder: Path) -> str:
     place = folder / f".penstock-doctor-{os.getpid()}-{time.time_ns()}"
-    try:
+    with os_errors_as(PenstockError, f"cannot write in {folder}"):
         place.mkdir()
-    except OSError as error:
-        raise PenstockError(f"cannot write in {folder}: {error.strerror}") from error
     return place.name
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, os_errors_as
 from penstock.base.tensor_file import DTYPES, TensorFile
 
 WEIGHTS = "model.safetensors"
@@ -123,13 +123,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises:
         DataError: if the file is missing or damaged.
     """
-    try:
-        with TensorFile(path) as file:
-            return {
-                name: Stored(path, name, entry.shape, entry.dtype) for name, entry in file.entries.items()
-            }
-    except OSError as error:
-        raise DataError(f"cannot read the weights {path}: {error.strerror}") from error
+    with os_errors_as(DataError, f"cannot read the weights {path}"), TensorFile(path) as file:
+        return {name: Stored(path, name, entry.shape, entry.dtype) for name, entry in file.entries.items()}
 
 
 def matched(

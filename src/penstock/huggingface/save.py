@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.base.atomic import write_text
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.huggingface.from_transformers import (
     STORED_NAMES,
     config_from,
@@ -70,10 +70,8 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     run_group = RunGroup.of(pipe.world)
     parts = run_group.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
     require_loadable({name: shape for part in parts for name, shape in part.items()}, config)
-    try:
+    with os_errors_as(ConfigError, f"cannot make the folder {path}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
     save_together(run_group, pipe, state, path)
     run_group.decide(lambda: write_beside(path, config, state, like))
 

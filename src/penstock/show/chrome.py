@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.atomic import write_text
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.show.palette import KINDS
 from penstock.trace.events import COLLECTIVES, Activity, Trace
 from penstock.trace.messages import memory_curve, producers
@@ -37,10 +37,8 @@ Event = dict[str, Any]
 def write_chrome(trace: Trace, path: str | Path) -> Path:
     """Write a trace as Chrome JSON, and return the path."""
     path = Path(path)
-    try:
+    with os_errors_as(ConfigError, f"cannot write {path}"):
         write_text(path, json.dumps(chrome_events(trace), separators=(",", ":")))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

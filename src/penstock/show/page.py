@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from penstock.base.atomic import write_bytes
 from penstock.base.counts import plural
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
 from penstock.show.figures import library
@@ -105,11 +105,9 @@ def fill_template(
 def write_page(path: str | Path, text: str) -> Path:
     """Write a page, complete or not at all, and return its path."""
     path = Path(path)
-    try:
+    with os_errors_as(ConfigError, f"cannot write the page {path}"):
         # File names in the text may hold bytes that are no UTF-8.
         write_bytes(path, text.encode(errors="replace"))
-    except OSError as error:
-        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
     return path
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.show.blocks import lighter, second_of_pair
 from penstock.show.palette import WITHOUT_MESSAGES
 from penstock.show.units import unit_of
@@ -83,11 +83,9 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
         figure = _figure(trace, style)
-        try:
+        with os_errors_as(ConfigError, f"cannot write the picture {path}"):
             # The resolution of a PNG, and of the ops that are pixels in a vector file.
             figure.savefig(path, dpi=150, metadata=undated.get(path.suffix.lower()))
-        except OSError as error:
-            raise ConfigError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
 def _figure(trace: Trace, style: PictureStyle) -> Any:

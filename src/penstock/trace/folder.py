@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, os_errors_as
 from penstock.trace.events import Trace
 from penstock.trace.join import present
 
@@ -36,11 +36,9 @@ def step_path(run: str | Path, step: int) -> Path:
 def save_step(run: str | Path, step: int, trace: Trace) -> Path:
     """Write the trace of a step into the run's folder, complete or not at all, and return its path."""
     path = step_path(run, step)
-    try:
+    with os_errors_as(DataError, f"cannot write the trace {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.save(path)
-    except OSError as error:
-        raise DataError(f"cannot write the trace {path}: {error.strerror}") from error
     return path
 
 
@@ -55,10 +53,8 @@ def drop_after(run: str | Path, step: int) -> None:
 def read_folder(run: str | Path) -> RunTraces:
     """Read all traces of a run."""
     folder = Path(run) / FOLDER
-    try:
+    with os_errors_as(DataError, f"{run} has no traces: cannot read {folder}"):
         files = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    except OSError as error:
-        raise DataError(f"{run} has no traces: cannot read {folder}: {error.strerror}") from error
     steps: dict[int, Trace] = {}
     problems: list[str] = []
     for step, path in sorted(files.items()):

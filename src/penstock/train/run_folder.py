@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.base.atomic import write_text
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, os_errors_as
 from penstock.base.run_lock import LOCK
 from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.train.config import file as config_file
@@ -47,13 +47,11 @@ def run_of(config: TrainConfig) -> Path:
 
 def create(path: Path, config: Config) -> Path:
     """Create the folder with the resolved config in it, and return it; the folder of a resumed run may exist."""
-    try:
+    with os_errors_as(ConfigError, f"cannot make the run folder {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=bool(config.train.resume) or _holds_only_a_lock(path))
         if not (path / "config.toml").exists():
             keep_config(path, config)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
     return path
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bounded_io import DAMAGED_ARRAY, open_regular
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, os_errors_as
 from penstock.train.config.sections import DataConfig
 from penstock.train.data.file_formats import DataFiles
 from penstock.train.data.text_tokens import Watch, tokens_of_dataset, tokens_of_files
@@ -41,15 +41,13 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with os_errors_as(DataError, f"cannot read {path}"):
             self._descriptor = open_regular(path)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
             self._dtype: np.dtype[np.generic] = np.dtype(np.uint8)
             self._first, self._count = 0, os.fstat(self._descriptor).st_size
             if path.suffix == ".npy":
                 self._first, self._count, self._dtype = self._array(self._count)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _array(self, size: int) -> tuple[int, int, np.dtype[np.generic]]:
         """Return the offset of the first token in bytes, the number of tokens, and the dtype, from the header."""
@@ -83,13 +81,11 @@ class TokenFile:
         start, stop, _ = tokens.indices(self._count)
         at, end = (self._first + n * self._dtype.itemsize for n in (start, max(start, stop)))
         pieces: list[bytes] = []
-        try:
+        with os_errors_as(DataError, f"cannot read {self.path}"):
             # A read may return fewer bytes than requested, and returns none only at the file's end.
             while at < end and (piece := os.pread(self._descriptor, end - at, at)):
                 pieces.append(piece)
                 at += len(piece)
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror or error}") from error
         if at < end:
             raise DataError(f"{self.path} became shorter while it was being read")
         return np.frombuffer(b"".join(pieces), self._dtype)

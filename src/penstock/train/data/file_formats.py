@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.bounded_io import open_regular, parse_json
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, os_errors_as
 from penstock.train.config.sections import DataConfig
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -96,14 +96,12 @@ def _require_text(path: Path) -> None:
             f"{path} is a {suffix} file, which is not understood: its bytes would be trained on as text; {hint}. "
             "data.pattern chooses files of a folder, and data.format=text takes them as they are"
         )
-    try:
+    with os_errors_as(DataError, f"cannot read {path}"):
         descriptor = open_regular(path)
         try:
             head = os.pread(descriptor, _SNIFFED, 0)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     if kind is None and b"\0" in head:
         kind = "binary"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bounded_io import MEGABYTE, read_bytes
-from penstock.base.errors import ConfigError, DataError, first_line
+from penstock.base.errors import ConfigError, DataError, first_line, os_errors_as
 
 END = 0
 """Token that marks the end of a file, where tokens are bytes or numbers."""
@@ -126,10 +126,8 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
         raise ConfigError(
             f"{path} needs the tokenizers package: pip install 'penstock-torch[transformers]'"
         ) from error
-    try:
+    with os_errors_as(DataError, f"cannot read the tokenizer {path}"):
         content = read_bytes(path, _MAX_FILE_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     with _library_errors(f"cannot read the tokenizer {path}"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         tokenizer.no_truncation()
