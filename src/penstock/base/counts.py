@@ -14,11 +14,17 @@ def is_count(value: object, least: int = 1, most: int | None = None) -> TypeGuar
     return most is None or value <= most
 
 
-def require_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise a `ConfigError` unless a value is a whole number within bounds (default: at least 1)."""
+def require_count(
+    name: str,
+    value: object,
+    least: int = 1,
+    most: int | None = None,
+    kind: type[ConfigError] = ConfigError,
+) -> None:
+    """Raise a `ConfigError`, or a `kind` of it, unless a value is a whole number within bounds (default: at least 1)."""
     if not is_count(value, least, most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        raise ConfigError(f"{name} must be a whole number {bounds}, got {value!r}")
+        raise kind(f"{name} must be a whole number {bounds}, got {value!r}")
 
 
 def plural(count: int, noun: str) -> str:

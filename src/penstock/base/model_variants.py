@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError
 
 LARGEST_SIZE = 10**9
@@ -81,7 +82,7 @@ def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int
     """Return the tokens of a window of attention, and the number of blocks that attend to such windows alone."""
     default, usual = _WINDOWED.get(kind, (1, None))
     window = config.get("sliding_window", usual)
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    if not is_count(window):
         return 0, 0
     if "use_sliding_window" in config or kind.startswith("qwen"):
         if config.get("use_sliding_window") is not True:

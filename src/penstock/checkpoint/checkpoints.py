@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.base.counts import plural
+from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
 from penstock.checkpoint.frozen_weights import FrozenDigests
@@ -99,8 +99,7 @@ class Checkpoints:
         timeout: float = 600.0,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
+            require_count(name, value, least=0)
         self.folder = Path(folder).expanduser()
         self.pipe = pipe
         self.optimizer = optimizer

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from penstock.base.atomic import open_replacing
 from penstock.base.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
+from penstock.base.counts import is_count
 from penstock.base.errors import DataError
 
 FORMAT = 1
@@ -193,7 +194,7 @@ def _bounded(file: BinaryIO) -> BinaryIO:
 
 def _problem(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]]) -> str:
     """Describe the first content of a file that no trace can have; empty if it is valid."""
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or not isinstance(info, dict):
+    if not is_count(ranks) or not isinstance(info, dict):
         return f"its header says {ranks!r} ranks"
     lengths = {len(column) if column.ndim == 1 else -1 for column in columns.values()}
     if len(lengths) > 1 or -1 in lengths:

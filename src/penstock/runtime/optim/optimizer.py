@@ -255,7 +255,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             return self._step()
 
     def _step(self) -> OptimizerStep:
-        rates = self._rates()
+        rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:
             return OptimizerStep(applied=False, skipped=False, grad_norm=None, lr=rates)
@@ -268,9 +268,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.steps += finite
         self.skipped += not finite
         return OptimizerStep(applied=finite, skipped=not finite, grad_norm=norm, lr=rates)
-
-    def _rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
 
     def _require_same_changes(self) -> None:
         """Compare what programs may have changed since the last update: options, and gradients that are divided."""

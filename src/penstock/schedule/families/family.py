@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.base import host
+from penstock.base.counts import require_count
 from penstock.base.errors import ScheduleError, nearest
 from penstock.schedule.schedule import Schedule
 
@@ -66,8 +67,7 @@ class Family(ABC):
         """Return the number of virtual stages, after checking the counts."""
         v = self.default_virtual_stages if virtual_stages is None else virtual_stages
         for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
+            require_count(name, count, kind=ScheduleError)
         require_size(self.name, ranks, microbatches, v)
         return v
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.base.counts import require_count
 from penstock.base.errors import ScheduleError
 from penstock.schedule.families.starts import catalogue_starts
 from penstock.schedule.memory import Budget
@@ -91,8 +92,7 @@ def searched(
         ("seed", seed, 0),
         ("memory_limit", memory_limit or 1, 1),
     ):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ScheduleError(f"searched: {name} must be a whole number of at least {least}, got {count!r}")
+        require_count(f"searched: {name}", count, least, kind=ScheduleError)
     placed = shaped_placement(placement, ranks, virtual_stages)
     f, b, w = (_per_stage(name, cost, placed) for name, cost in zip("FIW", costs, strict=True))
     whole = b + w if full is None else _per_stage("B", full, placed)

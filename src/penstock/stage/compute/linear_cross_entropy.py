@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from penstock.base.counts import require_count
 from penstock.base.errors import BatchError, ConfigError
 from penstock.stage.compute.logit_chunks import Chunks, Work, logs_of, wide
 from penstock.stage.compute.postponed_logits import PostponedLogits, Shard, local, with_logits
@@ -61,8 +62,7 @@ class LinearCrossEntropy:
         *,
         shift: bool = False,
     ) -> None:
-        if type(chunks) is not int or chunks < 1:
-            raise ConfigError(f"chunks must be a whole number of at least 1, got {chunks!r}")
+        require_count("chunks", chunks)
         if type(ignore_index) is not int:
             raise ConfigError(f"ignore_index must be a whole number, got {ignore_index!r}")
         if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError
 from penstock.stage.compute.footprint import refuses_hooks
 from penstock.stage.compute.module_buffers import BufferPlace, buffer_places, get_buffers, replaced_buffers
@@ -33,7 +34,7 @@ class Segment:
 
 def require_policy(policy: object) -> Policy:
     """Return a user's recompute policy."""
-    if isinstance(policy, int) and not isinstance(policy, bool) and policy >= 1:
+    if is_count(policy):
         return policy
     if isinstance(policy, str) and policy in ("none", "full", "auto"):
         return policy

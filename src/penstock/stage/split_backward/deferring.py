@@ -112,7 +112,7 @@ class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch'
             all(map(self._can_defer_parameter, use.parameters()))
             and not use.weight.is_complex()
             and _saved_tensor_hooks() == self._saved_hooks
-            and not _in_transform()
+            and torch._C._functorch.peek_interpreter_stack() is None  # no torch.func transform runs
             and not (self.queue.released and self.queue.released(plain_of(use.x)))
         )
 
@@ -206,8 +206,3 @@ class _Anchor(torch.autograd.Function):
 def _saved_tensor_hooks() -> object:
     """Return the innermost hooks on saved tensors of this thread; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _in_transform() -> bool:
-    """Return whether a ``torch.func`` transform is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
