@@ -34,6 +34,17 @@ def test_figures_are_exact_for_whole_costs_shares_of_stages_and_latency():
     assert result["stages"] == 4
 
 
+def test_a_late_rank_is_simulated_in_the_order_of_ranks_in_time():
+    words = ("1f1b", "-p", "2", "-m", "2", "--costs", "4,4,4")
+    assert figures(*words, "--late", "1=0.5")["makespan"] == 48
+    assert (
+        figures(*words, "--late", "0=0.5", "--late", "1=0.5")["makespan"] == figures(*words)["makespan"] * 1.5
+    )
+    for text in ("1", "x=1", "1=fast"):
+        with pytest.raises(ConfigError, match="--late must be RANK=SHARE"):
+            run(*words, "--late", text)
+
+
 def test_the_page_says_what_each_percentage_is_of_and_draws_the_timeline():
     lines = run("1f1b", "-p", "2", "-m", "3").splitlines()
     assert lines[0] == "1f1b: 2 ranks, 2 stages, 3 microbatches"

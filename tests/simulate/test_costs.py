@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate import cost_file
-from penstock.simulate.cost_file import read_costs
+from penstock.simulate.cost_file import read_costs, write_costs
 from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.simulator import simulate
 
 FOUR = Placement.loop(2, 2)
 
@@ -183,3 +186,65 @@ def test_files_of_another_kind_and_missing_ones_are_refused(tmp_path: Path):
             read_costs(write(tmp_path, text, "costs.json"), TWO)
     with pytest.raises(ConfigError, match=r"cannot read the costs .*nowhere\.toml: No such file"):
         read_costs(tmp_path / "nowhere.toml", TWO)
+
+
+THREE = Placement.loop(3)
+
+
+def test_links_that_differ_by_boundary_price_each_message(tmp_path: Path):
+    talk = Communication([100, 200], boundaries=[Link(1, 100), Link(5)])
+    assert talk.transfer(3).tolist() == [[2, 2], [5, 5]]
+    assert Communication(boundaries=[Link(1), Link(2)]).transfer(3).dtype == np.int64
+    path = write(
+        tmp_path, "F = 1\nB = 1\nW = 1\nlatency = [1, 5]\nbandwidth = 100\nmessage_bytes = [100, 200]"
+    )
+    costs = read_costs(path, THREE)
+    assert costs.communication.transfer(3).tolist() == [[2, 2], [7, 7]]
+    assert simulate(check(build_schedule("1f1b", 3, 1)).program, costs).end.max() == 9 + 2 * (2 + 7)
+    write_costs(tmp_path / "again.toml", costs, "again")
+    assert [link.latency for link in read_costs(tmp_path / "again.toml", THREE).communication.boundaries] == [
+        1,
+        5,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("latency = [1, 2, 3]", "latency gives 3 numbers, and there are 2 boundaries between stages"),
+        ("latency = [1, 2]\nranks_per_node = 2", "ranks_per_node is for one latency and one bandwidth"),
+        ("bandwidth = [1, 0]", "bandwidth must be above 0"),
+    ],
+)
+def test_links_by_boundary_that_fit_no_stages_are_refused(tmp_path: Path, text: str, message: str):
+    path = write(tmp_path, f"F = 1\nB = 1\nW = 1\n{text}")
+    with pytest.raises(ConfigError, match=message):
+        read_costs(path, THREE)
+    with pytest.raises(ConfigError, match="boundaries gives 1 link for 3 stages"):
+        Communication(boundaries=[Link()]).transfer(3)
+
+
+def test_a_late_rank_lengthens_exactly_its_own_ops():
+    program = check(build_schedule("1f1b", 2, 2)).program
+    costs = Costs.of(Placement.loop(2), 4, 4, 4).with_late(Placement.loop(2), {1: 0.5})
+    trace = simulate(program, costs)
+    spans = list(zip(trace.rank.tolist(), trace.start.tolist(), trace.end.tolist(), strict=True))
+    # Rank 1 takes 6 for a forward and 12 for a backward; rank 0, in time, waits for its gradients.
+    assert spans == [
+        (0, 0, 4), (0, 4, 8), (0, 22, 30), (0, 40, 48),
+        (1, 4, 10), (1, 10, 22), (1, 22, 28), (1, 28, 40),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "message"),
+    [
+        ("1f1b", {4: 0.1}, "late: ranks are 0 to 3, got 4"),
+        ("1f1b", {1: -0.1}, "late: the share of rank 1 must be a finite number of at least 0"),
+        ("chimera", {1: 0.1}, "late: rank 1 shares its stages with another one"),
+    ],
+)
+def test_a_late_rank_that_has_no_meaning_is_refused(name: str, late: dict[int, float], message: str):
+    placement = build_schedule(name, 4, 4).placement
+    with pytest.raises(ConfigError, match=message):
+        Costs.of(placement, 1, 1, 1).with_late(placement, late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 import click
 
@@ -48,6 +49,18 @@ def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
     if not os.path.exists(costs):
         raise ConfigError(f"--costs must be three numbers, such as 1,1,1, or a file; {costs!r} is neither")
     return read_costs(costs, placement, seconds)
+
+
+def late_ranks(texts: Sequence[str]) -> dict[int, float]:
+    """Return the shares by which ranks are late, from texts such as ``2=0.1``."""
+    late: dict[int, float] = {}
+    for text in texts:
+        rank, _, share = (part.strip() for part in text.partition("="))
+        number = _number(share)
+        if not rank.isdecimal() or number is None or int(rank) in late:
+            raise ConfigError(f"--late must be RANK=SHARE, each rank once, such as 2=0.1, got {text!r}")
+        late[int(rank)] = number
+    return late
 
 
 def parse_bytes(option: str, text: str) -> float:

@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.base.counts import describe_size
 from penstock.base.errors import ConfigError, nearest
 from penstock.base.output_files import PAGE, OutputFile, require_outputs
-from penstock.cli.cost_arguments import COSTS, LATENCY, priced
+from penstock.cli.cost_arguments import COSTS, LATENCY, late_ranks, priced
 from penstock.cli.figure_options import FigureFile, figure_options, write_figure
 from penstock.cli.schedule_arguments import (
     find_schedule,
@@ -67,6 +67,11 @@ from penstock.trace.bubbles import Bubbles
     help="Seconds in which replicas gather all weights of a rank once, with --shard weights. Default: the file's, or none.",
 )  # fmt: skip
 @sharding_options
+@click.option(
+    "--late", "late_texts", multiple=True, metavar="RANK=SHARE",
+    help="Ops of this rank take longer by a share of their time, such as 2=0.1; the order stays that of ranks in time. May "
+    "be repeated. Default: none.",
+)  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -87,6 +92,7 @@ def command(
     reduction: float | None,
     gather: float | None,
     sharding: Sharding,
+    late_texts: tuple[str, ...],
     compare: str | None,
     html: Path | None,
     figure: FigureFile | None,
@@ -111,7 +117,7 @@ def command(
         raise click.UsageError(
             "--reduce takes one schedule and does not work with --compare, unless with --shard"
         )
-    values = named_values(options)
+    values, late = named_values(options), late_ranks(late_texts)
     if compare is not None:
         _check_options(values, names)
     runs = []
@@ -130,10 +136,11 @@ def command(
             memory_limit=memory_limit,
         )
         table = _price_shards(priced(costs, latency, built.placement), built, sharding, gather, reduction)
+        table = table.with_late(built.placement, late) if late else table
         runs.append(_run(built, table, memory_limit, sharding))
     exposed = None if reduction is None or shards else _exposed(runs[0][1], reduction)
     if html is not None:
-        _write_page(html, runs, costs, latency, memory_limit)
+        _write_page(html, runs, costs, latency, memory_limit, late_texts)
     if figure is not None:
         write_figure(runs[0][1].trace, figure)
     if as_json:
@@ -186,6 +193,7 @@ def _write_page(
     costs: str,
     latency: str | None,
     memory_limit: int | None,
+    late: Sequence[str],
 ) -> None:
     limit = {} if memory_limit is None else {"limit": memory_limit}
     steps = [
@@ -194,6 +202,7 @@ def _write_page(
     ]
     names = [metrics.schedule for metrics, _ in runs]
     settings = {"costs": costs, "latency": latency, "memory-limit": memory_limit}
+    settings |= {"late": ", ".join(late)} if late else {}
     write(
         path,
         steps,

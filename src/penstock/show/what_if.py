@@ -25,7 +25,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.show.planned import PlannedStep
 from penstock.show.units import is_measured
-from penstock.simulate.costs import Communication, Costs, Table
+from penstock.simulate.costs import Communication, Costs, Link, Table
 from penstock.simulate.simulator import simulate
 from penstock.stage.partition import even
 from penstock.trace.beside import time_beside
@@ -458,8 +458,11 @@ def _repriced(costs: Costs, seconds: Table) -> Costs:
 
 
 def _resized(communication: Communication, stages: int) -> Communication:
-    """Return communication that fits another number of stages: sizes of messages become the largest of all."""
-    sizes = communication.message_bytes
+    """Return communication that fits another number of stages: the largest message of all, over the slowest link."""
+    sizes, links = communication.message_bytes, communication.boundaries
+    if links and len(links) != stages - 1:
+        slowest = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        communication = replace(communication, same_node=slowest, other_node=slowest, boundaries=None)
     if isinstance(sizes, int) or len(sizes) == stages - 1:
         return communication
     return replace(communication, message_bytes=max(sizes, default=0))

@@ -11,7 +11,7 @@
     pair = 25.0                        # a fused pair; the sum of its halves otherwise
     pair_output = "end"                # or "early": each half's output leaves when the half is done
     message_bytes = 8388608            # an activation's bytes, or a list with the bytes over every boundary
-    latency = 0.00001                  # seconds
+    latency = 0.00001                  # seconds; this and the next are numbers, or lists with those over every boundary
     bandwidth = 200e9                  # bytes per second
     ranks_per_node = 8
     latency_between_nodes = 0.00003    # as within a node otherwise
@@ -73,7 +73,10 @@ def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
     for key in ("pair", "gather", "reduce"):
         if (column := getattr(costs, key)) is not None:
             table[key] = column.tolist()
-    table["latency"] = costs.communication.same_node.latency
+    if (links := costs.communication.boundaries) is None:
+        table["latency"] = costs.communication.same_node.latency
+    else:
+        table["latency"] = [link.latency for link in links]
     if path.suffix == ".json":
         text = json.dumps(table, indent=1) + "\n"
     else:
@@ -87,7 +90,14 @@ def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
 
 def _costs(table: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:
     if latency is not None:
-        table |= {"latency": latency, "latency_between_nodes": latency}
+        table |= {"latency": latency, "latency_between_nodes": None}
+    if isinstance(table["latency"], list) or isinstance(table["bandwidth"], list):
+        links = _boundaries(table, placement.stages - 1)
+        return _costs_of(
+            table,
+            placement,
+            Communication(table["message_bytes"], blocks=table["blocks"], boundaries=links),
+        )
     near = Link(table["latency"], table["bandwidth"])
     far_latency, far_bandwidth = table["latency_between_nodes"], table["bandwidth_between_nodes"]
     far = Link(
@@ -95,6 +105,28 @@ def _costs(table: dict[str, Any], placement: Placement, latency: float | int | N
         near.bandwidth if far_bandwidth is None else far_bandwidth,
     )
     communication = Communication(table["message_bytes"], near, far, table["ranks_per_node"], table["blocks"])
+    return _costs_of(table, placement, communication)
+
+
+def _boundaries(table: dict[str, Any], count: int) -> list[Link]:
+    """Return the link over every boundary, where latency, bandwidth or both are lists."""
+    for key in _NODES:
+        if table[key] is not None:
+            raise ConfigError(
+                f"{key} is for one latency and one bandwidth; leave it out beside lists of them"
+            )
+    columns = []
+    for key in ("latency", "bandwidth"):
+        values = table[key] if isinstance(table[key], list) else [table[key]] * count
+        if len(values) != count:
+            raise ConfigError(
+                f"{key} gives {len(values)} numbers, and there are {count} boundaries between stages"
+            )
+        columns.append(values)
+    return [Link(*pair) for pair in zip(*columns, strict=True)]
+
+
+def _costs_of(table: dict[str, Any], placement: Placement, communication: Communication) -> Costs:
     return Costs.of(
         placement,
         *(table[key] for key in _NEEDED),

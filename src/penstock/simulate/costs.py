@@ -10,8 +10,8 @@ If every number is whole, all times of the simulation are whole and exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -61,6 +61,8 @@ class Communication:
     # and the message has been sent. "both": each for that long. Several messages of one op follow each
     # other.
     blocks: Blocks = "none"
+    # Link over each boundary between stages s and s + 1, in place of those within and between nodes. None: these.
+    boundaries: Sequence[Link] | None = None
 
     def __post_init__(self) -> None:
         sizes = self.message_bytes if isinstance(self.message_bytes, Sequence) else [self.message_bytes]
@@ -81,19 +83,26 @@ class Communication:
                 f"message_bytes gives {len(sizes)} numbers for {plural(stages, 'stage')}; give one, or one for each of "
                 f"the {stages - 1} boundaries between stages"
             )
+        if self.boundaries is not None:
+            if len(self.boundaries) != stages - 1:
+                raise ConfigError(
+                    f"boundaries gives {plural(len(self.boundaries), 'link')} for {plural(stages, 'stage')}; give one for "
+                    f"each of the {stages - 1} boundaries between stages"
+                )
+            each = np.broadcast_to(sizes, (stages - 1,)).tolist()
+            column = np.array([_travel(*pair) for pair in zip(self.boundaries, each, strict=True)])
+            return np.stack((column, column), axis=1)
         links = (self.same_node, self.other_node)
-        columns = [
-            np.broadcast_to(
-                link.latency if math.isinf(link.bandwidth) else link.latency + sizes / link.bandwidth,
-                (stages - 1,),
-            )
-            for link in links
-        ]
-        return np.stack(columns, axis=1)
+        return np.stack([np.broadcast_to(_travel(link, sizes), (stages - 1,)) for link in links], axis=1)
 
     def node(self, ranks: int) -> npt.NDArray[np.int32]:
         """Return the node of every rank, int32, shape (ranks,)."""
         return np.arange(ranks, dtype=np.int32) // np.int32(self.ranks_per_node or ranks)
+
+
+def _travel(link: Link, size: Any) -> Any:
+    """Return the seconds of messages over a link; whole ones if their size does not count."""
+    return link.latency if math.isinf(link.bandwidth) else link.latency + size / link.bandwidth
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +189,27 @@ class Costs:
             None if gather is None else _column("gather", gather, placement),
             None if reduce is None else _column("reduce", reduce, placement),
         )
+
+    def with_late(self, placement: Placement, late: Mapping[int, float]) -> Costs:
+        """Return the costs when all ops of some ranks take longer, by a share of their time each, such as 0.1.
+
+        Raises:
+            ConfigError: if a rank or a share is out of range, or ranks have copies of a stage, which have one cost here.
+        """
+        shares = np.zeros(placement.stages)
+        for rank, share in late.items():
+            if not 0 <= rank < placement.ranks:
+                raise ConfigError(f"late: ranks are 0 to {placement.ranks - 1}, got {rank}")
+            _number(f"late: the share of rank {rank}", share)
+            stages = list(placement.stages_of[rank])
+            if any(len(placement.holders[stage]) > 1 for stage in stages):
+                raise ConfigError(
+                    f"late: rank {rank} shares its stages with another one, and a stage has one cost; simulate a schedule "
+                    "whose ranks have no copies of stages"
+                )
+            shares[stages] = share
+        pair = None if self.pair is None else self.pair * (1 + shares)
+        return replace(self, seconds=self.seconds * (1 + shares)[:, None], pair=pair)
 
     def cover(self, stages: int) -> None:
         """Raise `ConfigError` unless the costs cover exactly the stages of a schedule."""
