@@ -150,7 +150,7 @@ def test_sizes_of_a_preset():
 
 def test_the_files_keys_are_read(tmp_path: Path):
     """The example of the module's docstring, which also names every unit."""
-    lines = (module.__doc__ or "").split("::\n", 1)[1].splitlines()
+    lines = (module.__doc__ or "").split("::\n", 1)[1].split("\n\nUnlike devices")[0].splitlines()
     path = written(tmp_path, "\n".join(line.strip() for line in lines))
     cluster = read_cluster(path)
     assert (cluster.name, cluster.devices, cluster.error) == ("mine", 32, 0.08)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -79,9 +79,10 @@ def small_space(seed: int) -> SmallSpace:
     return replace(space, cluster=replace(cluster, device=replace(device, memory=cap)))
 
 
-def every_plan(small: SmallSpace) -> list[Prediction]:
+def every_plan(small: SmallSpace, schedules: Sequence[str] | None = None) -> list[Prediction]:
     """Return the predictions of all layouts of a space, one by one, without bounds; also those that do not fit."""
-    plans = _plans_of(small, small.space)
+    space = small.space if schedules is None else replace(small.space, schedules=schedules)
+    plans = _plans_of(small, space)
     if not small.space.shards and not any(plan.fits for plan in plans):
         plans += _plans_of(small, replace(small.space, shards=True))
     return plans

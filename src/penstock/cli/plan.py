@@ -36,7 +36,7 @@ from penstock.cli.plan_text import (
     reasons_text,
     summary,
 )
-from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, read_cluster, with_memory
+from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, GroupedCluster, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import headline, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult
@@ -67,8 +67,9 @@ _REASONS = 3
 )
 @click.argument("model")
 @click.option(
-    "--cluster", "-c", "cluster_name", required=True, metavar="NAME*NxM|FILE",
-    help="Machines: a preset with N devices a node and M nodes, or a TOML file, as `penstock doctor --measure` writes. "
+    "--cluster", "-c", "cluster_name", required=True, metavar="NAME*NxM[+...]|FILE",
+    help="Machines: a preset with N devices a node and M nodes, or a TOML file, as `penstock doctor --measure` writes; with "
+    "+ between, groups of unlike devices. "
     f"Presets fitted to runs: {', '.join(PRESETS)}. From data sheets: {', '.join(DATA_SHEETS)}.",
 )  # fmt: skip
 @click.option(
@@ -189,7 +190,8 @@ def command(
         raise click.UsageError(
             f"a plan of a profile is Python for your own script, got --out {out}; give --out plan.py"
         )
-    read = [model, cluster_name.partition("*")[0], *([] if run is None else [str(run / "config.toml")])]
+    files = [part.strip().partition("*")[0] for part in (cluster_name, *cluster_name.split("+"))]
+    read = [model, *files, *([] if run is None else [str(run / "config.toml")])]
     order = (
         None if order_seconds is None else (out or Path("run.toml")).absolute().with_name("plan-order.csv")
     )
@@ -221,6 +223,10 @@ def command(
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
     comparison = None
+    if run is not None and isinstance(cluster, GroupedCluster):
+        raise ConfigError(
+            f"--from-run corrects the rates of alike devices, got {cluster.name}; give the cluster of one group, and its run"
+        )
     if run is not None:
         comparison = compare(profile, cluster, run, sequence)
         cluster, sequence, batch = comparison.cluster, comparison.sequence, batch or comparison.batch

@@ -13,7 +13,8 @@ import tomli_w
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError, os_errors_as
 from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed, signed_kind
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, GroupedCluster
+from penstock.plan.device_groups import cluster_ranks
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import Profile
@@ -163,6 +164,7 @@ def header(plan: Prediction) -> str:
         f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({interval_text(plan.low, plan.high)}),\n"
         f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
         f"# Layout: {plan.layout}\n"
+        + (f"# Devices of the pipeline's ranks: {', '.join(plan.devices)}.\n" if plan.devices else "")
     )
 
 
@@ -207,7 +209,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
 
 def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:
     """Return the lines of text that say how to start `penstock train` with a plan's config."""
-    layout = plan.layout
+    layout, cluster = plan.layout, plan.cluster or cluster
     # Threads run on the CPU alone; devices with rated peaks are GPUs, one for each process of a launcher.
     on_cpu = cluster.device.peak is None
     if on_cpu and cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
@@ -220,6 +222,9 @@ def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str
 
     Ranks fill the nodes one after the other, as in the prediction.
     """
+    cluster = plan.cluster or cluster
+    if isinstance(cluster, GroupedCluster):
+        return _start_on_groups(script, plan, cluster)
     each = cluster.ranks_per_node
     nodes, rest = divmod(plan.layout.devices, each)
     if not nodes or (nodes, rest) == (1, 0):
@@ -237,4 +242,37 @@ def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str
         *(on(str(node), each) for node in range(min(nodes, 2))),
         *([f"... and so on up to --node-rank {nodes - 1}"] if nodes > 2 else []),
         on(str(nodes), rest),
+    ]
+
+
+def _start_on_groups(script: str, plan: Prediction, cluster: GroupedCluster) -> list[str]:
+    """Return the lines that start a script on groups of unlike devices, whose order is that of the pipeline's ranks."""
+    places, width = cluster_ranks(cluster, plan.layout), plan.layout.replicas * plan.layout.tp
+    used = [(group, count * width) for n, group in enumerate(cluster.groups) if (count := places.count(n))]
+    if cluster.between.same_host:
+        order = ", ".join(f"{count} x {group.name}" for group, count in used)
+        return [
+            f"CUDA_VISIBLE_DEVICES must list the devices in this order: {order};",
+            f"torchrun --nproc-per-node {plan.layout.devices} {script}",
+        ]
+    nodes = [
+        (min(group.ranks_per_node, count - first), group.name)
+        for group, count in used
+        for first in range(0, count, group.ranks_per_node)
+    ]
+    meet = f"torchrun --nnodes {len(nodes)} --master-addr HOST"
+    # Of nodes that start alike, the first and the last.
+    ends = [
+        n
+        for n, node in enumerate(nodes)
+        if n in (0, len(nodes) - 1) or node != nodes[n - 1] or node != nodes[n + 1]
+    ]
+    return [
+        "on each host its own line, as the order of devices is the plan's; HOST is node 0:",
+        *(f"{meet} --node-rank {n} --nproc-per-node {nodes[n][0]} {script}  # {nodes[n][1]}" for n in ends),
+        *(
+            [f"... and so on: {len(nodes) - len(ends)} more nodes like those before and after"]
+            if len(ends) < len(nodes)
+            else []
+        ),
     ]

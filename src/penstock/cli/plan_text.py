@@ -6,7 +6,8 @@ import click
 from rich.table import Table
 
 from penstock.cli.output import table_console
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, sized_name
+from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
@@ -38,7 +39,7 @@ def plans_table(result: SearchResult) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = {name: values for name, values in columns.items() if name not in _OPTIONAL[:left_out]}
         for name in shown:
-            left = name in ("schedule", "recompute", "shard")
+            left = name in ("devices", "schedule", "recompute", "shard")
             table.add_column(name, justify="left" if left else "right", no_wrap=True)
         for row in zip(*shown.values(), strict=True):
             table.add_row(*row)
@@ -55,7 +56,9 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
     """Return the cells of the table of plans by the name of their column."""
     plans = result.plans
     layouts = [plan.layout for plan in plans]
+    names = [sized_name(plan.cluster) if plan.cluster is not None else "" for plan in plans]
     return {
+        **({"devices": names} if any(plan.devices for plan in plans) or len(set(names)) > 1 else {}),
         "pp": [str(at.pp) for at in layouts],
         "dp": [str(at.dp) for at in layouts],
         "tp": [str(at.tp) for at in layouts],
@@ -85,10 +88,10 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     )
     experts = experts_text(profile, cluster, plan, sequence, batch)
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
+    which = f" ({plan.devices[plan.fullest]}, rank {plan.fullest})" if plan.devices else ""
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
-        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of "
-        f"{size_text(plan.capacity + plan.reserved)}",
+        f"cluster       {devices_text(plan.cluster or cluster)}",
         f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({interval_text(plan.low, plan.high)}): {parts}",
@@ -96,7 +99,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"{plan.mfu:.1%} ({flops}); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
-        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}{reserve_text(plan.reserved)}",
+        f"memory        {size_text(plan.peak_bytes)} on the fullest device{which}: {fits}{reserve_text(plan.reserved)}",
         *([f"experts       {experts}"] if experts else []),
         *(f"assumed       {sentence}" for sentence in plan.assumptions),
     ]
@@ -113,15 +116,18 @@ def memory_table(plan: Prediction) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     names = [name for name in plan.memory[0].as_dict() if name != "peak_op"]
     shown = [name for name in names if any(rank.as_dict()[name] for rank in plan.memory)]
-    for name in ("rank", *shown, "peak at"):
-        table.add_column(name, justify="right")
+    device = ("device",) if plan.devices else ()
+    for name in ("rank", *device, *shown, "peak at"):
+        left = name == "device"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
     for rank, memory in enumerate(plan.memory):
         if len(plan.memory) > _MAX_ROWS and _MAX_ROWS // 2 <= rank < len(plan.memory) - _MAX_ROWS // 2:
             if rank == _MAX_ROWS // 2:
-                table.add_row("...", *("" for _ in shown), "")
+                table.add_row("...", *("" for _ in (*device, *shown)), "")
             continue
         values = memory.as_dict()
-        table.add_row(str(rank), *(size_text(values[name]) for name in shown), memory.peak_op)
+        of_rank = plan.devices[rank : rank + 1]
+        table.add_row(str(rank), *of_rank, *(size_text(values[name]) for name in shown), memory.peak_op)
     table_console().print(table)
 
 

@@ -35,6 +35,18 @@ published runs, or have the figures of a data sheet. A file has these keys::
     bandwidth = 31.5e9               # bytes/s between a device and host memory, in each direction
     memory_bandwidth = 204.8e9       # bytes/s of a node's memory, for updates of all its ranks
     disk_bandwidth = 7e9             # bytes/s of a node's disks
+
+Unlike devices are groups: ``rtx-4090*1+rtx-3090*1``, or a file with a ``[[group]]`` for each::
+
+    [[group]]                        # every key of a cluster's file; a preset has the values of those that are left out
+    device = "rtx-4090"              # a preset, or [group.device] as above
+    ranks_per_node = 1
+    nodes = 1
+
+    [between]                        # link between two groups; by default, the slower one of their networks
+    same_host = true                 # all groups are in one machine: by default, the slower one of their nodes' links
+    latency = 1e-5
+    bandwidth = 31.5e9               # bytes/s of a device
 """
 
 from __future__ import annotations
@@ -43,7 +55,7 @@ import math
 import os.path
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -77,6 +89,7 @@ _MAX_BYTES = 4 * MEGABYTE
 # An H100's CUDA context takes about half a GB, NCCL's buffers one or two; the rest is for what the allocator fragments.
 _RESERVE, _RESERVED_SHARE = 4e9, 0.1
 _MAX_DEVICES = 1_000_000
+_MAX_GROUPS = 3  # a search tries all orders of them
 # Products and quotients of several such numbers are still finite.
 _LARGEST = 1e30
 
@@ -267,14 +280,124 @@ class Cluster(Table):
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-_CLUSTER = TypeAdapter(Cluster)
+@dataclass(frozen=True, kw_only=True)
+class Between(Table):
+    """Link between two groups of devices.
+
+    Attributes:
+        latency: seconds of a message whatever its size; None (default) is the larger one of the groups' own links.
+        bandwidth: bytes per second of a device; None (default) is the smaller one of the groups' own links.
+        same_host: True if all groups are in one machine; otherwise (default) each has machines of its own.
+    """
+
+    latency: Size | None = None
+    bandwidth: Rate | None = None
+    same_host: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedCluster(Cluster):
+    """Groups of unlike devices, in the order in which pipeline ranks are placed on them; made by `joined`.
+
+    Attributes:
+        groups: the groups, each a cluster of alike devices; other attributes that all must share are those of the first.
+        between: as it was given.
+        link_between: link between two groups.
+    """
+
+    groups: tuple[Cluster, ...]
+    between: Between
+    link_between: LinkSpeed
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all groups."""
+        return sum(group.devices for group in self.groups)
+
+
+def groups_of(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the groups of a cluster, each of alike devices; one if all are alike."""
+    return cluster.groups if isinstance(cluster, GroupedCluster) else (cluster,)
+
+
+def sized_name(cluster: Cluster) -> str:
+    """Return the name of a cluster with its size, such as ``h100*8x4``; of groups, of each of them."""
+    return "+".join(
+        f"{group.name}*{group.ranks_per_node}{f'x{group.nodes}' if group.nodes > 1 else ''}"
+        for group in groups_of(cluster)
+    )
+
+
+def each_group(cluster: Cluster, change: Callable[[Cluster], Cluster]) -> Cluster:
+    """Return a cluster in which a change is made to every group."""
+    if not isinstance(cluster, GroupedCluster):
+        return change(cluster)
+    return joined([change(group) for group in cluster.groups], cluster.between)
+
+
+def joined(groups: Sequence[Cluster], between: Between) -> Cluster:
+    """Return a cluster of some groups; of alike devices that the same links join, one without groups.
+
+    Raises:
+        ConfigError: if there are too many groups, one machine cannot have them, or no dtype is common to all.
+    """
+    first, same_host = groups[0], between.same_host
+    if len(groups) == 1:
+        return first
+    name = "+".join(map(sized_name, groups))
+    if same_host and any(group.nodes > 1 for group in groups):
+        raise ConfigError(f"{name}: same_host is for groups of one machine; leave out same_host, or nodes")
+    own = [group.node if same_host else group.network for group in groups]
+    latency = max(link.latency for link in own) if between.latency is None else between.latency
+    bandwidth = min(link.bandwidth for link in own) if between.bandwidth is None else between.bandwidth
+    link = LinkSpeed(latency, bandwidth)
+    devices = [replace(group, name="", ranks_per_node=1, nodes=1) for group in groups]
+    if all(each == devices[0] for each in devices) and link == replace(own[0], reduce_bandwidth=None):
+        # Alike devices whose own links join the groups: a cluster as any other.
+        if same_host:
+            return replace(first, ranks_per_node=sum(group.ranks_per_node for group in groups))
+        if all(group.ranks_per_node == first.ranks_per_node for group in groups):
+            return replace(first, nodes=sum(group.nodes for group in groups))
+    if len(groups) > _MAX_GROUPS:
+        raise ConfigError(
+            f"{name}: a cluster has at most {_MAX_GROUPS} groups of unlike devices, got {len(groups)}"
+        )
+    dtypes = [
+        dtype
+        for dtype in (first.dtype, *first.device.matmul)
+        if all(dtype in g.device.matmul for g in groups)
+    ]
+    if not dtypes:
+        rates = "; ".join(f"{group.name}: {', '.join(group.device.matmul)}" for group in groups)
+        raise ConfigError(f"{name}: the groups have rates of matrix products for no common dtype ({rates})")
+    return GroupedCluster(
+        **{f.name: getattr(first, f.name) for f in fields(Cluster)}
+        | {
+            "name": name,
+            "dtype": dtypes[0],
+            "error": None,
+            "expert_error": None,
+            "reach": None,
+            "data_sheet": "",
+            "step_overhead": max(group.step_overhead for group in groups),
+            "overlap": all(group.overlap for group in groups),
+            "unfused_dropout": any(group.unfused_dropout for group in groups),
+        },
+        groups=tuple(groups),
+        between=between,
+        link_between=link,
+    )
+
+
+_CLUSTER, _BETWEEN = TypeAdapter(Cluster), TypeAdapter(Between)
 
 
 def read_cluster(text: str | Path) -> Cluster:
     """Return a preset, or a cluster read from a TOML file.
 
     Args:
-        text: name of a preset or path of a file, with ``*N`` for N devices on one node or ``*NxM`` for N on each of M nodes.
+        text: name of a preset or path of a file, with ``*N`` for N devices on one node or ``*NxM`` for N on each of M nodes;
+            or several, with ``+`` between, for groups of unlike devices.
 
     Raises:
         ConfigError: if there is no such preset or file, or a value is missing, unknown or out of range.
@@ -282,10 +405,10 @@ def read_cluster(text: str | Path) -> Cluster:
     name, counts = str(text), None
     if match := re.fullmatch(r"(.+?)\*([0-9]{1,12})(?:[xX]([0-9]{1,12}))?", name):
         name, counts = match[1], (int(match[2]), int(match[3] or 1))
-    if name in PRESETS:
-        return _sized_as(_from_table(_preset(name), name), counts)
-    if name in DATA_SHEETS:
-        return _of_data_sheet(name, counts)
+    if name in PRESETS or name in DATA_SHEETS:
+        return _sized_as(_from_table(_preset_table(name, counts), name), counts)
+    if "+" in name and not os.path.exists(name):
+        return joined([read_cluster(part.strip()) for part in str(text).split("+")], Between())
     if name.endswith(".toml") or os.path.exists(name):
         try:
             source = read_bytes(Path(name), _MAX_BYTES).decode()
@@ -300,7 +423,46 @@ def read_cluster(text: str | Path) -> Cluster:
         table = tomllib.loads(source)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not TOML: {error}") from error
+    if "group" in table or "between" in table:
+        if counts is not None:
+            raise ConfigError(f"{name} has groups with sizes of their own, got {text}; leave out the size")
+        return _of_groups(table, name)
     return _sized_as(_from_table(table, name), counts)
+
+
+def _of_groups(table: dict[str, Any], name: str) -> Cluster:
+    """Return the cluster of a file with groups."""
+    allowed = ("group", "between")
+    for key in table:
+        if key not in allowed:
+            raise ConfigError(
+                f"{name}: no key {key}{nearest(key, list(allowed))} beside groups; there are [[group]] and [between], and "
+                "other keys belong to a group"
+            )
+    tables = table.get("group")
+    if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
+        raise ConfigError(f"{name}: groups are tables of the name [[group]], one for each")
+    groups = []
+    for number, own in enumerate(tables):
+        where = f"{name}: group {number}"
+        device = own.get("device")
+        if isinstance(device, str):
+            if device not in (*PRESETS, *DATA_SHEETS):
+                raise ConfigError(
+                    f"{where}: device must be a preset or a table, got {device!r}{nearest(device, [*PRESETS, *DATA_SHEETS])}"
+                )
+            nodes = own.get("nodes", 1)
+            counts = (1, nodes) if isinstance(nodes, int) else None
+            own = {**_preset_table(device, counts), "nodes": 1, **own}
+            own["device"] = _preset_table(device, None)["device"]
+        groups.append(_sized_as(_from_table({"name": f"{Path(name).stem}-{number}", **own}, where), None))
+    try:
+        between = _BETWEEN.validate_python(table.get("between", {}))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{name}: between: {explain(error, lambda key: _keys_near(key, Between))}"
+        ) from None
+    return joined(groups, between)
 
 
 def _sized_as(cluster: Cluster, counts: tuple[int, int] | None) -> Cluster:
@@ -323,8 +485,10 @@ def _preset(name: str) -> dict[str, Any]:
     return table
 
 
-def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
-    """Return the cluster of a data sheet, with the shares of its ratings that fitted presets reach."""
+def _preset_table(name: str, counts: tuple[int, int] | None) -> dict[str, Any]:
+    """Return the tables of a preset; of a data sheet, with the shares of its ratings that fitted presets reach."""
+    if name in PRESETS:
+        return _preset(name)
     tables = _preset("datasheets")
     sheet, rates, links = tables["devices"][name], tables["rates"], tables["links"]
     most = sheet.get("most_nodes")
@@ -335,7 +499,7 @@ def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
         )
     peak, bandwidth = sheet["tflops"] * 1e12, sheet["memory_bandwidth"]
     dtypes = ("fp16",) if "dtype" in sheet else ("bf16", "fp16")
-    table = {
+    return {
         "name": name,
         "data_sheet": sheet["source"],
         "ranks_per_node": sheet["ranks_per_node"],
@@ -354,7 +518,6 @@ def _of_data_sheet(name: str, counts: tuple[int, int] | None) -> Cluster:
             "launch": rates["launch"],
         },
     }
-    return _sized_as(_from_table(table, name), counts)
 
 
 def rated_flops(device: str, dtype: str) -> float | None:
@@ -370,6 +533,8 @@ def rated_flops(device: str, dtype: str) -> float | None:
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return a cluster on whose devices a plan may use so many bytes of memory, without a reserve."""
+    if isinstance(cluster, GroupedCluster):
+        return each_group(cluster, lambda group: with_memory(group, memory))
     most = cluster.device.memory
     if not 0 < memory <= most:
         raise ConfigError(
@@ -400,5 +565,9 @@ def _near(name: str) -> str:
     """Return the keys that are meant by an unknown one, and all keys of its section."""
     section, _, key = name.rpartition(".")
     kind = {"": Cluster, "device": Device, "host": Host}.get(section, LinkSpeed)
-    known = [field.name for field in fields(kind)]
+    return _keys_near(key, kind)
+
+
+def _keys_near(key: str, kind: type[Table]) -> str:
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # tables are dataclasses
     return f"{nearest(key, known)}; there are {', '.join(known)}"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, GroupedCluster
+from penstock.plan.device_groups import boundary_links, cluster_ranks, on_groups
 from penstock.plan.rank_memory import merged_backwards
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
@@ -44,9 +45,10 @@ def op_costs(
     `overhead` is seconds of each op, in addition to `runtime` and the cluster's overhead.
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
+    of_cluster = on_groups(cluster, stage_groups(costs, cluster, layout), lambda group: group.op_overhead)
     for kind, name in _KINDS.items():
         added = 0.0 if runtime is None else getattr(runtime, name)
-        seconds[:, kind] = getattr(costs, name) + cluster.op_overhead + overhead + added
+        seconds[:, kind] = getattr(costs, name) + of_cluster + overhead + added
     # What is recomputed runs before the first half of the backward.
     seconds[:, Kind.B] += costs.again
     seconds[:, Kind.I] += costs.again
@@ -55,9 +57,20 @@ def op_costs(
     span = layout.replicas * layout.tp
     near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
     message = [round(size) for size in costs.messages[:-1]]
+    if isinstance(cluster, GroupedCluster):
+        return Costs(
+            seconds,
+            communication=Communication(message, boundaries=boundary_links(cluster, layout, costs.ranks)),
+        )
     # A rank of the simulator is a pipeline rank, which stands for dp x cp x tp devices of a node.
     communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
     return Costs(seconds, communication=communication)
+
+
+def stage_groups(costs: StageCosts, cluster: Cluster, layout: Layout) -> tuple[int, ...]:
+    """Return the group of devices of every stage."""
+    places = cluster_ranks(cluster, layout)
+    return tuple(places[rank] for rank in costs.ranks)
 
 
 def split_shares(program: Program) -> Table:

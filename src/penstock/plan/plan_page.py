@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
+from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, headline, left_out_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
@@ -59,7 +60,7 @@ def _memory_figure(plan: Prediction) -> Any:
     from bokeh.models import HoverTool, Range1d
 
     ranks = len(plan.memory)
-    most = max(plan.peak_bytes, plan.capacity) / GIGABYTE
+    most = max(plan.capacity, *plan.capacities, *(rank.total for rank in plan.memory)) / GIGABYTE
     plot = plain_figure(
         "memory-parts",
         Range1d(start=0, end=1.04 * most),
@@ -89,7 +90,8 @@ def _memory_figure(plan: Prediction) -> Any:
     )
     tip = '<div class="tip"><b>@part</b>: @size<br>rank @rank, @total in all, most at @op</div>'
     plot.add_tools(HoverTool(renderers=[bars], tooltips=tip, point_policy="follow_mouse"))
-    plot.vspan(x=[plan.capacity / GIGABYTE], line_color=_LIMIT, line_width=2, line_dash="8 4")
+    limits = sorted({plan.capacity, *plan.capacities})
+    plot.vspan(x=[limit / GIGABYTE for limit in limits], line_color=_LIMIT, line_width=2, line_dash="8 4")
     return plot
 
 
@@ -172,8 +174,8 @@ def _page(
         data,
         plan_figures(plan, outcomes, unit),
         title=f"{profile.name} on {cluster.name}",
-        counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
-        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity + plan.reserved)}; "
+        counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; "
+        f"{devices_text(plan.cluster or cluster)}; "
         f"{batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
         headline=headline(profile, cluster, plan if search is None else search, sequence),
@@ -190,7 +192,7 @@ def _page(
         cut=f"{len(plan.trace):,}" if shown is not plan.trace else "",
         causes=[(BUSY, "computing"), *causes],
         parts=[MEMORY_PARTS[name] for name in _parts(plan.memory)],
-        memory=_memory(plan.memory),
+        memory=_memory(plan),
         reasons=[] if search is None else grouped_reasons(search),
         left_out="" if search is None else left_out_text(search),
         changes=[] if search is None else _changes(profile, cluster, search, sequence, batch),
@@ -302,13 +304,26 @@ def _parts(memory: Sequence[RankMemory]) -> list[str]:
     return [name for name in MEMORY_PARTS if any(getattr(rank, name) > 0 for rank in memory)]
 
 
-def _memory(memory: Sequence[RankMemory]) -> dict[str, Any]:
+def _memory(plan: Prediction) -> dict[str, Any]:
+    memory = plan.memory
     parts = _parts(memory)
     rows = [
-        (number, size_text(rank.total), *(size_text(getattr(rank, name)) for name in parts), rank.peak_op)
+        (
+            number,
+            *plan.devices[number : number + 1],
+            size_text(rank.total),
+            *(size_text(getattr(rank, name)) for name in parts),
+            rank.peak_op,
+        )
         for number, rank in enumerate(memory[:MAX_ROWS])
     ]
-    heads = ("rank", "total", *(MEMORY_PARTS[name][1] for name in parts), "peak at")
+    heads = (
+        "rank",
+        *(["device"] if plan.devices else []),
+        "total",
+        *(MEMORY_PARTS[name][1] for name in parts),
+        "peak at",
+    )
     return {"heads": heads, "rows": rows, "omitted": max(0, len(memory) - MAX_ROWS)}
 
 

@@ -7,7 +7,7 @@ the gradients' reduction that is exposed, and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,29 +15,42 @@ import numpy as np
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
-from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
+from penstock.plan.assumptions import assumptions, interval, sharded_text, stored_text
+from penstock.plan.cluster import Cluster, GroupedCluster, groups_of, sized_name
+from penstock.plan.device_groups import (
+    cluster_ranks,
+    device_names,
+    mean_peak,
+    on_groups,
+    require_supported,
+    usable_bytes,
+)
+from penstock.plan.op_costs import (
+    competing_shares,
+    op_costs,
+    simulate_beside,
+    stage_groups,
+    with_split,
+)
 from penstock.plan.rank_memory import (
     BUCKET_BYTES,
     RankMemory,
+    fitting_costs,
     moving_weights,
     rank_memory,
     residency_of,
-    stored_bytes,
     updated_parameters,
 )
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
     Table,
-    attention_of,
     collective_seconds,
     dtype_of,
     even_counts,
     layer_times,
     rank_parameters,
     require_inputs,
-    stage_costs,
 )
 from penstock.profile.closed_form import MAIN_BYTES, PARAMETER_BYTES
 from penstock.profile.model_profile import Profile, default_sequence
@@ -48,7 +61,6 @@ from penstock.schedule.program import Program
 from penstock.schedule.residency import beside
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
-from penstock.show.units import size_text
 from penstock.simulate.reduction import reduce_gradients
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
@@ -75,8 +87,10 @@ class Prediction:
         hardware_tflops_per_device: the same with what is recomputed.
         mfu, hfu: these two over the device's rated FLOP/s.
         memory: peak bytes of a device of every pipeline rank.
-        capacity: bytes of a device's memory that a layout may use.
+        capacity: bytes of a device's memory that a layout may use; of unlike devices, of the fullest one.
         reserved: bytes of its memory besides, which are left free.
+        devices: name of the device of every pipeline rank, and capacities: bytes of it that a layout may use, if devices are
+            unlike; empty otherwise.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "sharding" (what gathers of weights, and
@@ -84,6 +98,7 @@ class Prediction:
         dtype: dtype of the matrix products.
         unit: "tokens", or "samples" if a sample of the model has no tokens; `tokens_per_second` counts these.
         assumptions: sentences about what the layout leaves open.
+        cluster: cluster that it is a prediction for; a search may leave groups out, or place them in another order.
         costs, program, trace: costs of the stages, and the simulated step.
     """
 
@@ -105,14 +120,24 @@ class Prediction:
     unit: str = "tokens"
     reserved: float = 0.0
     assumptions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    capacities: tuple[float, ...] = ()
+    cluster: Cluster | None = field(default=None, repr=False, compare=False)
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
+    def fullest(self) -> int:
+        """Pipeline rank whose device is the fullest, by its share of what a layout may use."""
+        limits = self.capacities or (self.capacity,) * len(self.memory)
+        sizes = [(rank.total / limit, rank.total) for rank, limit in zip(self.memory, limits, strict=True)]
+        return sizes.index(max(sizes))
+
+    @property
     def peak_bytes(self) -> float:
         """Bytes of the fullest device."""
-        return max(rank.total for rank in self.memory)
+        return self.memory[self.fullest].total
 
     @property
     def fits(self) -> bool:
@@ -123,6 +148,7 @@ class Prediction:
         """Return the prediction as values that JSON can represent."""
         return {
             "layout": self.layout.as_dict(),
+            "cluster": None if self.cluster is None else sized_name(self.cluster),
             "step_seconds": self.step_seconds,
             "low": self.low,
             "high": self.high,
@@ -133,6 +159,8 @@ class Prediction:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "memory": [rank.as_dict() for rank in self.memory],
+            "devices": list(self.devices),
+            "capacities": [round(capacity) for capacity in self.capacities],
             "capacity": round(self.capacity),
             "reserved": round(self.reserved),
             "fits": self.fits,
@@ -176,6 +204,7 @@ def predict(
     for name, count in (("sequence", sequence), ("batch", batch)):
         require_count(name, count, most=_LARGEST)
     require_storable(profile, layout.store)
+    require_supported(profile, cluster, layout.store)
     microbatches = count_microbatches(layout, cluster, batch)
     if order is None:
         program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
@@ -185,10 +214,10 @@ def predict(
     schedule = program.schedule
     layout = layout.with_values(v=schedule.stages // layout.pp)
     times = layer_times(profile, cluster, layout, sequence)
-    costs = stage_costs(times, layout, schedule.placement)
+    dtype = dtype_of(profile, cluster, layout)
+    costs = fitting_costs(times, layout, schedule, dtype, usable_bytes(cluster, layout))
     if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
         layout = layout.with_values(split="even")
-    dtype = dtype_of(profile, cluster, layout)
     trace = _simulated(program, costs, profile, cluster, layout)
     split = bubbles(trace)
     pipeline = float(makespan(trace))
@@ -206,12 +235,14 @@ def predict(
     trained = 3 * forward - float(costs.frozen_flops.sum())
     model = trained * replicas / per_device
     hardware = (trained + repeated) * replicas / per_device
-    peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    error, _ = _interval(profile, cluster, layout, sequence)
+    peak_rate = mean_peak(cluster, layout, dtype) / 1e12
+    error, _ = interval(profile, cluster, layout, sequence)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
-    return Prediction(
+    memory = rank_memory(schedule, costs, layout, dtype)
+    limits = usable_bytes(cluster, layout)
+    prediction = Prediction(
         layout=layout,
         step_seconds=seconds,
         low=None if error is None else seconds / (1 + error),
@@ -221,7 +252,7 @@ def predict(
         hardware_tflops_per_device=hardware,
         mfu=model / peak_rate,
         hfu=hardware / peak_rate,
-        memory=rank_memory(schedule, costs, layout, dtype),
+        memory=memory,
         capacity=cluster.device.usable,
         reserved=cluster.device.reserved,
         bubble=sum(causes.values()),
@@ -237,13 +268,20 @@ def predict(
         unit=unit,
         assumptions=(
             *assumptions(profile, cluster, layout, sequence),
-            *_sharded(schedule, layout),
-            *_stored(schedule, costs, cluster, layout, dtype),
+            *sharded_text(schedule, layout),
+            *stored_text(schedule, costs, cluster, layout, dtype),
         ),
+        devices=device_names(cluster, layout),
+        capacities=() if limits is None else tuple(limits.tolist()),
+        cluster=cluster,
         costs=costs,
         program=program,
         trace=trace,
     )
+    if limits is None:
+        return prediction
+    device = groups_of(cluster)[cluster_ranks(cluster, layout)[prediction.fullest]].device
+    return replace(prediction, capacity=device.usable, reserved=device.reserved)
 
 
 def _simulated(
@@ -275,6 +313,7 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
             f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp}{context} x tp={layout.tp}), and "
             f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
         )
+    cluster_ranks(cluster, layout)
     if (stage := layout.replicas * layout.tp) % layout.ep:
         product = "dp x tp" if layout.cp == 1 else "dp x cp x tp"
         raise ConfigError(
@@ -335,7 +374,12 @@ def _exposed_reduction(
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     size = costs.parameters * gradient
     of_experts = costs.expert_parameters * gradient
-    seconds = _replica_seconds("all_reduce", size, of_experts, cluster, layout, copies).tolist()
+    groups = stage_groups(costs, cluster, layout)
+    seconds = on_groups(
+        cluster,
+        groups,
+        lambda group: _replica_seconds("all_reduce", size, of_experts, group, layout, copies),
+    ).tolist()
     buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
     reductions = reduce_gradients(program, trace, seconds, buckets)
     ends = float(reductions.trace.end.max())
@@ -352,6 +396,14 @@ def blocking_reduction(
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement)[:2] * gradient
+    if isinstance(cluster, GroupedCluster):
+        # The rank with most parameters need not be the one whose link takes longest.
+        each = on_groups(
+            cluster,
+            cluster_ranks(cluster, layout),
+            lambda group: _replica_seconds("all_reduce", held[0], held[1], group, layout, copies),
+        )
+        return float(each.max()) + _exposed_gather(costs, cluster, layout, weight, copies)
     size, of_experts = held[:, held[0].argmax()]
     seconds = float(_replica_seconds("all_reduce", size, of_experts, cluster, layout, copies))
     return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
@@ -373,7 +425,13 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
     size, of_experts = (
         weight * each / np.maximum(1, costs.counts) for each in (costs.parameters, costs.expert_parameters)
     )
-    return float(_replica_seconds("all_gather", size, of_experts, cluster, layout, copies).max())
+    groups = stage_groups(costs, cluster, layout)
+    seconds = on_groups(
+        cluster,
+        groups,
+        lambda group: _replica_seconds("all_gather", size, of_experts, group, layout, copies),
+    )
+    return float(seconds.max())
 
 
 def _exposed_sharding(
@@ -401,12 +459,16 @@ def _exposed_sharding(
         rate = cluster.host.fetch_rate(layout.store, min(layout.pp, cluster.ranks_per_node))
         gathers, sums = moving_weights(costs, layout, dtype) / rate, gradient * costs.parameters / rate
     else:
-        gathers, sums = (
-            _replica_seconds(
-                unit, size * costs.parameters, size * costs.expert_parameters, cluster, layout, 1
+        groups = stage_groups(costs, cluster, layout)
+
+        def of_stages(unit: str, size: int) -> Table:
+            sizes = size * costs.parameters, size * costs.expert_parameters
+            seconds = on_groups(
+                cluster, groups, lambda group: _replica_seconds(unit, *sizes, group, layout, 1)
             )
-            for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
-        )
+            return np.asarray(seconds)
+
+        gathers, sums = of_stages("all_gather", weight), of_stages("reduce_scatter", gradient)
     hides, start, end = stored or overlaps(cluster, layout), trace.start, trace.end
     delays = []
     for rank in range(schedule.ranks):
@@ -457,134 +519,20 @@ def _group_seconds(
 def optimizer_seconds(
     costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, placement: Placement
 ) -> float:
-    """Return the seconds of gradient norm and update on the rank with most parameters."""
-    device, host = cluster.device, cluster.host
-    bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
+    """Return the seconds of gradient norm and update on the rank that they take longest."""
+    host = cluster.host
+    bandwidth = on_groups(
+        cluster,
+        cluster_ranks(cluster, layout),
+        lambda group: group.device.optimizer_bandwidth or group.device.memory_bandwidth,
+    )
     if layout.sharding.stored:
         # The ranks of a node share its memory.
         shared = host.disk_bandwidth if layout.store == "disk" else host.memory_bandwidth
         bandwidth = shared / min(layout.pp, cluster.ranks_per_node)
     parameters, experts, _ = rank_parameters(costs, placement)
-    updated = float(updated_parameters(parameters, experts, layout).max())
+    updated = updated_parameters(parameters, experts, layout)
     moved = _UPDATE_BYTES[dtype]
     if layout.store == "disk":
         moved -= 2 * MAIN_BYTES[dtype]  # they are read and written in memory
-    return updated * moved / bandwidth
-
-
-def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
-    """Return sentences about what a layout leaves open, and what a prediction of it takes as given."""
-    sentences = []
-    if profile.shape is not None:
-        if profile.shape.windowed and profile.shape.window < sequence:
-            sentences.append(
-                f"Attention is counted over all {sequence:,} tokens, but {profile.shape.windowed} of {profile.shape.layers} "
-                f"blocks attend to windows of {profile.shape.window:,}; kernels that skip the rest are faster."
-            )
-        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
-            sentences.append(
-                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
-                "attention=fused predicts kernels that do not."
-            )
-        if profile.shape.adapter_rank:
-            sentences.append(
-                f"Adapters of rank {profile.shape.adapter_rank} beside all matrices of the blocks are trained; the base has "
-                f"{profile.shape.base_bits} bits. TFLOP/s and MFU leave out gradients of the base, which nothing computes."
-            )
-        if layout.ep > 1:
-            sentences.append(
-                f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "
-                "number of rows (imbalance); layers wait for each exchange of rows."
-            )
-        if layout.cp > 1 and layout.sequence_parallel:
-            sentences.append(
-                "Sequence parallelism beside cp is only predicted: Pipeline refuses them together."
-            )
-        dtype = dtype_of(profile, cluster, layout)
-        sentences.append(
-            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per "
-            f"{'trained ' if profile.shape.adapter_rank else ''}parameter for weights, gradients and "
-            f"AdamW{', or a moment less of matrices that Muon updates' if layout.optimizer == 'muon' else ''}."
-        )
-    elif profile.source == "traced":
-        sentences.append(
-            f"Layers are traced with tp=1, kernel by kernel as torch runs them in {profile.dtype}; fused kernels keep less "
-            "and are faster."
-        )
-    if machine := profile.machine:
-        sentences.append(
-            f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
-            f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
-        )
-    if layout.overlap is None and not cluster.overlap and layout.replicas > 1:
-        sentences.append(
-            f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
-            "overlap=true predicts reductions that hide behind it."
-        )
-    if cluster.data_sheet:
-        sentences.append(
-            f"Rates of {cluster.name} are those of its data sheet ({cluster.data_sheet}) times the shares that fitted "
-            "presets reach; measure your machine with penstock doctor --measure."
-        )
-    sentences.append(_interval(profile, cluster, layout, sequence)[1])
-    if layout.devices < cluster.devices:
-        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
-    return tuple(sentences)
-
-
-def _sharded(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence about the gathers and reductions of a sharded layout, or that nothing is sharded."""
-    if layout.shard != "none" and layout.replicas == 1:
-        return (
-            f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
-        )
-    if not layout.sharding.comes_and_goes or layout.sharding.stored:
-        return ()
-    text = residency_of(schedule, layout.sharding).summary()
-    return (f"Over {layout.replicas} replicas, {text}.",)
-
-
-def _stored(
-    schedule: Schedule, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
-) -> tuple[str, ...]:
-    """Return a sentence about what is in a store, and what its copies take."""
-    if not layout.sharding.stored:
-        return ()
-    devices, host = min(layout.pp, cluster.ranks_per_node), cluster.host
-    kept = stored_bytes(schedule, costs, layout, dtype)
-    of_node = max(float(kept[first : first + devices].sum()) for first in range(0, layout.pp, devices))
-    room = f"The memory of a host must have room for {size_text(of_node)}"
-    if layout.store == "disk":
-        # Main weights are kept by `PipelineOptimizer`, in host memory.
-        trained = rank_parameters(costs, schedule.placement)[0]
-        main = MAIN_BYTES[dtype] * max(
-            float(trained[first : first + devices].sum()) for first in range(0, layout.pp, devices)
-        )
-        beside = f", and its memory for {size_text(main)} of main weights" if main else ""
-        room = f"The disks of a host must have room for {size_text(of_node - main)}{beside}"
-    text = residency_of(schedule, layout.sharding).summary()
-    rate = host.fetch_rate(layout.store, devices)
-    return (f"{room}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
-
-
-def _interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
-    """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
-    if layout.sharding.stored:
-        return None, "There is no interval: no step with a store has been compared with a prediction."
-    if cluster.error is None:
-        compared = f"no step on {cluster.name} has been compared with a prediction"
-        why = compared if cluster.data_sheet else f"the file of the cluster {cluster.name} has no error"
-        return None, f"There is no interval: {why}."
-    name, shape = cluster.name, profile.shape
-    again = "; measure again on a quiet machine"
-    noisy = again if max(cluster.error, profile.spread) > UNSTEADY and name not in PRESETS else ""
-    known = [
-        (cluster.error, f"the error of {name}{noisy}"),
-        (profile.spread, f"the spread of the measured {profile.name}{noisy}"),
-    ]
-    if shape is not None and shape.experts and cluster.expert_error is not None:
-        known.append((cluster.expert_error, f"the error of {name} for mixtures of experts"))
-    if shape is not None and (far := cluster.beyond(layout.tp, sequence)):
-        known.append((ERROR_BEYOND, f"no published step is near {far}"))
-    error, why = max(known, key=lambda pair: pair[0])
-    return error, f"The interval is the step divided and multiplied by {1 + error:.3g}: {why}."
+    return float((updated * moved / bandwidth).max())

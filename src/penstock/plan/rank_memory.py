@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import StageCosts, rank_parameters
+from penstock.plan.stage_costs import LayerTimes, StageCosts, rank_parameters, stage_costs
 from penstock.profile.closed_form import MOMENT_BYTES, PARAMETER_BYTES
 from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
@@ -173,8 +173,49 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
     return tuple(ranks)
 
 
-def bound_sharded(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> float:
+def fitting_costs(
+    times: LayerTimes,
+    layout: Layout,
+    schedule: Schedule,
+    dtype: str,
+    limits: npt.NDArray[np.float64] | None,
+) -> StageCosts:
+    """Return the stages' costs, with ``split="cost"`` of the quickest split whose ranks all fit on their devices.
+
+    A rank that does not fit gets fewer blocks, and the split is found again: with as many blocks it would not fit in any
+    other. If no split fits, it is the quickest one.
+
+    Args:
+        limits: bytes of each rank's device; None for alike devices, whose split is by time alone.
+    """
+    quickest = costs = stage_costs(times, layout, schedule.placement)
+    if limits is None or layout.split != "cost":
+        return costs
+    blocks, stages_of = sum(costs.counts), schedule.placement.stages_of
+    most = np.full(len(limits), blocks)
+    while True:
+        sizes = np.array([rank.total for rank in rank_memory(schedule, costs, layout, dtype)])
+        counts = np.array([sum(costs.counts[stage] for stage in mine) for mine in stages_of])
+        if (counts > most).any():
+            return quickest
+        if (sizes <= limits).all():
+            return costs
+        most = np.where(sizes > limits, counts - 1, most)
+        if most.min() < 0 or most.sum() < blocks:
+            return quickest
+        costs = stage_costs(times, layout, schedule.placement, most.tolist())
+
+
+def bound_sharded(
+    schedule: Schedule,
+    costs: StageCosts,
+    layout: Layout,
+    dtype: str,
+    limits: npt.NDArray[np.float64] | float = 1.0,
+) -> float:
     """Return bytes that the fullest device needs at least, whether weights or gradients alone are sharded.
+
+    Each rank's bytes are divided by `limits`, of shape (ranks,) or one number.
 
     Of these it has its share, and in full what the op itself reads or adds to: a bound that is sooner found than the peak.
     """
@@ -188,7 +229,8 @@ def bound_sharded(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: 
     full = np.minimum(weights, weights / layout.replicas + read)
     full += gradient * size * ((kind != Kind.F) & (kind != Kind.R))
     state = state_bytes(counts, layout, dtype) - weight * total / layout.replicas
-    return float((inside + full + state[rank_column(schedule)]).max())
+    of_rows = limits if isinstance(limits, float) else limits[rank_column(schedule)]
+    return float(((inside + full + state[rank_column(schedule)]) / of_rows).max())
 
 
 def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:

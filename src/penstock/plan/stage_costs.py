@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.plan.cluster import Cluster, Device, LinkSpeed, groups_of
+from penstock.plan.device_groups import rank_groups, stage_ranks
 from penstock.plan.run_layout import Layout
 from penstock.profile.closed_form import Workload
 from penstock.profile.layer_cost import DeviceWork
@@ -55,6 +56,14 @@ class LayerTimes:
     model_flops: Table
     frozen_flops: Table
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
+    # Of groups of unlike devices: the times on each group's devices, and the groups' numbers of devices. The columns above
+    # are then the least seconds of any group.
+    of_groups: tuple[LayerTimes, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+_SECONDS = ("forward", "input_grad", "weight_grad", "backward", "again")
+"""Columns of `LayerTimes` that depend on the device."""
 
 
 def require_inputs(profile: object, cluster: object) -> None:
@@ -105,12 +114,13 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"the profile of {profile.name} is in {profile.dtype}, so a layout's dtype must be that, got {layout.dtype}; "
             f"profile the layers in {layout.dtype}"
         )
-    if profile.shape is None and load.dtype not in cluster.device.matmul:
-        raise ConfigError(
-            f"the profile of {profile.name} is in {load.dtype}, and {cluster.name} has rates for "
-            f"{', '.join(cluster.device.matmul)}; profile the layers as they will run there, such as with "
-            f"autocast=torch.bfloat16, or add {load.dtype} to device.matmul of the cluster's file"
-        )
+    for group in groups_of(cluster):
+        if profile.shape is None and load.dtype not in group.device.matmul:
+            raise ConfigError(
+                f"the profile of {profile.name} is in {load.dtype}, and {group.name} has rates for "
+                f"{', '.join(group.device.matmul)}; profile the layers as they will run there, such as with "
+                f"autocast=torch.bfloat16, or add {load.dtype} to device.matmul of the cluster's file"
+            )
     if layout.sequence_parallel and sequence % layout.tp:
         raise ConfigError(
             f"sequence_parallel divides samples of {sequence} tokens over tp={layout.tp}; take a multiple of {layout.tp}"
@@ -118,11 +128,24 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     if layout.cp > 1:
         _require_divided(profile, layout, sequence)
     table = profile.table(load)
+    every = tuple(_times_on(group, table, layout, load.dtype) for group in groups_of(cluster))
+    if len(every) == 1:
+        return every[0]
+    least: dict[str, Any] = {
+        name: np.minimum.reduce([getattr(each, name) for each in every]) for name in _SECONDS
+    }
+    return replace(
+        every[0], **least, of_groups=every, sizes=tuple(group.devices for group in groups_of(cluster))
+    )
+
+
+def _times_on(cluster: Cluster, table: LayerTable, layout: Layout, dtype: str) -> LayerTimes:
+    """Return the seconds and bytes of every layer on alike devices."""
     links = Links.of(cluster, layout)
     kinds = table.kinds
 
     def seconds(works: str) -> Table:
-        each = [seconds_of(getattr(cost, works), cluster.device, load.dtype, links) for cost in table.costs]
+        each = [seconds_of(getattr(cost, works), cluster.device, dtype, links) for cost in table.costs]
         return cluster.slowdown * _spread(each, kinds)
 
     def column(name: str) -> Table:
@@ -266,6 +289,8 @@ class StageCosts:
     model_flops: Table
     frozen_flops: Table
     repeated_flops: Table
+    # Pipeline rank of every stage, of groups of unlike devices.
+    ranks: tuple[int, ...] = ()
 
     @property
     def work(self) -> Table:
@@ -273,10 +298,21 @@ class StageCosts:
         return self.forward + np.minimum(self.backward, self.input_grad + self.weight_grad) + self.again
 
 
-def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> StageCosts:
-    """Sum the layers' costs over the stages of a layout."""
-    counts = split_counts(times, layout, placement)
+def stage_costs(
+    times: LayerTimes, layout: Layout, placement: Placement, most: Sequence[int] | None = None
+) -> StageCosts:
+    """Sum the layers' costs over the stages of a layout; with ``split="cost"``, a rank has at most so many blocks."""
+    counts = split_counts(times, layout, placement, most)
     starts = _starts(times, counts)
+    ranks = stage_ranks(placement) if times.of_groups else ()
+    if ranks:
+        of_layer = np.repeat(_stage_groups(times, layout, ranks), np.diff(starts))
+        layers = np.arange(len(of_layer))
+        seconds: dict[str, Any] = {
+            name: np.stack([getattr(each, name) for each in times.of_groups])[of_layer, layers]
+            for name in _SECONDS
+        }
+        times = replace(times, **seconds)
     again = np.zeros(len(times.forward), np.bool_)
     if layout.recompute in ("full", "selective"):
         again[:] = times.recomputes
@@ -319,7 +355,13 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
         transient=largest[0],
         logits=largest[1],
         messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
+        ranks=ranks,
     )
+
+
+def _stage_groups(times: LayerTimes, layout: Layout, ranks: Sequence[int]) -> npt.NDArray[np.intp]:
+    """Return the group of every stage, from the ranks of the stages."""
+    return np.array(rank_groups(times.sizes, layout), np.intp)[list(ranks)]
 
 
 def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout: Layout) -> Table:
@@ -332,8 +374,15 @@ def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout:
     return begins
 
 
-def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Return the number of blocks of every stage."""
+def split_counts(
+    times: LayerTimes, layout: Layout, placement: Placement, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the number of blocks of every stage.
+
+    Args:
+        most: with ``split="cost"``, number of blocks that each rank may have at most (default: any number). It holds unless
+            all ranks together may have fewer blocks than there are.
+    """
     roles, stages = times.table.roles, placement.stages
     blocks = roles.count("block")
     if isinstance(layout.split, str) and blocks < stages:
@@ -350,7 +399,7 @@ def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tup
         ranges = by_counts(layout.split, blocks, embedding=roles[0] != "block", head=roles[-1] != "block")
         return tuple(stop - start for start, stop in ranges)
     counts = even_counts(blocks, stages)
-    return _balanced(times, layout, placement, counts) if layout.split == "cost" else counts
+    return _balanced(times, layout, placement, counts, most) if layout.split == "cost" else counts
 
 
 def even_counts(blocks: int, stages: int) -> tuple[int, ...]:
@@ -380,36 +429,64 @@ def _holds(placement: Placement) -> Table:
 
 
 def _balanced(
-    times: LayerTimes, layout: Layout, placement: Placement, even_split: tuple[int, ...]
+    times: LayerTimes,
+    layout: Layout,
+    placement: Placement,
+    even_split: tuple[int, ...],
+    most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Move blocks from the busiest rank to the least busy one as long as that shortens the busiest rank's work."""
+    """Move blocks from the busiest rank to the one that is done first with one more, as long as that shortens its work.
+
+    No other numbers of equal blocks have a busiest rank with less work: with fewer blocks on this one, another rank has more
+    than here, and each would then be busy for as long. First, ranks with more blocks than they may have give these away.
+    """
     repeats = layout.recompute in ("full", "selective")
-    work = times.forward + times.backward + (times.again * times.recomputes if repeats else 0.0)
     roles = times.table.roles
     first, last = roles.index("block"), len(roles) - 1 - roles[::-1].index("block")
-    block = float(work[first : last + 1].mean())
-    fixed = np.zeros(placement.stages)
-    fixed[0] += work[:first].sum()
-    fixed[-1] += work[last + 1 :].sum()
+    groups = times.of_groups or (times,)
+    stages = np.arange(placement.stages)
+    of_stage = (
+        _stage_groups(times, layout, stage_ranks(placement))
+        if times.of_groups
+        else np.zeros(len(stages), np.intp)
+    )
+    blocks, fixed = np.zeros(len(groups)), np.zeros((len(groups), placement.stages))
+    for group, each in enumerate(groups):
+        work = each.forward + each.backward + (each.again * each.recomputes if repeats else 0.0)
+        blocks[group] = work[first : last + 1].mean()
+        fixed[group, 0] += work[:first].sum()
+        fixed[group, -1] += work[last + 1 :].sum()
+    # Seconds of a block, and of the layers beside the blocks, on the devices of each stage.
+    block, beside = blocks[of_stage], fixed[of_stage, stages]
     shares = work_shares(placement)
     of_rank = placement.stages_of
+    step = np.array([block[mine[0]] for mine in of_rank])
     counts = list(even_split)
     least = np.ones(placement.stages)
     if placement.stages > 1:
         # An embedding and a head may be stages of their own.
         least[0], least[-1] = first == 0, last == len(roles) - 1
-    load = shares @ (fixed + np.array(counts) * block)
-    for _ in range(sum(counts)):
-        busiest, idlest = int(load.argmax()), int(load.argmin())
+    load = shares @ (beside + np.array(counts) * block)
+    room = np.full(placement.ranks, np.inf)
+    if most is not None:
+        room = np.array(most, np.float64) - [sum(counts[s] for s in mine) for mine in of_rank]
+    for _ in range(2 * sum(counts)):
+        over = room.min() < 0
+        busiest = int(room.argmin() if over else load.argmax())
+        # Loads alone decide between devices of one speed, as their sums with a block would round.
+        idlest = int(np.where(room > 0, load + (step - step.min()), np.inf).argmin())
         movable = [s for s in of_rank[busiest] if counts[s] > least[s]]
-        if not movable or load[busiest] - load[idlest] <= block * (1 + 1e-9):
+        gains = load[busiest] - load[idlest] > step[idlest] * (1 + 1e-9)
+        if not movable or room[idlest] <= 0 or not (over or gains):
             break
         # From the stage with most blocks of the busiest rank, the last among equals, to the one with fewest.
-        source = max(movable, key=lambda s: (fixed[s] + counts[s] * block, s))
+        source = max(movable, key=lambda s: (beside[s] + counts[s] * block[s], s))
         target = min(of_rank[idlest], key=lambda s: (counts[s], s))
         counts[source] -= 1
         counts[target] += 1
-        load += block * (shares[:, target] - shares[:, source])
+        load += block[target] * shares[:, target] - block[source] * shares[:, source]
+        room[busiest] += 1
+        room[idlest] -= 1
     return tuple(counts)
 
 

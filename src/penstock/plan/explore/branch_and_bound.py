@@ -16,27 +16,32 @@ from fractions import Fraction
 from functools import cache
 from itertools import count, takewhile
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.base.errors import PenstockError, ScheduleError
-from penstock.plan.cluster import Cluster, with_memory
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.errors import ConfigError, PenstockError, ScheduleError
+from penstock.plan.cluster import Cluster, GroupedCluster, sized_name, with_memory
+from penstock.plan.device_groups import arrangements, require_supported, usable_bytes
 from penstock.plan.explore.layout_bounds import (
     least_bytes,
     least_placed_bytes,
     least_seconds,
     seconds_after_pipeline,
 )
-from penstock.plan.explore.rejections import Rejections, Smallest
+from penstock.plan.explore.rejections import GROUPS, SAME, Reason, Rejections, Smallest, needs_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.rank_memory import bound_sharded, rank_memory
+from penstock.plan.rank_memory import bound_sharded, fitting_costs, rank_memory
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     LayerTimes,
     StageCosts,
     dtype_of,
+    even_counts,
     layer_times,
     require_inputs,
     work_shares,
@@ -92,7 +97,12 @@ def search(
     """
     require_inputs(profile, cluster)
     cluster = cluster if memory is None else with_memory(cluster, memory)
-    space = make_space(
+    if devices is not None and isinstance(cluster, GroupedCluster):
+        raise ConfigError(
+            f"devices are chosen by group: write the groups of {cluster.name} with as many as you use, got {devices}"
+        )
+    require_supported(profile, cluster, (fixed or {}).get("store", "none"))
+    spaces, empty = _spaces(
         profile,
         cluster,
         sequence=sequence,
@@ -102,31 +112,89 @@ def search(
         devices=devices,
     )
     began = perf_counter()
-    run, complete = _run(space, top, began, limit, progress)
-    if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
-        space = replace(space, shards=True)
-        run, complete = _run(space, top, began, limit, progress)
-    stored = space.with_store() if complete and run.leader is None else None
-    if stored is not None:
-        space = stored
-        run, complete = _run(space, top, began, limit, progress)
-    plans = run.plans()
-    reasons = run.rejections.reasons(plans[0], cluster.device.usable) if plans else {}
+    covered = _cover(spaces, top, began, limit, progress)
+    stored = []
+    if all(each.complete and each.run.leader is None for each in covered):
+        stored = [space for each in covered if (space := each.run.space.with_store()) is not None]
+    if stored:
+        covered = _cover(stored, top, began, limit, progress)
+    complete = all(each.complete for each in covered)
+    best = min(
+        covered, key=lambda each: math.inf if each.run.leader is None else each.run.leader.step_seconds
+    )
+    run, space = best.run, best.run.space
+    plans = tuple(distinct(plan for each in covered for plan in each.run.plans())[:top])
+    reasons = run.rejections.reasons(plans[0], space.most_bytes) if plans else {}
+    if plans and isinstance(cluster, GroupedCluster):
+        reasons[GROUPS] = {
+            sized_name(each.run.space.cluster): _reason_of(each.run, plans[0])
+            for each in covered
+            if each is not best
+        } | dict.fromkeys(empty, Reason("cannot run"))
+    unlike = isinstance(space.cluster, GroupedCluster)
     return SearchResult(
         plans=plans,
-        evaluated=run.evaluated,
-        simulated=run.simulated,
+        evaluated=sum(each.run.evaluated for each in covered),
+        simulated=sum(each.run.simulated for each in covered),
         seconds=perf_counter() - began,
         complete=complete,
         rejections=reasons,
         smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
         outcomes=run.outcomes(),
         not_compared=not_compared(space),
-        capacity=cluster.device.usable,
-        reserved=cluster.device.reserved,
+        capacity=space.most_bytes,
+        reserved=0.0 if unlike else space.cluster.device.reserved,
         space=space,
-        needs_store=stored is not None,
+        needs_store=bool(stored),
     )
+
+
+def _spaces(profile: Profile, cluster: Cluster, **given: Any) -> tuple[list[Space], list[str]]:
+    """Return the space of a cluster; of unlike groups, also of other orders and fewer of them. And names of empty ones."""
+    spaces, errors = [], {}
+    for arranged in arrangements(cluster):
+        try:
+            spaces.append(make_space(profile, arranged, **given))
+        except ConfigError as error:
+            errors[sized_name(arranged)] = error
+    if not spaces:
+        raise next(iter(errors.values()))
+    return spaces, list(errors)
+
+
+class _Covered(NamedTuple):
+    run: _Search
+    complete: bool
+
+
+def _cover(
+    spaces: Sequence[Space],
+    top: int,
+    began: float,
+    limit: float | None,
+    progress: Callable[[int, int, Prediction | None], None] | None,
+) -> list[_Covered]:
+    """Search spaces one after the other, each for its share of the time."""
+    covered = []
+    for number, space in enumerate(spaces, 1):
+        until = None if limit is None else limit * number / len(spaces)
+        run, complete = _run(space, top, began, until, progress)
+        if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
+            run, complete = _run(replace(space, shards=True), top, began, until, progress)
+        covered.append(_Covered(run, complete))
+        if not complete and (until is None or perf_counter() - began <= until):
+            break  # by KeyboardInterrupt
+    return covered
+
+
+def _reason_of(run: _Search, best: Prediction) -> Reason:
+    """Return the reason against the groups of devices that a run searched."""
+    if run.leader is not None:
+        slower = run.leader.step_seconds / best.step_seconds - 1
+        return Reason(f"{slower:.1%} slower" if slower > SAME else "as fast", slower, True)
+    if (smallest := run.rejections.smallest) is not None:
+        return Reason(f"does not fit: at least {needs_text(smallest.size, run.space.most_bytes)}")
+    return Reason("cannot run")
 
 
 def _run(
@@ -192,12 +260,14 @@ class _Candidate:
 _WHOLE: dict[str, Any] = {"shard": "none", "window": None, "reduce_every": None}
 _UNTIMED = {**_WHOLE, "pp": 1, "dp": 1, "v": None, "schedule": Layout.schedule, "split": "even"}
 """Values of a layout's keys that the layers' times do not depend on."""
-_Sizes = Callable[[Schedule, StageCosts, Layout, str], float]
+_Limits = npt.NDArray[np.float64] | float
+_Sizes = Callable[[Schedule, StageCosts, Layout, str, _Limits], float]
 
 
-def _fullest(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> float:
-    """Return the peak bytes of the fullest device."""
-    return max(rank.total for rank in rank_memory(schedule, costs, layout, dtype))
+def _fullest(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str, limits: _Limits) -> float:
+    """Return the peak bytes of the fullest device; of unlike ones, its share."""
+    sizes = np.array([rank.total for rank in rank_memory(schedule, costs, layout, dtype)])
+    return float((sizes / limits).max())
 
 
 class _Search:
@@ -242,7 +312,7 @@ class _Search:
         sized = [
             (least_bytes(self.space, c.point.layout, self._times_of(c.point.layout)), c) for c in self._heap
         ]
-        roomy = [c for size, c in sized if size < self.space.cluster.device.usable / 2]
+        roomy = [c for size, c in sized if size < self.space.most_bytes / 2]
         roomy.sort(key=lambda c: c.bound * c.point.layout.pp * c.point.microbatches)  # soon simulated
         for candidate in (*roomy[:DIVES], *(c for _, c in sorted(sized)[:DIVES])):
             opened = [order for group in self._open(candidate) for order in self._open(group)]
@@ -305,7 +375,7 @@ class _Search:
             self._simulations[plan.layout] = plan
             self.rejections.add_plan(plan)
         else:
-            self.rejections.add_too_large(plan.layout, plan.peak_bytes)
+            self.rejections.add_too_large(plan.layout, _needed(plan))
 
     def _ranked(self) -> list[Prediction]:
         """Return the plans so far, the quickest first; see `distinct`."""
@@ -331,9 +401,9 @@ class _Search:
         layout = point.layout
         times = self._times_of(layout)
         size = least_bytes(self.space, layout, times)
-        if size > self.space.cluster.device.usable and self.space.may_shard(layout):
+        if size > self.space.most_bytes and self.space.may_shard(layout):
             size = least_bytes(self.space, replace(layout, shard="weights"), times)
-        if size > self.space.cluster.device.usable:
+        if size > self.space.most_bytes:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
             return
@@ -347,13 +417,13 @@ class _Search:
     def _choose_placements(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound a layout with every placement of its stages by the work of its busiest rank."""
         point, opened = candidate.point, []
-        usable = self.space.cluster.device.usable
+        usable = self.space.most_bytes
         groups: dict[Placement, list[Order]] = {}
         for order in self.space.orders(point.layout.pp, point.microbatches):
             groups.setdefault(order.placement, []).append(order)
-        for placement, orders in groups.items():
-            at = replace(point.layout, v=orders[0].v)
-            for layout, costs in self.space.with_splits(at, placement, self._times_of(at)):
+        for placement, placed_so in groups.items():
+            at = replace(point.layout, v=placed_so[0].v)
+            for layout, costs, orders in self._splits(at, placement, placed_so, point.microbatches):
                 self.evaluated += len(orders)
                 sharded = not self.space.variants(layout)
                 if sharded or least_placed_bytes(self.space, layout, placement, costs) > usable:
@@ -376,6 +446,33 @@ class _Search:
                         )
                     )
         return opened
+
+    def _splits(
+        self, layout: Layout, placement: Placement, orders: Sequence[Order], microbatches: int
+    ) -> Iterator[tuple[Layout, StageCosts, Sequence[Order]]]:
+        """Yield a layout with each split, the stages' costs, and the schedules that have it.
+
+        On unlike devices, the quickest split that fits depends on what a schedule holds in memory.
+        """
+        times, limits = self._times_of(layout), usable_bytes(self.space.cluster, layout)
+        few = _few(layout.pp, microbatches)
+        for at, quickest in self.space.with_splits(layout, placement, times):
+            if limits is None or at.split != "cost":
+                yield at, quickest, orders
+                continue
+            dtype = dtype_of(self.space.profile, self.space.cluster, at)
+            least = next(iter(self.space.variants(at)), at)
+            found: dict[tuple[int, ...], tuple[StageCosts, list[Order]]] = {}
+            for order in orders:
+                try:
+                    schedule = order_of_ops(order, at.pp, min(microbatches, few))
+                except ScheduleError:
+                    continue  # the family does not allow the counts
+                costs = fitting_costs(times, least, schedule, dtype, limits)
+                found.setdefault(costs.counts, (costs, []))[1].append(order)
+            even = even_counts(self.space.profile.blocks, placement.stages)
+            for counts, (costs, those) in found.items():
+                yield replace(at, split="even" if counts == even else counts), costs, those
 
     def _bound_orders(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound the schedules of one placement by `lower_bound`, which they share, and estimate each."""
@@ -414,7 +511,7 @@ class _Search:
     ) -> bool:
         """Return whether a layout exceeds the memory with any of some schedules of one placement."""
         largest = least_placed_bytes(self.space, layout, placement, costs)
-        if largest <= self.space.cluster.device.usable:
+        if largest <= self.space.most_bytes:
             return False
         for order in orders:
             self.rejections.add_too_large(replace(layout, schedule=order.name), largest, False)
@@ -459,7 +556,7 @@ class _Search:
             size = self._peak_bytes(layout, candidate, size_of)
         except ScheduleError:
             return False  # the family does not allow the counts
-        if size <= self.space.cluster.device.usable:
+        if size <= self.space.most_bytes:
             return True
         # Of fewer microbatches than the step has, it is a bound.
         whole = candidate.point.microbatches <= _few(layout.pp, candidate.point.microbatches) + layout.pp
@@ -474,13 +571,13 @@ class _Search:
         dtype = dtype_of(self.space.profile, self.space.cluster, layout)
 
         def peak(m: int) -> float:
-            return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype)
+            return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype, self.space.limits(layout))
 
         few = _few(layout.pp, microbatches)
         if order.family is None or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
-        if first > self.space.cluster.device.usable:
+        if first > self.space.most_bytes:
             return first
         # Schedules without a steady state, such as gpipe, hold more with every microbatch.
         growth = max(0.0, peak(few + layout.pp) - first)
@@ -507,6 +604,11 @@ class _Search:
         )
 
 
+def _needed(plan: Prediction) -> float:
+    """Return the bytes of the fullest device; of unlike ones, its share of what a layout may use."""
+    return plan.peak_bytes / (plan.capacity if plan.capacities else 1.0)
+
+
 def _few(pp: int, microbatches: int) -> int:
     """Return the microbatches after which a schedule repeats itself, with the same remainder as the step's."""
     return STEADY * pp + microbatches % pp
@@ -525,6 +627,6 @@ def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
             plan = predict(space.profile, space.cluster, layout, sequence=space.sequence, batch=space.batch)
         except PenstockError:
             continue  # the schedule does not allow the counts
-        if known is None or not known.exact or plan.peak_bytes < known.size:
-            known = Smallest(plan.layout, plan.peak_bytes, True)
+        if known is None or not known.exact or _needed(plan) < known.size:
+            known = Smallest(plan.layout, _needed(plan), True)
     return known

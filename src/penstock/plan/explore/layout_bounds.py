@@ -14,7 +14,7 @@ from penstock.schedule.placement import Placement
 
 
 def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
-    """Return the bytes that the fullest device needs at least, whatever the schedule.
+    """Return the bytes that the fullest device needs at least, whatever the schedule; of unlike ones, its share.
 
     Before the backward of its first microbatch, the pipeline holds that microbatch on all stages.
     """
@@ -24,7 +24,9 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
     frozen = 0.0 if layout.sharding.stored else float(times.frozen_bytes.sum())
     held = frozen + float(kept.sum())
-    return (float(state_bytes(counts, layout, dtype)) + held) / layout.pp
+    limits = space.limits(layout)
+    ranks = layout.pp if isinstance(limits, float) else limits.sum()
+    return float((float(state_bytes(counts, layout, dtype)) + held) / ranks)
 
 
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
@@ -53,7 +55,7 @@ def _least_wait(space: Space, point: Point, times: LayerTimes) -> float:
 
 
 def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:
-    """Return the bytes that the fullest device needs at least with a placement of the stages.
+    """Return the bytes that the fullest device needs at least with a placement of the stages; of unlike ones, its share.
 
     A microbatch is on all stages of a rank before its first backward. Copies of a stage may take different microbatches at
     different times, so only the largest of their stages counts.
@@ -71,7 +73,7 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
         state += np.where(held, full, np.inf).min(axis=1)
     alone = all(len(ranks) == 1 for ranks in placement.holders)
     saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
-    return float((state + saved).max())
+    return float(((state + saved) / space.limits(layout)).max())
 
 
 def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, costs: StageCosts) -> float:

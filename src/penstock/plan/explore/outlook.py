@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.plan.cluster import Cluster, LinkSpeed
+from penstock.plan.cluster import Cluster, GroupedCluster, LinkSpeed, each_group, joined, sized_name
 from penstock.plan.explore.branch_and_bound import search
-from penstock.plan.explore.rejections import SAME, Reason, value_text
+from penstock.plan.explore.rejections import GROUPS, SAME, Reason, value_text
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.explore.search_space import divisors
 from penstock.plan.prediction import Prediction, predict
@@ -29,6 +30,8 @@ def grouped_reasons(result: SearchResult, most: int | None = None) -> list[tuple
     different dimensions: the quickest layouts' rows, simulated ones first.
     """
     chosen = result.best.layout.as_dict()
+    if result.best.cluster is not None:
+        chosen[GROUPS] = sized_name(result.best.cluster)
     rows, nearest = [], []
     for dimension, by_value in result.rejections.items():
         values_by_reason: dict[str, list[str]] = {}
@@ -58,7 +61,9 @@ def time_shares(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     assert costs is not None, "the best plans are predicted in full"
     assert program is not None, "the best plans are predicted in full"
     at = plan.layout.with_values(split=costs.counts)
-    alone = replace(cluster, node=LinkSpeed(), network=LinkSpeed())
+    alone = each_group(
+        plan.cluster or cluster, lambda group: replace(group, node=LinkSpeed(), network=LinkSpeed())
+    )
     quick = stage_costs(layer_times(profile, alone, at, sequence), at, program.schedule.placement)
     both = [(each.forward + each.backward + each.again, each.again) for each in (costs, quick)]
     (work, _), (unlinked, repeated) = ((float(total.sum()), float(again.sum())) for total, again in both)
@@ -100,8 +105,11 @@ def headline(
     """
     if isinstance(found, SearchResult):
         plan = found.best
-        first = [each for each in (found.with_store, found.without_pipeline) if each]
+        sentences = (found.with_store, found.without_devices, found.without_pipeline)
+        first = [each for each in sentences if each]
         layout = f"Use {plan.layout}"
+        if isinstance(cluster, GroupedCluster) and plan.cluster is not None:
+            layout += f" on {', then '.join(sized_name(plan.cluster).split('+'))}"
     else:
         plan, first, layout = found, [], str(found.layout)
     return [
@@ -128,26 +136,36 @@ def changes(
     Where none of them fits, the same space is searched again, for as long as the search took and at least `_AGAIN`
     seconds; None if that finds nothing.
     """
-    device = cluster.device
-    less = replace(cluster, device=replace(device, memory=device.memory * 0.75))
-    cases = (
-        ("half the bandwidth of the links", _with_links(cluster, 0.5), batch),
-        ("twice the bandwidth of the links", _with_links(cluster, 2.0), batch),
-        ("3/4 of the memory", less, batch),
-        ("twice the batch", cluster, 2 * batch),
+    cases: tuple[tuple[str, Callable[[Cluster], Cluster], int], ...] = (
+        ("half the bandwidth of the links", lambda given: _with_links(given, 0.5), batch),
+        ("twice the bandwidth of the links", lambda given: _with_links(given, 2.0), batch),
+        ("3/4 of the memory", lambda given: each_group(given, _with_less_memory), batch),
+        ("twice the batch", lambda given: given, 2 * batch),
     )
     return [
-        (text, _best_under(profile, changed, result, sequence, samples)) for text, changed, samples in cases
+        (text, _best_under(profile, cluster, change, result, sequence, samples))
+        for text, change, samples in cases
     ]
 
 
+def _with_less_memory(cluster: Cluster) -> Cluster:
+    device = cluster.device
+    return replace(cluster, device=replace(device, memory=device.memory * 0.75))
+
+
 def _best_under(
-    profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int
+    profile: Profile,
+    cluster: Cluster,
+    change: Callable[[Cluster], Cluster],
+    result: SearchResult,
+    sequence: int,
+    batch: int,
 ) -> Prediction | None:
     plans = []
     for plan in result.plans:
         try:
-            plans.append(predict(profile, cluster, plan.layout, sequence=sequence, batch=batch))
+            changed = change(plan.cluster or cluster)
+            plans.append(predict(profile, changed, plan.layout, sequence=sequence, batch=batch))
         except PenstockError:
             continue  # this layout does not allow the change
     best = min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
@@ -157,8 +175,8 @@ def _best_under(
     limit = max(_AGAIN, result.seconds)
     try:
         again = search(
-            profile, cluster, sequence=sequence, batch=batch, fixed=space.fixed, schedules=space.schedules,
-            devices=space.devices, top=1, limit=limit,
+            profile, change(cluster), sequence=sequence, batch=batch, fixed=space.fixed, schedules=space.schedules,
+            devices=None if isinstance(cluster, GroupedCluster) else space.devices, top=1, limit=limit,
         )  # fmt: skip
     except ConfigError:
         return None  # no layout of the space allows the batch
@@ -186,7 +204,8 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
     for ep in divisors(gcd(at.replicas * at.tp, shape.experts)):
         if ep == at.ep:
             continue
-        other = predict(profile, cluster, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch)
+        placed = plan.cluster or cluster
+        other = predict(profile, placed, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch)
         change = other.step_seconds / plan.step_seconds - 1
         quicker = f"{abs(change):.1%} {'slower' if change >= 0 else 'quicker'}"
         fits = "" if other.fits else f", more than {size_text(other.capacity)}"
@@ -195,6 +214,11 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
 
 
 def _with_links(cluster: Cluster, factor: float) -> Cluster:
+    if isinstance(cluster, GroupedCluster):
+        between = cluster.between
+        if between.bandwidth is not None:
+            between = replace(between, bandwidth=between.bandwidth * factor)
+        return joined([_with_links(group, factor) for group in cluster.groups], between)
     host = replace(cluster.host, bandwidth=cluster.host.bandwidth * factor)
     node, network = _faster(cluster.node, factor), _faster(cluster.network, factor)
     return replace(cluster, node=node, network=network, host=host)

@@ -14,6 +14,8 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 _SHARDING = ("shard", "window", "sequence_parallel", "split")
+GROUPS = "devices"
+"""Dimension of the groups of unlike devices that a layout is on."""
 DIMENSIONS = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute", *_SHARDING)
 
 SAME = 1e-9
@@ -116,12 +118,26 @@ class Rejections:
         }
 
     def _values(self, values: dict[str, Any]) -> list[_Seen]:
-        return [self._seen[key][values[key]] for key in DIMENSIONS if key in values]
+        # Of unlike devices, layouts have numbers of blocks of their own, which are no choice to compare.
+        return [
+            self._seen[key][values[key]]
+            for key in DIMENSIONS
+            if key in values and not isinstance(values[key], tuple)
+        ]
 
 
 def value_text(value: Any) -> str:
     """Return a value as in the text of a layout."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def needs_text(size: float, capacity: float) -> str:
+    """Return what a device needs of what it has; where devices are unlike, both are shares of their memory."""
+    if capacity == 1.0:
+        return f"{size:.0%} of a device's memory"
+    return f"{size / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
 
 
 def _order(value: Any) -> tuple[bool, float, str]:
@@ -137,5 +153,5 @@ def _reason(seen: _Seen, best: float, capacity: float) -> Reason:
     if seen.bound < math.inf:
         return Reason(f"at least {slower:.1%} slower", slower)
     if seen.smallest < math.inf:
-        return Reason(f"does not fit: at least {seen.smallest / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
+        return Reason(f"does not fit: at least {needs_text(seen.smallest, capacity)}")
     return Reason("cannot run")

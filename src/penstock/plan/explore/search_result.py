@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
-from penstock.plan.explore.rejections import Reason, Smallest
+from penstock.plan.cluster import sized_name
+from penstock.plan.explore.rejections import GROUPS, Reason, Smallest, needs_text
 from penstock.plan.explore.search_space import Space
 from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
@@ -40,7 +41,8 @@ class SearchResult:
         smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
         not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
-        capacity, reserved: bytes of a device's memory that a layout may use, and that are left free.
+        capacity, reserved: bytes of a device's memory that a layout may use, and that are left free; 1 and 0 of unlike ones,
+            whose sizes in `smallest` are shares.
         space: the layouts that were searched.
         needs_store: True if they have a store because no layout without one fits.
     """
@@ -68,6 +70,22 @@ class SearchResult:
             "No layout fits on the devices alone: weights, gradients and the optimizer's state are in host memory, and "
             "come to a device as it needs them."
         )
+
+    @property
+    def without_devices(self) -> str:
+        """Sentence that says which groups of devices to leave out, because the step is quicker then; empty otherwise."""
+        others = self.rejections.get(GROUPS, {})
+        used = sized_name(self.best.cluster).split("+") if self.plans and self.best.cluster else []
+        whole = {name: reason for name, reason in others.items() if len(name.split("+")) > len(used)}
+        if not whole:
+            return ""
+        nearest = min(whole, key=lambda name: whole[name].slower)
+        left = [name for name in nearest.split("+") if name not in used]
+        them = "it" if len(left) == 1 else "them"
+        slower = f"no layout with {them} fits or can run"
+        if whole[nearest].slower < math.inf:
+            slower = f"{nearest}, the quickest with {them}, is {whole[nearest].text}"
+        return f"Leave {' and '.join(left)} out: {slower}."
 
     @property
     def without_pipeline(self) -> str:
@@ -112,14 +130,17 @@ class SearchResult:
             )
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
+        needs = f"{_text(size)} of {_text(self.capacity)} per device"
+        if self.capacity == 1.0:
+            needs = needs_text(size, self.capacity)
         reserved = (
             f" besides the {_text(self.reserved)} in reserve, which --memory-limit can allow"
             if self.reserved
             else ""
         )
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{_text(size)} of {_text(self.capacity)} per device"
-            f"{reserved}: {layout}. Take more devices, devices with more memory, or a smaller batch or sequence; "
+            f"no layout fits in memory; the smallest needs {least}{needs}{reserved}: {layout}. "
+            "Take more devices, devices with more memory, or a smaller batch or sequence; "
             "a chunked loss (--fix chunked_loss=true); or train an adapter (--lora, --base-bits)"
         )
 
@@ -138,6 +159,7 @@ class SearchResult:
             "not_compared": list(self.not_compared),
             "with_store": self.with_store,
             "without_pipeline": self.without_pipeline,
+            "without_devices": self.without_devices,
         }
 
 

@@ -9,9 +9,13 @@ from itertools import product
 from math import gcd
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, GroupedCluster, groups_of
+from penstock.plan.device_groups import common_dtypes, usable_bytes
 from penstock.plan.prediction import family_schedule, require_storable, step_program
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
@@ -70,6 +74,16 @@ class Space:
     # Whether gradients and weights are sharded where that alone makes a layout fit. If reductions do not overlap, nothing
     # hides that traffic, so a search tries it only if no other layout fits.
     shards: bool = True
+
+    @property
+    def most_bytes(self) -> float:
+        """What a device may use: bytes of its memory, or 1 for its whole share if devices are unlike."""
+        return 1.0 if isinstance(self.cluster, GroupedCluster) else self.cluster.device.usable
+
+    def limits(self, layout: Layout) -> npt.NDArray[np.float64] | float:
+        """Return by which numbers the bytes of pipeline ranks are divided for `most_bytes`, of shape (ranks,) or 1."""
+        limits = usable_bytes(self.cluster, layout)
+        return 1.0 if limits is None else limits
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
@@ -133,6 +147,9 @@ class Space:
             except ConfigError:
                 continue
             counts.add(costs.counts)
+            if isinstance(self.cluster, GroupedCluster):
+                yield at, costs  # memory may ask for another split; see `fitting_costs`
+                continue
             yield replace(at, split="even") if split == "cost" and costs.counts == even else at, costs
 
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
@@ -255,6 +272,8 @@ class Space:
 
     def with_store(self) -> Space | None:
         """Return the space of one pipeline over all devices with weights in host memory; None if it is not allowed."""
+        if isinstance(self.cluster, GroupedCluster):
+            return None
         of_bits = self.profile.shape is not None and self.profile.shape.base_bits < 16
         if (
             of_bits
@@ -268,8 +287,12 @@ class Space:
 
     def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield every (pp, dp, tp, cp)."""
-        per_node = self.cluster.ranks_per_node
+        per_node = gcd(*(group.ranks_per_node for group in groups_of(self.cluster)))
         shape = self.profile.shape
+        # A rank's devices are of one group, so that many divide each group, and all groups have ranks.
+        shared = self.devices
+        if isinstance(self.cluster, GroupedCluster):
+            shared = gcd(*(group.devices for group in self.cluster.groups))
         for tp in self._values("tp", [t for t in divisors(per_node) if self.devices % t == 0]):
             divides = shape is None or not any(n % tp for n in (shape.heads, shape.kv_heads, shape.ffn))
             whole = shape is None or shape.is_whole  # its matrices are not divided
@@ -280,6 +303,8 @@ class Space:
                 if rest % (cp * pp) or pp > self.profile.blocks:
                     continue
                 dp = rest // (cp * pp)
+                if shared % (dp * cp * tp):
+                    continue
                 if self.stored and dp * cp * tp > 1:
                     continue
                 if self.fixed.get("dp", dp) == dp and self.batch % dp == 0:
@@ -383,7 +408,7 @@ def not_compared(space: Space) -> tuple[str, ...]:
         at = Layout(dtype=fixed.get("dtype"), attention=fixed.get("attention"))
         ours = dtype_of(profile, cluster, at)
         if "dtype" not in fixed:
-            found += [f"dtype={dtype}" for dtype in cluster.device.matmul if dtype != ours]
+            found += [f"dtype={dtype}" for dtype in common_dtypes(cluster) if dtype != ours]
         if "attention" not in fixed:
             unfused = attention_of(profile, cluster, at) == "unfused"
             found.append(f"attention={'fused' if unfused else 'unfused'}")
@@ -394,10 +419,13 @@ def not_compared(space: Space) -> tuple[str, ...]:
     if "overlap" not in fixed:
         found.append(f"overlap={'false' if cluster.overlap else 'true'}")
     shape = profile.shape
+    if isinstance(cluster, GroupedCluster):
+        found.append("replicas of the pipeline on unlike groups, which would share a batch by their speeds")
     across = 2 * cluster.ranks_per_node
     sizes = () if shape is None or shape.is_whole else (shape.heads, shape.kv_heads, shape.ffn)
     if (
         sizes
+        and not isinstance(cluster, GroupedCluster)
         and not any(size % across for size in sizes)
         and "tp" not in fixed
         and space.devices % across == 0

@@ -45,13 +45,14 @@ def with_searched_order(
             continue
         schedule = plan.program.schedule
         backward: BackwardMode = "split" if (schedule.kind == Kind.W).any() else "full"
-        costs = op_costs(plan.costs, cluster, plan.layout, profile.runtime, profile.op_overhead)
+        placed = plan.cluster or cluster
+        costs = op_costs(plan.costs, placed, plan.layout, profile.runtime, profile.op_overhead)
         found = search_schedule(
             schedule.placement, schedule.microbatches, costs, backward, _budget(plan), seconds=seconds
         )
         ours = predict(
             profile,
-            cluster,
+            placed,
             plan.layout,
             sequence=sequence,
             batch=batch,
@@ -72,10 +73,11 @@ def _budget(plan: Prediction) -> Budget:
     schedule, costs = plan.program.schedule, plan.costs
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     free = []
-    for rank, stages in zip(plan.memory, schedule.placement.stages_of, strict=True):
+    capacities = plan.capacities or (plan.capacity,) * len(plan.memory)
+    for rank, stages, most in zip(plan.memory, schedule.placement.stages_of, capacities, strict=True):
         states = rank.weights + rank.gradients + rank.optimizer
         inside = float(costs.transient[list(stages)].max())
-        free.append((plan.capacity - states) / (1 + MARGIN) - rank.messages - rank.buckets - inside)
+        free.append((most - states) / (1 + MARGIN) - rank.messages - rank.buckets - inside)
     budget = Budget(0, saved, waiting, freed_at="B")
     # The plan itself fits, so its order may be the first.
     limit = np.maximum(np.array(free).astype(np.int64), budget.peak(schedule))

@@ -1,0 +1,152 @@
+"""Sentences beside a prediction: what it takes as given, and how far it may be wrong."""
+
+from __future__ import annotations
+
+from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster, GroupedCluster, groups_of
+from penstock.plan.device_groups import device_names
+from penstock.plan.rank_memory import residency_of, stored_bytes
+from penstock.plan.run_layout import Layout
+from penstock.plan.stage_costs import StageCosts, attention_of, dtype_of, rank_parameters
+from penstock.profile.closed_form import MAIN_BYTES, PARAMETER_BYTES
+from penstock.profile.model_profile import Profile
+from penstock.schedule.schedule import Schedule
+from penstock.show.units import size_text, time_text
+
+
+def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
+    """Return sentences about what a layout leaves open, and what a prediction of it takes as given."""
+    sentences = []
+    if profile.shape is not None:
+        if profile.shape.windowed and profile.shape.window < sequence:
+            sentences.append(
+                f"Attention is counted over all {sequence:,} tokens, but {profile.shape.windowed} of {profile.shape.layers} "
+                f"blocks attend to windows of {profile.shape.window:,}; kernels that skip the rest are faster."
+            )
+        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
+            sentences.append(
+                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
+                "attention=fused predicts kernels that do not."
+            )
+        if profile.shape.adapter_rank:
+            sentences.append(
+                f"Adapters of rank {profile.shape.adapter_rank} beside all matrices of the blocks are trained; the base has "
+                f"{profile.shape.base_bits} bits. TFLOP/s and MFU leave out gradients of the base, which nothing computes."
+            )
+        if layout.ep > 1:
+            sentences.append(
+                f"The fullest of the {layout.ep} devices that divide the experts gets {layout.imbalance:g} times the mean "
+                "number of rows (imbalance); layers wait for each exchange of rows."
+            )
+        if layout.cp > 1 and layout.sequence_parallel:
+            sentences.append(
+                "Sequence parallelism beside cp is only predicted: Pipeline refuses them together."
+            )
+        dtype = dtype_of(profile, cluster, layout)
+        sentences.append(
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per "
+            f"{'trained ' if profile.shape.adapter_rank else ''}parameter for weights, gradients and "
+            f"AdamW{', or a moment less of matrices that Muon updates' if layout.optimizer == 'muon' else ''}."
+        )
+    elif profile.source == "traced":
+        sentences.append(
+            f"Layers are traced with tp=1, kernel by kernel as torch runs them in {profile.dtype}; fused kernels keep less "
+            "and are faster."
+        )
+    if machine := profile.machine:
+        sentences.append(
+            f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
+            f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
+        )
+    if layout.overlap is None and not cluster.overlap and layout.replicas > 1:
+        fitted = next(group.name for group in groups_of(cluster) if not group.overlap)
+        sentences.append(
+            f"Gradients are reduced after the backward, as in the published runs that {fitted} is fitted to; "
+            "overlap=true predicts reductions that hide behind it."
+        )
+    if isinstance(cluster, GroupedCluster):
+        sentences.append(_groups_text(cluster, layout))
+    for name, sheet in dict.fromkeys((group.name, group.data_sheet) for group in groups_of(cluster)):
+        if sheet:
+            sentences.append(
+                f"Rates of {name} are those of its data sheet ({sheet}) times the shares that fitted "
+                "presets reach; measure your machine with penstock doctor --measure."
+            )
+    sentences.append(interval(profile, cluster, layout, sequence)[1])
+    if layout.devices < cluster.devices:
+        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
+    return tuple(sentences)
+
+
+def _groups_text(cluster: GroupedCluster, layout: Layout) -> str:
+    """Return a sentence about the devices of the pipeline ranks, and the link between groups."""
+    names = device_names(cluster, layout)
+    first = [rank for rank in range(layout.pp) if rank == 0 or names[rank] != names[rank - 1]]
+    spans = [
+        f"{names[start]} has {f'rank {start}' if stop == start + 1 else f'ranks {start} to {stop - 1}'}"
+        for start, stop in zip(first, [*first[1:], layout.pp], strict=True)
+    ]
+    link = cluster.link_between
+    return (
+        f"Of the pipeline, {', '.join(spans)}; a message between groups takes {time_text(link.latency)} and "
+        f"{link.bandwidth / 1e9:.3g} GB/s. Replicas, and devices that divide layers, are of one group."
+    )
+
+
+def sharded_text(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
+    """Return a sentence about the gathers and reductions of a sharded layout, or that nothing is sharded."""
+    if layout.shard != "none" and layout.replicas == 1:
+        return (
+            f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
+        )
+    if not layout.sharding.comes_and_goes or layout.sharding.stored:
+        return ()
+    text = residency_of(schedule, layout.sharding).summary()
+    return (f"Over {layout.replicas} replicas, {text}.",)
+
+
+def stored_text(
+    schedule: Schedule, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
+) -> tuple[str, ...]:
+    """Return a sentence about what is in a store, and what its copies take."""
+    if not layout.sharding.stored:
+        return ()
+    devices, host = min(layout.pp, cluster.ranks_per_node), cluster.host
+    kept = stored_bytes(schedule, costs, layout, dtype)
+    of_node = max(float(kept[first : first + devices].sum()) for first in range(0, layout.pp, devices))
+    room = f"The memory of a host must have room for {size_text(of_node)}"
+    if layout.store == "disk":
+        # Main weights are kept by `PipelineOptimizer`, in host memory.
+        trained = rank_parameters(costs, schedule.placement)[0]
+        main = MAIN_BYTES[dtype] * max(
+            float(trained[first : first + devices].sum()) for first in range(0, layout.pp, devices)
+        )
+        beside = f", and its memory for {size_text(main)} of main weights" if main else ""
+        room = f"The disks of a host must have room for {size_text(of_node - main)}{beside}"
+    text = residency_of(schedule, layout.sharding).summary()
+    rate = host.fetch_rate(layout.store, devices)
+    return (f"{room}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
+
+
+def interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
+    """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
+    if layout.sharding.stored:
+        return None, "There is no interval: no step with a store has been compared with a prediction."
+    if isinstance(cluster, GroupedCluster):
+        return None, "There is no interval: no step on unlike devices has been compared with a prediction."
+    if cluster.error is None:
+        compared = f"no step on {cluster.name} has been compared with a prediction"
+        why = compared if cluster.data_sheet else f"the file of the cluster {cluster.name} has no error"
+        return None, f"There is no interval: {why}."
+    name, shape = cluster.name, profile.shape
+    again = "; measure again on a quiet machine"
+    noisy = again if max(cluster.error, profile.spread) > UNSTEADY and name not in PRESETS else ""
+    known = [
+        (cluster.error, f"the error of {name}{noisy}"),
+        (profile.spread, f"the spread of the measured {profile.name}{noisy}"),
+    ]
+    if shape is not None and shape.experts and cluster.expert_error is not None:
+        known.append((cluster.expert_error, f"the error of {name} for mixtures of experts"))
+    if shape is not None and (far := cluster.beyond(layout.tp, sequence)):
+        known.append((ERROR_BEYOND, f"no published step is near {far}"))
+    error, why = max(known, key=lambda pair: pair[0])
+    return error, f"The interval is the step divided and multiplied by {1 + error:.3g}: {why}."
