@@ -3,7 +3,8 @@
 An executor has one tuple of participants, and calls those that do something in a phase of a step:
 
 1. `Participant.begin`, in their order.
-2. While the ops run, where the Program says: `unshard`, `before`, `reshard`, `reduce`, `complete` and `settle`.
+2. While the ops run, where the Program says: `unshard`, `before`, `before_gradients`, `reshard`, `reduce`,
+   `complete` and `settle`.
 3. `finish`, once the ops are done, and then `agree`, both in the opposite order.
 4. `end`; or after an error in any of these phases `abandon`, in the opposite order.
 
@@ -143,6 +144,9 @@ class Participant:
 
     def before(self, stage: int) -> None:
         """Have a stage's weights ready for a backward, or a recomputation, that comes next."""
+
+    def before_gradients(self, stage: int) -> None:
+        """Have the sums of a stage's gradients ready, to which the op that comes next adds: a backward, or a half of one."""
 
     def reshard(self, stage: int) -> None:
         """Drop a stage's weights."""

@@ -215,9 +215,15 @@ class OpCompiler:
             if self._program.last_gradient_rows.get((self._rank, index)) in rows:
                 for last_backward in last_backwards:
                     calls = [last_backward(stage, partial(_call_all, calls))]
+        ops = [self._program.schedule.op(row) for row in rows]
         # A forward waits layer by layer, in the stage's module.
-        read = [op.stage for op in map(self._program.schedule.op, rows) if op.kind not in (Kind.F, Kind.W)]
-        return [*(call for stage in read for call in self._calls("before", stage)), *calls]
+        read = [op.stage for op in ops if op.kind not in (Kind.F, Kind.W)]
+        added = [op.stage for op in ops if op.kind not in (Kind.F, Kind.R)]
+        return [
+            *(call for stage in read for call in self._calls("before", stage)),
+            *(call for stage in added for call in self._calls("before_gradients", stage)),
+            *calls,
+        ]
 
     def _calls(self, method: str, *args: int) -> list[Callable[[], None]]:
         return [partial(bound, *args) for bound in overrides(self._participants, method)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from threading import Event
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.host_store.stored import StoredParameter
+from penstock.parallel.host_store.memory import HostMemory
+from penstock.parallel.host_store.participant import StoreParticipant
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
@@ -81,6 +84,47 @@ def test_steps_are_those_of_plain_pytorch(schedule, ranks, virtual_stages, windo
     expected, weights = plain_run(optimizer, accumulate)
     assert all(map(torch.equal, losses, expected))
     assert_equal(dict(net.state_dict()), dict(weights))
+
+
+@pytest.mark.parametrize("store", ["disk", *slow("host")])
+@pytest.mark.parametrize(("schedule", "every"), [("zb-h2", 2), *slow(("zb-h1", 1), ("zb-v", 1))])
+def test_weight_halves_add_to_sums_that_have_left_since_their_input_half(schedule, every, store):
+    net, twin = plain.model(4), plain.model(4)
+    options = ParallelOptions(store=store, window=1, reduce_every=every)
+    settings = {"microbatches": 6, "schedule": schedule, "ranks": 2}
+    with (
+        Pipeline(net, nn.functional.mse_loss, parallel=options, **settings) as pipe,
+        Pipeline(twin, nn.functional.mse_loss, **settings) as whole,
+    ):
+        for each in (pipe, whole):
+            each.step(*plain.batch(0, 12))
+        plain.require_equal_gradients(net, twin)
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_copies_run_beside_ops_and_ops_wait_for_their_own(monkeypatch, store):
+    """With two places, the fetch of the second stage ends only when an op of the first one, before which it began, runs."""
+    net, ran = plain.model(4), Event()
+    fetched: list[bool] = []
+
+    def slow_copy(self: HostMemory, target: Tensor, source: Tensor) -> None:
+        if source.data_ptr() == home and not fetched:
+            fetched.append(ran.wait(60))
+        copy_of_torch(self, target, source)
+
+    options = ParallelOptions(store=store, window=2)
+    settings = {"microbatches": 2, "schedule": "breadth-first", "virtual_stages": 2}
+    with Pipeline(net, nn.functional.mse_loss, parallel=options, **settings) as pipe:
+        copy_of_torch, home = HostMemory.copy, net[2][0].weight.data_ptr()
+        monkeypatch.setattr(HostMemory, "copy", slow_copy)
+        calls = itertools.count()
+        net[1].register_forward_hook(lambda *_: ran.set() if next(calls) == 1 else None)
+        x, y = plain.batch(0, 8)
+        pipe.step(x, y)
+    twin = plain.model(4)
+    plain.step(twin, nn.functional.mse_loss, x, y, 2)
+    assert fetched == [True]
+    plain.require_equal_gradients(net, twin)
 
 
 def trained(
@@ -172,7 +216,7 @@ def test_steps_are_those_of_a_pipeline_without_a_store(case, store):
 
 
 def test_a_weight_that_is_not_fetched_is_not_a_number(monkeypatch):
-    monkeypatch.setattr(StoredParameter, "fetch", lambda self, stream: None)
+    monkeypatch.setattr(StoreParticipant, "unshard", lambda self, stage: None)
     with Pipeline(
         plain.model(2), nn.functional.mse_loss, microbatches=2, parallel=ParallelOptions(**DISK)
     ) as pipe:

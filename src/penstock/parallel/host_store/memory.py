@@ -50,6 +50,10 @@ class HostMemory:
         """Return a tensor with the values of another one, which may be that itself."""
         return values if values.device.type == "cpu" and not self._pinned else self._copied(values)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy values between a device and the store; on a GPU, on its current stream, for which the host does not wait."""
+        target.copy_(source, non_blocking=True)
+
     def _copied(self, values: Tensor) -> Tensor:
         copied = self.empty(values.numel(), values.dtype).as_strided(values.shape, values.stride())
         return copied.copy_(values)

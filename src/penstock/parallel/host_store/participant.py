@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from penstock.parallel.host_store.link import Link
 from penstock.parallel.host_store.stored import StoredParameter
 from penstock.parallel.participant import Participant, Step, StepFailure
-from penstock.parallel.replicas.bucket import ReductionStream
 from penstock.stage.module import StageModule
 
 
@@ -26,14 +27,17 @@ class StoreParticipant(Participant):
         device: torch.device,
     ) -> None:
         self._stored = stored
-        self._stream = ReductionStream(device)
+        self._link = Link(device)
         self._begun = False
+        # By stage, functions that wait for its values, and for its gradients to be at home.
+        self._coming: dict[int, Callable[[], object]] = {}
+        self._leaving: dict[int, Callable[[], object]] = {}
         storages = {each.storage for each in self}
         for s, module in modules.items():
             # A split backward's W runs without weights, so that I computes what needs them.
             module.released = lambda t: t.layout is torch.strided and t.untyped_storage()._cdata in storages
-            if self._stream.stream is not None and stored[s]:
-                module.before = [self._stream.join] * len(module.layers)
+            if stored[s]:
+                module.before = [partial(self.before, s)] * len(module.layers)
 
     def __iter__(self) -> Iterator[StoredParameter]:
         return (each for of_stage in self._stored.values() for each in of_stage)
@@ -45,33 +49,45 @@ class StoreParticipant(Participant):
 
     def begin(self, step: Step) -> None:
         self._begun = True
+        self._link.open()
         for each in self:
             each.begin()
 
     def unshard(self, stage: int) -> None:
-        for each in self._stored[stage]:
-            each.fetch(self._stream)
+        absent = [each for each in self._stored[stage] if not each.resident]
+        for each in absent:
+            each.expect()
+        self._coming[stage] = self._link.start([each.fetch for each in absent])
 
     def before(self, stage: int) -> None:
-        self._stream.join()
-        for each in self._stored[stage]:
-            each.resume()
+        # Later copies are not waited for: they run beside this op.
+        if (wait := self._coming.pop(stage, None)) is not None:
+            wait()
 
     def reshard(self, stage: int) -> None:
         for each in self._stored[stage]:
             each.drop()
 
+    def before_gradients(self, stage: int) -> None:
+        if (wait := self._leaving.get(stage)) is not None:
+            wait()
+        if returning := [each for each in self._stored[stage] if each.resume()]:
+            self._link.start([each.bring_gradient for each in returning])()
+
     def reduce(self, stage: int) -> None:
-        for each in self._stored[stage]:
-            each.send_gradient(self._stream)
+        leaving = [each for each in self._stored[stage] if each.release_gradient()]
+        self._leaving[stage] = self._link.start([each.send_gradient for each in leaving])
 
     def settle(self) -> None:
-        for each in self:
-            each.settle()
+        for stage, wait in self._leaving.items():
+            wait()
+            for each in self._stored[stage]:
+                each.settle()
+        self._leaving.clear()
 
     def finish(self) -> None:
-        if self._stream.stream is not None:
-            self._stream.stream.synchronize()
+        self.settle()
+        self._link.close()
         for each in self:
             each.require_unwritten()
         self._end(keeps=True)
@@ -83,5 +99,8 @@ class StoreParticipant(Participant):
 
     def _end(self, keeps: bool) -> None:
         self._begun = False
+        self._link.close()
+        self._coming.clear()
+        self._leaving.clear()
         for each in self:
             each.end(keeps)

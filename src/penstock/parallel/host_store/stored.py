@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from penstock.base.errors import PenstockError
 from penstock.parallel.dtensor import dense_strides, gradient_dtype
 from penstock.parallel.host_store.memory import HostMemory
-from penstock.parallel.replicas.bucket import ReductionStream
 
 
 class StoredParameter:
@@ -84,21 +83,17 @@ class StoredParameter:
         parameter.data = self._absent.expand(home.shape)
         self._differences.clear()
 
-    def fetch(self, stream: ReductionStream) -> None:
-        """Start to copy the values to the device."""
-        if self.resident:
-            return
+    def expect(self) -> None:
+        """Have room on the device for the values, which are to be fetched."""
         self.resident = True
         self._words.untyped_storage().resize_(self._words.nbytes)
         self.parameter.data = self._values
         self._version = self.parameter._version
-        stream.wait_for(self._words, [stream.compute_stream()])
-        with stream.use():
-            self._values.copy_(self.home, non_blocking=True)
-            self._bits = self._words.sum()
-        compute = stream.compute_stream()
-        if compute is not None:  # which reads the sum, so that its memory is not used again before
-            self._bits.record_stream(compute)
+
+    def fetch(self) -> None:
+        """Copy the values to the device."""
+        self._memory.copy(self._values, self.home)
+        self._bits = self._words.sum()
 
     def drop(self) -> None:
         """Drop the values on the device; a write that torch counts goes home first."""
@@ -109,6 +104,8 @@ class StoredParameter:
         if self.parameter._version != self._version:
             self.home.copy_(self.parameter.detach())
         else:
+            if self._bits.is_cuda:  # so that the memory of the sum is not used again before it is read
+                self._bits.record_stream(torch.cuda.current_stream(self._bits.device))
             moved = self.parameter.numel() and self.parameter.data_ptr() != self._values.data_ptr()
             self._differences.append(self._bits * 0 + 1 if moved else self._words.sum() - self._bits)
         self.parameter.data = self._absent.expand(self.home.shape)
@@ -117,30 +114,42 @@ class StoredParameter:
     def _free(self) -> None:
         self._words.untyped_storage().resize_(0)
 
-    def resume(self) -> None:
-        """Give the parameter the sums at home back, to which a backward adds."""
+    def resume(self) -> bool:
+        """Give the parameter the sums at home back, to which a backward adds; return whether they are to be copied first."""
         parameter = self.parameter
-        if parameter.grad is None and self._gradient is not None and parameter.requires_grad:
-            kept = self._gradient is self._room or self._gradient.device != self._words.device
-            parameter.grad = self._gradient.to(self._words.device, copy=True) if kept else self._gradient
+        if parameter.grad is not None or self._gradient is None or not parameter.requires_grad:
+            return False
+        copied = self._gradient is self._room or self._gradient.device != self._words.device
+        here = torch.empty_like(self._gradient, device=self._words.device) if copied else self._gradient
+        parameter.grad = here
+        return copied
 
-    def send_gradient(self, stream: ReductionStream) -> None:
-        """Start to move the gradient home."""
+    def bring_gradient(self) -> None:
+        """Copy the sums at home to the parameter's gradient."""
+        assert self.parameter.grad is not None, "it was resumed"
+        assert self._gradient is not None, "it was resumed"
+        self._memory.copy(self.parameter.grad, self._gradient)
+
+    def release_gradient(self) -> bool:
+        """Take the gradient from the parameter; return whether it is to be copied home."""
         grad = self.parameter.grad
         if grad is None:
-            return
+            return False
         if grad.layout is not torch.strided:
             raise PenstockError(
                 f"parameter {self.name} got a sparse gradient, and a store keeps dense ones only; make its layer with "
                 "sparse=False (nn.Embedding), or leave the store out"
             )
-        self._leaving, self.parameter.grad, self._gradient = grad, None, self._room
-        if self._gradient is None:  # the device's memory is the host's
-            self._gradient = grad
-            return
-        stream.wait_for(grad, [stream.compute_stream()])
-        with stream.use():
-            self._gradient.copy_(grad, non_blocking=True)
+        self._leaving, self.parameter.grad = grad, None
+        # Without room at home, the device's memory is the host's.
+        self._gradient = grad if self._room is None else self._room
+        return self._room is not None
+
+    def send_gradient(self) -> None:
+        """Copy the gradient home."""
+        assert self._gradient is not None, "it was released"
+        assert self._leaving is not None, "it was released"
+        self._memory.copy(self._gradient, self._leaving)
 
     def settle(self) -> None:
         """Let the device's memory of a gradient that has gone home go."""
