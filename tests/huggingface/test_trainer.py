@@ -35,6 +35,7 @@ from tests.support.hf_trainer import (
     trainer,
 )
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 
 
 @pytest.mark.parametrize(
@@ -152,8 +153,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path, accumulat
 
     whole = run(4, "whole")
     run(2, "parts")
-    for name, value in run(4, "parts", resume=True).items():
-        assert torch.equal(value, whole[name]), name
+    assert_equal(run(4, "parts", resume=True), whole)
 
 
 class Numbered(penstock.PipelineTrainer):

@@ -17,6 +17,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.groups import run_cases
 from tests.support.replicas import batch, buckets_of, gradients, loss_of, model, share, step
+from tests.support.states import assert_equal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +82,7 @@ def test_replicas_wait_for_the_streams_that_fill_the_buckets(processes: LocalPro
         loss_of(net, *shares(3, rank)).backward()
     first, second = processes.run(2, reduces, timeout=300)
     assert_close(first, gradients(net))
-    for name in first:
-        assert torch.equal(first[name], second[name])
+    assert_equal(first, second)
 
 
 def stays_on_the_device(rank: int) -> dict[str, torch.Tensor]:

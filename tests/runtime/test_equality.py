@@ -22,6 +22,7 @@ from penstock.verify.training import verify
 from tests.support import plain
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 
 IN_ORDER = ["gpipe", "1f1b", "interleaved-1f1b"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
@@ -199,9 +200,7 @@ def unequal_copies(rank: int) -> dict[str, torch.Tensor]:
 
 def test_copies_in_processes_start_equal_and_stay_bit_identical(processes: LocalProcesses):
     first, second = processes.run(2, unequal_copies)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name])
+    assert_equal(first, second)
 
 
 def converted(rank: int, family: str) -> list[dict[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ from penstock.stage.compute.runner import LayerBytes
 from tests.support import plain
 from tests.support.groups import outcome
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 
 WIDTH, ROWS, M = plain.WIDTH, 4, 4
 
@@ -79,9 +80,7 @@ def train(rank: int, options: dict, steps: int = 3) -> tuple[list[Tensor], dict[
 
 def assert_same(found: tuple, wanted: tuple) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
-    assert found[1].keys() == wanted[1].keys()
-    for name, value in wanted[1].items():
-        assert torch.equal(found[1][name], value), name
+    assert_equal(found[1], wanted[1])
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +113,7 @@ def test_dropout_and_recompute_are_the_same_in_processes(processes: LocalProcess
     alone = ExecutionOptions(threads=1)  # as in `unsplit`: sums of several threads have another order
     options = {"ranks": 2, "schedule": "zb-h1", "recompute": "full", "execution": alone}
     parts = processes.run(2, train, options)
-    joined = (parts[0][0], {name: value for _, state in parts for name, value in state.items()})
-    assert_same(joined, (unsplit[0], joined[1]))
-    for name, value in unsplit[1].items():
-        assert torch.equal(joined[1][name], value), name
+    assert_same((parts[0][0], {name: value for _, state in parts for name, value in state.items()}), unsplit)
 
 
 def with_recompute(schedule: Schedule, early: bool) -> Schedule:

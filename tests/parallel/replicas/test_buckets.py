@@ -32,14 +32,9 @@ from tests.support.replicas import (
     share,
     step,
 )
+from tests.support.states import assert_equal
 
 Gradients = dict[str, Any]
-
-
-def assert_equal(one: Gradients, other: Gradients) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
 
 
 def assert_close(one: Gradients, other: Gradients, scale: float = 64.0) -> None:

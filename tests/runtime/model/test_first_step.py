@@ -20,6 +20,7 @@ from penstock.train.model import llama
 from tests.support import mixtures, own_models, unsplittable
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 from tests.zoo.case import KINDS as LAYERS
 from tests.zoo.kind import WIDTH
 
@@ -203,9 +204,7 @@ def steps(
 def assert_same(one: tuple, other: tuple) -> None:
     assert torch.equal(torch.stack(one[0]), torch.stack(other[0]))
     for these, those in zip(one[1:3], other[1:3], strict=True):
-        assert these.keys() == those.keys()
-        for name, value in these.items():
-            assert torch.equal(value, those[name]), name
+        assert_equal(these, those)
     assert torch.equal(one[3], other[3])
 
 

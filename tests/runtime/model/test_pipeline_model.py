@@ -19,6 +19,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import own_models
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 
 STEPS, MICROBATCHES = 2, 2
 
@@ -176,8 +177,7 @@ def test_unsplit_returns_the_module_that_was_given():
         state = pipe.full_state_dict()
         assert pipe.unsplit() is net
     assert net.lm_head.weight is net.transformer.wte.weight
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, state[name])
+    assert_equal(net.state_dict(), state)
     x, y = own_models.batch()
     net(x, y)[1].backward()  # an ordinary module again
     assert all(p.grad is not None for p in net.parameters())

@@ -13,7 +13,7 @@ from penstock.base.errors import ConfigError, NonFiniteError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.support import plain
+from tests.support import plain, states
 from tests.support.groups import run_cases
 from tests.support.lanes import exhaustive, slow
 
@@ -112,16 +112,14 @@ def pipelined(rank: int, ranks: int, family: str, name: str, case: str) -> tuple
         return {n: p.detach() for n, p in pipe.named_parameters()}, norms, rates
 
 
-def assert_equal(parts: list, expected: tuple[dict, list, list], given: dict) -> None:
+def assert_as_expected(parts: list, expected: tuple[dict, list, list], given: dict) -> None:
     weights, norms, rates = expected
     seen = {}
     for part, part_norms, part_rates in parts:
         seen.update(part)
         assert part_rates == rates
         assert part_norms == (norms if "clip" in given else [None] * STEPS)
-    assert seen.keys() == weights.keys()
-    for name in weights:
-        assert torch.equal(seen[name], weights[name]), name
+    states.assert_equal(seen, weights)
 
 
 ALL = [("adamw", case) for case in CASES] + [(name, "groups") for name in OPTIMIZERS if name != "adamw"]
@@ -140,22 +138,20 @@ ALL = [("adamw", case) for case in CASES] + [(name, "groups") for name in OPTIMI
     ],
 )
 def test_threads_give_the_weights_of_one_torch_optimizer(ranks, family, name, case):
-    assert_equal([pipelined(0, ranks, family, name, case)], unsplit(name, CASES[case]), CASES[case])
+    assert_as_expected([pipelined(0, ranks, family, name, case)], unsplit(name, CASES[case]), CASES[case])
 
 
 @pytest.mark.parametrize(("ranks", "family"), [*slow((2, "zb-v")), *exhaustive((4, "1f1b"))])
 def test_processes_give_the_weights_of_one_torch_optimizer(processes: LocalProcesses, ranks, family):
     told = run_cases(processes, ranks, pipelined, [(ranks, family, *case) for case in ALL])
     for (name, case), parts in zip(ALL, told, strict=True):
-        assert_equal(parts, unsplit(name, CASES[case]), CASES[case])
+        assert_as_expected(parts, unsplit(name, CASES[case]), CASES[case])
 
 
 @pytest.mark.slow
 def test_copies_of_a_stage_stay_bit_identical_in_processes(processes: LocalProcesses):
     (first, *_), (second, *_) = processes.run(2, pipelined, 2, "chimera", "adamw", "cosine")
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name])
+    states.assert_equal(first, second)
 
 
 def test_each_rank_steps_on_its_own_thread():

@@ -12,6 +12,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.lanes import exhaustive, slow
+from tests.support.states import assert_equal
 from tests.support.tied import Head, batch, loss_fn, model
 
 MICROBATCHES = 4
@@ -104,9 +105,7 @@ def test_a_tied_weights_state_goes_from_one_split_to_another():
                 pipe.step(*batch(n))
                 optimizer.step()
             found.append(copy.deepcopy(dict(pipe.state_dict())))
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
+    assert_equal(*found)
 
 
 def test_main_weights_keep_a_tied_weights_gradient_in_float32_on_every_stage():

@@ -15,6 +15,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.runtime.optim import test_optimizer_mesh as mesh
 from tests.support import plain
 from tests.support.groups import run_cases
+from tests.support.states import assert_equal
 
 LAYERS, MICROBATCHES, STEPS = 4, 4, 5
 MATRICES = [f"{n}.0.weight" for n in range(LAYERS)]
@@ -75,8 +76,7 @@ def test_a_scheduler_of_all_ranks_gives_the_weights_of_torch_alone(
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-    for name, expected in unsplit(make, schedule, muon).items():
-        assert torch.equal(net.get_parameter(name), expected), name
+    assert_equal(dict(net.named_parameters()), unsplit(make, schedule, muon))
 
 
 def test_groups_and_state_are_those_of_a_torch_optimizer():
@@ -154,8 +154,7 @@ def test_a_checkpoint_keeps_a_scheduler_that_the_program_steps(tmp_path: Path, s
 
     expected = train(4, 4, "at once")
     train(2, 2, "in parts")
-    for name, value in train(2, 4, "in parts").items():
-        assert torch.equal(expected[name], value), name
+    assert_equal(train(2, 4, "in parts"), expected)
 
 
 def test_a_checkpoint_takes_one_scheduler(tmp_path: Path):

@@ -115,9 +115,7 @@ def trained(
 
 def assert_equal(parts: list[tuple], expected: dict[str, Tensor]) -> None:
     seen = {name: value for part, *_ in parts for name, value in part.items()}
-    assert seen.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(seen[name], value), name
+    states.assert_equal(seen, expected)
 
 
 @pytest.mark.parametrize(
