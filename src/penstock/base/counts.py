@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from penstock.base.errors import ConfigError
@@ -25,6 +26,12 @@ def require_count(
     if not is_count(value, least, most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise kind(f"{name} must be a whole number {bounds}, got {value!r}")
+
+
+def few(values: Sequence[object], most: int = 8) -> str:
+    """Name some values, and the number of the others, such as "a, b and 3 more"."""
+    shown = ", ".join(map(str, values[:most]))
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
 def plural(count: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.base.counts import plural, require_count
+from penstock.base.counts import few, plural, require_count
 from penstock.base.errors import ConfigError, DataError, PenstockError
 from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
 from penstock.checkpoint.frozen_weights import FrozenDigests
@@ -353,7 +353,6 @@ _GLOBAL_STATE = {
     "LBFGS": "keeps one state for all parameters together",
     "ZeroRedundancyOptimizer": "keeps each replica's share of the state out of reach",
 }
-_MAX_LISTED = 4
 
 
 class TorchOptimizer:
@@ -403,9 +402,8 @@ class TorchOptimizer:
         given = {id(p) for group in groups for p in group}
         missing = [n for n, p in self.pipe.named_parameters() if p.requires_grad and id(p) not in given]
         if missing:
-            more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
             raise ConfigError(
-                f"{kind} does not have {', '.join(missing[:_MAX_LISTED])}{more}, which the pipeline trains; give it all of "
+                f"{kind} does not have {few(missing, 4)}, which the pipeline trains; give it all of "
                 "pipe.parameters(), in several groups if their options differ, or freeze the rest (requires_grad_(False))"
             )
         return [[(names[id(p)], p) for p in group] for group in groups]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.bounded_io import require_regular
+from penstock.base.counts import few
 from penstock.base.errors import ConfigError, DataError, os_errors_as
 from penstock.base.tensor_file import DTYPES
 from penstock.checkpoint.convert import model_weights, open_sound, require_new, rewrite
@@ -263,11 +264,8 @@ def _as_stored(source: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> T
 def _require_same_names(source: Path, kind: str, theirs: Iterable[str], ours: Iterable[str]) -> None:
     missing, unknown = sorted({*ours} - {*theirs}), sorted({*theirs} - {*ours})
     if missing or unknown:
-        problems = [
-            f"{problem} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-            for problem, names in (("without", missing), ("with unknown", unknown))
-            if names
-        ]
+        named = (("without", missing), ("with unknown", unknown))
+        problems = [f"{problem} {few(names, 3)}" for problem, names in named if names]
         raise ConfigError(f"{source} has other {kind} than the run: {'; '.join(problems)}")
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.base.counts import few
 from penstock.base.errors import ConfigError, DataError
 
 KEY = "frozen"
 """Key of the digests in a manifest's values."""
-
-_MAX_LISTED = 4
 
 
 class FrozenDigests:
@@ -54,10 +53,9 @@ def require_same(own: Iterable[tuple[str, Tensor]], digests: Mapping[str, str], 
     """Require that weights are those that a checkpoint was made with."""
     differing = [name for name, value in own if digest(value) != digests[name]]
     if differing:
-        more = f" and {len(differing) - _MAX_LISTED} more" if len(differing) > _MAX_LISTED else ""
         raise ConfigError(
-            f"{where} has no frozen weights, and was made with different ones: {', '.join(differing[:_MAX_LISTED])}"
-            f"{more} differ. Start from the base model that it began with, in the same dtype"
+            f"{where} has no frozen weights, and was made with different ones: {few(differing, 4)} "
+            "differ. Start from the base model that it began with, in the same dtype"
         )
 
 

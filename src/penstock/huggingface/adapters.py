@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from penstock.base.counts import few
 from penstock.base.errors import ConfigError
 from penstock.huggingface.weights import own_state
 from penstock.runtime.model.pipeline_model import gather_state
@@ -15,7 +16,6 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.stage.layers import whole_name
 
 _PREFIX = "base_model.model."  # of the names in a PeftModel, before the base model's names
-_MAX_LISTED = 12  # problems in an error message
 
 _CONFIGS = ("arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config")
 _REFUSED = (*_CONFIGS, "alora_invocation_tokens", "target_parameters", "use_bdlora", "use_qalora")
@@ -99,10 +99,9 @@ def save_adapters(pipe: Pipeline, folder: str | os.PathLike[str], like: Any) -> 
     if missing := needed.difference(*(held for held, _ in parts)):
         raise ConfigError(f"like must be the PeftModel that the pipeline trains, which has no {min(missing)}")
     if others := sorted({name for _, part in parts for name in part} - needed):
-        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
-        listed = ", ".join(name.removeprefix(_PREFIX) for name in others[:_MAX_LISTED])
+        listed = few([name.removeprefix(_PREFIX) for name in others], 12)
         raise ConfigError(
-            f"weights outside the adapters are trained, and a folder of adapters would lose them: {listed}{more}; freeze "
+            f"weights outside the adapters are trained, and a folder of adapters would lose them: {listed}; freeze "
             "them, or name their modules in modules_to_save"
         )
     whole = gather_state({n: v for n, v in state.items() if n in needed}, pipe.world, keeps=run_group.leads)

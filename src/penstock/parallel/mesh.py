@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
-from penstock.base.counts import is_count, plural
+from penstock.base.counts import few, is_count, plural
 from penstock.base.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def axes_of(mesh: DeviceMesh) -> Mesh:
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if position is None:
         raise ConfigError(
-            f"this process is not in the mesh, which has the ranks {_listed(ranks)}; build the pipeline in those only"
+            f"this process is not in the mesh, which has the ranks {few(ranks)}; build the pipeline in those only"
         )
     sizes: dict[str, Any] = dict(zip(names, mesh.mesh.shape, strict=True))
     order = (*(axis for axis in AXIS_NAMES if axis not in sizes), *names)
@@ -344,7 +344,3 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
             + (advice or f"give the slice of the mesh without {', '.join(strange)}")
         )
     return tuple(names)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from penstock.base.counts import few
+
 T = TypeVar("T")
 
 _PATIENCE = 1.0  # seconds of waiting before a process records its presence
@@ -23,7 +25,6 @@ REPORT_SECONDS = 3.0
 """Seconds in which processes that wait have recorded it, once a connection is broken: more than they wait before."""
 _STORE_TIMEOUT = 2.0  # seconds
 _POLL_INTERVAL = 0.1  # seconds
-_MAX_NAMES = 8  # in a message
 
 
 class Attendance:
@@ -72,8 +73,7 @@ class Visit:
                 break
             sleep(_POLL_INTERVAL)
         names = [self._attendance.names[rank] for rank in absent]
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        return f"{', '.join(names[:_MAX_NAMES])}{more} did not come" if names else ""
+        return f"{few(names)} did not come" if names else ""
 
     def _announce(self) -> None:
         self._announced = True
