@@ -61,19 +61,13 @@ class Placement:
 
         A rank holds `virtual_stages` stages.
         """
-        if ranks < 1 or virtual_stages < 1:
-            raise ScheduleError(
-                f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"
-            )
+        _require_counts(ranks, virtual_stages)
         return Placement(ranks, tuple((s % ranks,) for s in range(ranks * virtual_stages)))
 
     @staticmethod
     def waves(ranks: int, virtual_stages: int = 2) -> Placement:
         """Place stages down and up the ranks again: with virtual_stages=2 the V of ZB-V, with 2W the W waves of Hanayo."""
-        if ranks < 1 or virtual_stages < 1:
-            raise ScheduleError(
-                f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"
-            )
+        _require_counts(ranks, virtual_stages)
         down, up = range(ranks), range(ranks - 1, -1, -1)
         return Placement(ranks, tuple((r,) for v in range(virtual_stages) for r in (up if v % 2 else down)))
 
@@ -83,3 +77,8 @@ class Placement:
         if ranks < 2 or ranks % 2:
             raise ScheduleError(f"two pipes need an even number of ranks, at least 2, got {ranks}")
         return Placement(ranks, tuple((s, ranks - 1 - s) for s in range(ranks)))
+
+
+def _require_counts(ranks: int, virtual_stages: int) -> None:
+    if ranks < 1 or virtual_stages < 1:
+        raise ScheduleError(f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}")
