@@ -28,6 +28,7 @@ from tests.support.states import assert_equal
 
 WEIGHTS = {"shard": "weights", "window": 1}
 REPLICAS = MeshShape(2, 2)
+SETTINGS = {"microbatches": ROWS // 2, "schedule": "interleaved-1f1b", "virtual_stages": 2, "mesh": REPLICAS}
 INTERLEAVED = ("interleaved-1f1b", "breadth-first")
 CASES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "interleaved": (None, "interleaved-1f1b", WEIGHTS, {}),
@@ -110,14 +111,8 @@ def failing(rank: int) -> tuple:
     x, y = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1)), torch.zeros(ROWS, 16)
     torch.manual_seed(0)
     net = [(f"layer {n}", Moody()) for n in range(4)]
-    settings = {
-        "microbatches": ROWS // 2,
-        "schedule": "interleaved-1f1b",
-        "virtual_stages": 2,
-        "mesh": REPLICAS,
-    }
     parallel = ParallelOptions(bucket_bytes=1000, **WEIGHTS)
-    with Pipeline(net, nn.functional.mse_loss, timeout=60, parallel=parallel, **settings) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, timeout=60, parallel=parallel, **SETTINGS) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01)
         pipe.step(x, y)
         optimizer.step()
@@ -154,14 +149,8 @@ def own_model(rank: int, sharding: dict[str, Any]) -> tuple:
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     x = torch.randint(0, 64, (ROWS, 16), generator=torch.Generator().manual_seed(3))
-    settings = {
-        "microbatches": ROWS // 2,
-        "schedule": "interleaved-1f1b",
-        "virtual_stages": 2,
-        "mesh": REPLICAS,
-    }
     parallel = ParallelOptions(bucket_bytes=10_000, **sharding)
-    with Pipeline(model, timeout=120, parallel=parallel, **settings) as pipe:
+    with Pipeline(model, timeout=120, parallel=parallel, **SETTINGS) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=1.0)
         losses = []
         for _ in range(3):
