@@ -206,3 +206,61 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(monkeypatch: pytest
         assert {"pp", "dp", "tp", "schedule", "step", "memory"} <= set(table[0].split())
         assert not any("…" in line for line in table)
         assert max(map(len, table)) <= width
+
+
+UNLIKE = ("gpt2", "-s", "64", "-b", "8", "--cluster", "rtx-4090*1+rtx-3090*1")
+
+
+def test_a_run_on_unlike_devices_has_their_split_and_starts_in_their_order(folder: Path):
+    text = planned(*UNLIKE, "--layout", "pp=2,split=5+3", "--out", "run.toml", "--html", "plan.html")
+    lines = [line.removeprefix("start:").strip() for line in text[text.index("start:") :].splitlines()]
+    start = "torchrun --nnodes 2 --master-addr HOST --node-rank"
+    assert lines[1:] == [
+        f"{start} 0 --nproc-per-node 1 -m penstock train run.toml  # rtx-4090",
+        f"{start} 1 --nproc-per-node 1 -m penstock train run.toml  # rtx-3090",
+    ]
+    written = (folder / "run.toml").read_text()
+    assert "# Devices of the pipeline's ranks: rtx-4090, rtx-3090." in written
+    assert tomllib.loads(written)["schedule"]["split"] == [5, 3]
+    assert "on the fullest device (rtx-4090, rank 0): fits" in text
+    table = text[text.index("rank  device") :].splitlines()
+    assert [line.split()[:2] for line in table[:3]] == [
+        ["rank", "device"],
+        ["0", "rtx-4090"],
+        ["1", "rtx-3090"],
+    ]
+    page = (folder / "plan.html").read_text()
+    assert "rtx-4090, 1 x 1 devices of 24 GB; rtx-3090, 1 x 1 devices of 24 GB" in page
+    assert "<td>rtx-3090</td>" in page.replace(" ", "").replace("\n", "")
+
+
+def test_unlike_devices_of_one_machine_start_together_in_the_order_that_a_search_chose(folder: Path):
+    groups = [f'[[group]]\ndevice = "{name}"\nranks_per_node = 1\n' for name in ("rtx-4090", "rtx-3090")]
+    (folder / "two.toml").write_text("\n".join(groups) + "[between]\nsame_host = true\n")
+    words = ("gpt2", "-s", "64", "-b", "8", "-c", "two.toml", "--fix", "pp=2", "--schedule", "1f1b")
+    text = planned(*words)
+    plan = json.loads(planned(*words, "--json"))["plans"][0]
+    first, second = plan["devices"]
+    assert plan["cluster"] == f"{first}*1+{second}*1"
+    assert plan["capacities"] == [21.6e9, 21.6e9]
+    assert f"on {first}*1, then {second}*1\n" in text
+    assert f"CUDA_VISIBLE_DEVICES must list the devices in this order: 1 x {first}, 1 x {second};" in text
+    assert "torchrun --nproc-per-node 2 -m penstock train run.toml" in text
+    assert "\ndevices " in text
+
+
+def test_many_nodes_of_groups_are_started_from_the_first_and_the_last_of_each():
+    lines, _ = started("pp=8,dp=2", "h100*2x5+a100-80gb*2x3")
+    assert [line.split()[6:9:2] + line.split()[-1:] for line in lines[1:-1]] == [
+        ["0", "2", "h100"], ["4", "2", "h100"], ["5", "2", "a100-80gb"], ["7", "2", "a100-80gb"],
+    ]  # fmt: skip
+    assert lines[-1].startswith("... and so on: 4 more nodes")
+
+
+def test_a_run_on_unlike_devices_does_not_correct_their_rates(folder: Path):
+    (folder / "run").mkdir()
+    refused = str(invoke(*UNLIKE, "--from-run", "run").exception)
+    assert "--from-run corrects the rates of alike devices, got rtx-4090*1+rtx-3090*1" in refused
+    (folder / "mine.toml").write_text((folder / "cluster.toml").read_text())
+    refused = str(invoke("gpt2", "-c", "rtx-4090*1+mine.toml*1", "--html", "mine.toml").exception)
+    assert "mine.toml, which this command reads" in refused

@@ -76,6 +76,13 @@ def test_the_example_of_the_module_joins_a_group_with_another(tmp_path: Path):
     )
 
 
+def test_the_example_of_the_docs_is_a_cluster(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "unlike_devices.md").read_text()
+    cluster = written(tmp_path, page.split("```toml\n", 1)[1].split("```", 1)[0])
+    assert isinstance(cluster, GroupedCluster)
+    assert (cluster.link_between, cluster.between.same_host) == (LinkSpeed(1e-5, 12e9), True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -349,3 +356,9 @@ def test_replicas_of_a_rank_are_within_its_group():
     whole = [plan.layout for plan in result.plans if len(plan.devices) > 1]
     # 8 + 4 devices have 2 + 1 ranks of 4, 4 + 2 of 2, and 8 + 4 of one.
     assert {(layout.pp, layout.dp) for layout in whole} == {(3, 4), (6, 2), (12, 1)}
+
+
+def test_groups_in_a_group_are_refused(tmp_path: Path):
+    (tmp_path / "two.toml").write_text(TWO.format("rtx-3090"))
+    with pytest.raises(ConfigError, match="a group has alike devices; write all groups into one file"):
+        read_cluster(f"{tmp_path / 'two.toml'}+h100*8")

@@ -45,7 +45,7 @@ FOLLOWED = {
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
 FOLLOWED_HERE = (
     *("checkpoints.md", "long_context.md", "operations.md", "parallelism.md", "planning.md"),
-    *("reading_the_report.md", "reference/costs.md", "schedules.md"),
+    *("reading_the_report.md", "reference/costs.md", "schedules.md", "unlike_devices.md"),
 )
 """Pages whose commands run here, in this order, in one folder each."""
 NOT_RUN = {

@@ -320,6 +320,11 @@ def groups_of(cluster: Cluster) -> tuple[Cluster, ...]:
     return cluster.groups if isinstance(cluster, GroupedCluster) else (cluster,)
 
 
+def common_dtypes(groups: Sequence[Cluster]) -> list[str]:
+    """Return the dtypes of matrix products that all groups have rates for."""
+    return [dtype for dtype in groups[0].device.matmul if all(dtype in each.device.matmul for each in groups)]
+
+
 def sized_name(cluster: Cluster) -> str:
     """Return the name of a cluster with its size, such as ``h100*8x4``; of groups, of each of them."""
     return "+".join(
@@ -345,6 +350,8 @@ def joined(groups: Sequence[Cluster], between: Between) -> Cluster:
     if len(groups) == 1:
         return first
     name = "+".join(map(sized_name, groups))
+    if any(isinstance(group, GroupedCluster) for group in groups):
+        raise ConfigError(f"{name}: a group has alike devices; write all groups into one file")
     if same_host and any(group.nodes > 1 for group in groups):
         raise ConfigError(f"{name}: same_host is for groups of one machine; leave out same_host, or nodes")
     own = [group.node if same_host else group.network for group in groups]
@@ -362,23 +369,14 @@ def joined(groups: Sequence[Cluster], between: Between) -> Cluster:
         raise ConfigError(
             f"{name}: a cluster has at most {_MAX_GROUPS} groups of unlike devices, got {len(groups)}"
         )
-    dtypes = [
-        dtype
-        for dtype in (first.dtype, *first.device.matmul)
-        if all(dtype in g.device.matmul for g in groups)
-    ]
-    if not dtypes:
+    if not (dtypes := common_dtypes(groups)):
         rates = "; ".join(f"{group.name}: {', '.join(group.device.matmul)}" for group in groups)
         raise ConfigError(f"{name}: the groups have rates of matrix products for no common dtype ({rates})")
     return GroupedCluster(
-        **{f.name: getattr(first, f.name) for f in fields(Cluster)}
+        **vars(first)
         | {
             "name": name,
-            "dtype": dtypes[0],
-            "error": None,
-            "expert_error": None,
-            "reach": None,
-            "data_sheet": "",
+            "dtype": first.dtype if first.dtype in dtypes else dtypes[0],
             "step_overhead": max(group.step_overhead for group in groups),
             "overlap": all(group.overlap for group in groups),
             "unfused_dropout": any(group.unfused_dropout for group in groups),

@@ -140,9 +140,3 @@ def mean_peak(cluster: Cluster, layout: Layout, dtype: str) -> float:
     """Return the rated FLOP/s of a layout's devices, in the mean."""
     rates = on_groups(cluster, cluster_ranks(cluster, layout), lambda group: group.device.peak_rate(dtype))
     return float(np.mean(rates))
-
-
-def common_dtypes(cluster: Cluster) -> Sequence[str]:
-    """Return the dtypes of matrix products that all groups have rates for."""
-    first, *others = groups_of(cluster)
-    return [dtype for dtype in first.device.matmul if all(dtype in other.device.matmul for other in others)]

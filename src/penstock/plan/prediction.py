@@ -6,8 +6,8 @@ the gradients' reduction that is exposed, and the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -130,9 +130,7 @@ class Prediction:
     @property
     def fullest(self) -> int:
         """Pipeline rank whose device is the fullest, by its share of what a layout may use."""
-        limits = self.capacities or (self.capacity,) * len(self.memory)
-        sizes = [(rank.total / limit, rank.total) for rank, limit in zip(self.memory, limits, strict=True)]
-        return sizes.index(max(sizes))
+        return _fullest(self.memory, self.capacities or (self.capacity,) * len(self.memory))
 
     @property
     def peak_bytes(self) -> float:
@@ -215,7 +213,8 @@ def predict(
     layout = layout.with_values(v=schedule.stages // layout.pp)
     times = layer_times(profile, cluster, layout, sequence)
     dtype = dtype_of(profile, cluster, layout)
-    costs = fitting_costs(times, layout, schedule, dtype, usable_bytes(cluster, layout))
+    limits = usable_bytes(cluster, layout)
+    costs = fitting_costs(times, layout, schedule, dtype, limits)
     if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
         layout = layout.with_values(split="even")
     trace = _simulated(program, costs, profile, cluster, layout)
@@ -241,8 +240,11 @@ def predict(
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     memory = rank_memory(schedule, costs, layout, dtype)
-    limits = usable_bytes(cluster, layout)
-    prediction = Prediction(
+    capacities = () if limits is None else tuple(limits.tolist())
+    groups = groups_of(cluster)
+    fullest = _fullest(memory, capacities or (groups[0].device.usable,) * layout.pp)
+    device = groups[cluster_ranks(cluster, layout)[fullest]].device
+    return Prediction(
         layout=layout,
         step_seconds=seconds,
         low=None if error is None else seconds / (1 + error),
@@ -253,8 +255,8 @@ def predict(
         mfu=model / peak_rate,
         hfu=hardware / peak_rate,
         memory=memory,
-        capacity=cluster.device.usable,
-        reserved=cluster.device.reserved,
+        capacity=device.usable,
+        reserved=device.reserved,
         bubble=sum(causes.values()),
         causes=causes,
         parts={
@@ -272,16 +274,17 @@ def predict(
             *stored_text(schedule, costs, cluster, layout, dtype),
         ),
         devices=device_names(cluster, layout),
-        capacities=() if limits is None else tuple(limits.tolist()),
+        capacities=capacities,
         cluster=cluster,
         costs=costs,
         program=program,
         trace=trace,
     )
-    if limits is None:
-        return prediction
-    device = groups_of(cluster)[cluster_ranks(cluster, layout)[prediction.fullest]].device
-    return replace(prediction, capacity=device.usable, reserved=device.reserved)
+
+
+def _fullest(memory: Sequence[RankMemory], limits: Sequence[float]) -> int:
+    sizes = [(rank.total / limit, rank.total) for rank, limit in zip(memory, limits, strict=True)]
+    return sizes.index(max(sizes))
 
 
 def _simulated(
@@ -375,10 +378,8 @@ def _exposed_reduction(
     size = costs.parameters * gradient
     of_experts = costs.expert_parameters * gradient
     groups = stage_groups(costs, cluster, layout)
-    seconds = on_groups(
-        cluster,
-        groups,
-        lambda group: _replica_seconds("all_reduce", size, of_experts, group, layout, copies),
+    seconds = _replica_seconds(
+        "all_reduce", size, of_experts, cluster, layout, copies, groups=groups
     ).tolist()
     buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
     reductions = reduce_gradients(program, trace, seconds, buckets)
@@ -396,17 +397,12 @@ def blocking_reduction(
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement)[:2] * gradient
-    if isinstance(cluster, GroupedCluster):
-        # The rank with most parameters need not be the one whose link takes longest.
-        each = on_groups(
-            cluster,
-            cluster_ranks(cluster, layout),
-            lambda group: _replica_seconds("all_reduce", held[0], held[1], group, layout, copies),
-        )
-        return float(each.max()) + _exposed_gather(costs, cluster, layout, weight, copies)
-    size, of_experts = held[:, held[0].argmax()]
-    seconds = float(_replica_seconds("all_reduce", size, of_experts, cluster, layout, copies))
-    return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
+    if not isinstance(cluster, GroupedCluster):
+        # All links are alike, so the rank with most parameters takes longest.
+        held = held[:, [held[0].argmax()]]
+    groups = cluster_ranks(cluster, layout)
+    seconds = _replica_seconds("all_reduce", held[0], held[1], cluster, layout, copies, groups=groups)
+    return float(seconds.max()) + _exposed_gather(costs, cluster, layout, weight, copies)
 
 
 def _copies(placement: Placement) -> int:
@@ -426,12 +422,9 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
         weight * each / np.maximum(1, costs.counts) for each in (costs.parameters, costs.expert_parameters)
     )
     groups = stage_groups(costs, cluster, layout)
-    seconds = on_groups(
-        cluster,
-        groups,
-        lambda group: _replica_seconds("all_gather", size, of_experts, group, layout, copies),
+    return float(
+        _replica_seconds("all_gather", size, of_experts, cluster, layout, copies, groups=groups).max()
     )
-    return float(seconds.max())
 
 
 def _exposed_sharding(
@@ -460,15 +453,18 @@ def _exposed_sharding(
         gathers, sums = moving_weights(costs, layout, dtype) / rate, gradient * costs.parameters / rate
     else:
         groups = stage_groups(costs, cluster, layout)
-
-        def of_stages(unit: str, size: int) -> Table:
-            sizes = size * costs.parameters, size * costs.expert_parameters
-            seconds = on_groups(
-                cluster, groups, lambda group: _replica_seconds(unit, *sizes, group, layout, 1)
+        gathers, sums = (
+            _replica_seconds(
+                unit,
+                size * costs.parameters,
+                size * costs.expert_parameters,
+                cluster,
+                layout,
+                1,
+                groups=groups,
             )
-            return np.asarray(seconds)
-
-        gathers, sums = of_stages("all_gather", weight), of_stages("reduce_scatter", gradient)
+            for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
+        )
     hides, start, end = stored or overlaps(cluster, layout), trace.start, trace.end
     delays = []
     for rank in range(schedule.ranks):
@@ -495,14 +491,28 @@ def _exposed_sharding(
 
 
 def _replica_seconds(
-    unit: str, size: Table, of_experts: Table, cluster: Cluster, layout: Layout, copies: int
+    unit: str,
+    size: Table,
+    of_experts: Table,
+    cluster: Cluster,
+    layout: Layout,
+    copies: int,
+    *,
+    groups: Sequence[int],
 ) -> Table:
-    """Return the seconds of collectives among replicas; `of_experts` of the bytes are for those with the same experts."""
-    rest = _group_seconds(unit, size - of_experts, cluster, layout, copies)
-    if not np.any(of_experts):
-        return rest
-    experts = _group_seconds(unit, of_experts, cluster, layout, copies, experts=True)
-    return rest + np.where(of_experts > 0, experts, 0.0)
+    """Return the seconds of collectives among replicas; `of_experts` of the bytes are for those with the same experts.
+
+    The bytes are of stages or ranks, of those `groups` of devices if they are unlike.
+    """
+
+    def seconds(group: Cluster) -> Table:
+        rest = _group_seconds(unit, size - of_experts, group, layout, copies)
+        if not np.any(of_experts):
+            return rest
+        experts = _group_seconds(unit, of_experts, group, layout, copies, experts=True)
+        return rest + np.where(of_experts > 0, experts, 0.0)
+
+    return np.asarray(on_groups(cluster, groups, seconds))
 
 
 def _group_seconds(

@@ -91,42 +91,6 @@ def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
 def _costs(table: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:
     if latency is not None:
         table |= {"latency": latency, "latency_between_nodes": None}
-    if isinstance(table["latency"], list) or isinstance(table["bandwidth"], list):
-        links = _boundaries(table, placement.stages - 1)
-        return _costs_of(
-            table,
-            placement,
-            Communication(table["message_bytes"], blocks=table["blocks"], boundaries=links),
-        )
-    near = Link(table["latency"], table["bandwidth"])
-    far_latency, far_bandwidth = table["latency_between_nodes"], table["bandwidth_between_nodes"]
-    far = Link(
-        near.latency if far_latency is None else far_latency,
-        near.bandwidth if far_bandwidth is None else far_bandwidth,
-    )
-    communication = Communication(table["message_bytes"], near, far, table["ranks_per_node"], table["blocks"])
-    return _costs_of(table, placement, communication)
-
-
-def _boundaries(table: dict[str, Any], count: int) -> list[Link]:
-    """Return the link over every boundary, where latency, bandwidth or both are lists."""
-    for key in _NODES:
-        if table[key] is not None:
-            raise ConfigError(
-                f"{key} is for one latency and one bandwidth; leave it out beside lists of them"
-            )
-    columns = []
-    for key in ("latency", "bandwidth"):
-        values = table[key] if isinstance(table[key], list) else [table[key]] * count
-        if len(values) != count:
-            raise ConfigError(
-                f"{key} gives {len(values)} numbers, and there are {count} boundaries between stages"
-            )
-        columns.append(values)
-    return [Link(*pair) for pair in zip(*columns, strict=True)]
-
-
-def _costs_of(table: dict[str, Any], placement: Placement, communication: Communication) -> Costs:
     return Costs.of(
         placement,
         *(table[key] for key in _NEEDED),
@@ -134,10 +98,37 @@ def _costs_of(table: dict[str, Any], placement: Placement, communication: Commun
         recompute=table["R"],
         pair=table["pair"],
         pair_output=table["pair_output"],
-        communication=communication,
+        communication=_communication(table, placement.stages - 1),
         gather=table["gather"],
         reduce=table["reduce"],
     )
+
+
+def _communication(table: dict[str, Any], boundaries: int) -> Communication:
+    """Return links within and between nodes or, where latency or bandwidth is a list, over every boundary."""
+    size, blocks = table["message_bytes"], table["blocks"]
+    speeds = {key: table[key] for key in ("latency", "bandwidth")}
+    if any(isinstance(value, list) for value in speeds.values()):
+        if given := [key for key in _NODES if table[key] is not None]:
+            raise ConfigError(
+                f"{given[0]} is for one latency and one bandwidth; leave it out beside lists of them"
+            )
+        columns = [value if isinstance(value, list) else [value] * boundaries for value in speeds.values()]
+        for key, column in zip(speeds, columns, strict=True):
+            if len(column) != boundaries:
+                raise ConfigError(
+                    f"{key} gives {len(column)} numbers, and there are {boundaries} boundaries between stages"
+                )
+        return Communication(
+            size, blocks=blocks, boundaries=[Link(*pair) for pair in zip(*columns, strict=True)]
+        )
+    near = Link(**speeds)
+    far_latency, far_bandwidth = table["latency_between_nodes"], table["bandwidth_between_nodes"]
+    far = Link(
+        near.latency if far_latency is None else far_latency,
+        near.bandwidth if far_bandwidth is None else far_bandwidth,
+    )
+    return Communication(size, near, far, table["ranks_per_node"], blocks)
 
 
 def _read(path: Path) -> dict[str, Any]:

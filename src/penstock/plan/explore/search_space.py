@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
-from penstock.plan.cluster import Cluster, GroupedCluster, groups_of
-from penstock.plan.device_groups import common_dtypes, usable_bytes
+from penstock.plan.cluster import Cluster, GroupedCluster, common_dtypes, groups_of
+from penstock.plan.device_groups import usable_bytes
 from penstock.plan.prediction import family_schedule, require_storable, step_program
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
@@ -77,7 +77,7 @@ class Space:
 
     @property
     def most_bytes(self) -> float:
-        """What a device may use: bytes of its memory, or 1 for its whole share if devices are unlike."""
+        """Bytes of a device that a layout may use, or 1 for all of it if devices are unlike."""
         return 1.0 if isinstance(self.cluster, GroupedCluster) else self.cluster.device.usable
 
     def limits(self, layout: Layout) -> npt.NDArray[np.float64] | float:
@@ -408,7 +408,7 @@ def not_compared(space: Space) -> tuple[str, ...]:
         at = Layout(dtype=fixed.get("dtype"), attention=fixed.get("attention"))
         ours = dtype_of(profile, cluster, at)
         if "dtype" not in fixed:
-            found += [f"dtype={dtype}" for dtype in common_dtypes(cluster) if dtype != ours]
+            found += [f"dtype={dtype}" for dtype in common_dtypes(groups_of(cluster)) if dtype != ours]
         if "attention" not in fixed:
             unfused = attention_of(profile, cluster, at) == "unfused"
             found.append(f"attention={'fused' if unfused else 'unfused'}")
