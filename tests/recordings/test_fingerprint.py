@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.recordings.fingerprint import (
     groups_of,
     joined,
 )
-from penstock.recordings.likeness import distance
+from penstock.recordings.likeness import distance, same_bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -67,6 +68,34 @@ def test_one_changed_bit_or_two_exchanged_numbers_change_the_digest(dtype: torch
         changed = value.clone()
         changed[row, column] *= 1 + 2 * torch.finfo(dtype).eps
         assert fingerprint(changed).digest != before.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: -value.double(),
+        lambda value: 2 * value.double(),
+        lambda value: torch.view_as_complex(value.unflatten(1, (-1, 2))).conj(),
+        lambda value: value * torch.tensor([1.0, -1.0]).repeat(value.shape[1] // 2),
+    ],
+    ids=["negated", "doubled", "conjugated", "every second sign"],
+)
+def test_tensors_with_other_signs_or_exponents_have_other_bits(
+    change: Callable[[torch.Tensor], torch.Tensor],
+):
+    value = tensor((64, 48), torch.float32)
+    changed = change(value)
+    before = torch.view_as_complex(value.unflatten(1, (-1, 2))) if changed.is_complex() else value
+    before = before.to(changed.dtype)
+    assert same_bits(fingerprint(before), fingerprint(before.clone()))
+    assert not same_bits(fingerprint(before), fingerprint(changed))
+
+
+def test_autocast_does_not_round_the_sums():
+    value = tensor((64, 48), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fingerprint(value)
+    assert found == fingerprint(value)
 
 
 def test_projections_tell_the_norm_of_a_difference():

@@ -23,6 +23,7 @@ from penstock.recordings.likeness import (
     distance,
     factor_in_words,
     fit,
+    same_bits,
     size_of,
     sums_in_words,
 )
@@ -401,7 +402,7 @@ class _Compared:
             return None
         if self._scale != 1.0 and key.kind in (Kind.OUTPUT_GRADIENT, Kind.SHARE):
             q = divided(q, self._scale)
-        if (q.digest, q.shape, q.dtype) == (r.digest, r.shape, r.dtype):
+        if same_bits(q, r):
             return "same"
         return self._judge_other_bits(key, q, r)
 
@@ -523,7 +524,7 @@ def _disagreeing(entries: Sequence[Entry]) -> tuple[int, int] | None:
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], Entry] = {}
     for entry in entries:
         other = first.setdefault((entry.of.start, entry.of.size), entry)
-        if other.of.digest != entry.of.digest and entry.key.kind in (Kind.GRADIENT, Kind.PARAMETER):
+        if not same_bits(other.of, entry.of) and entry.key.kind in (Kind.GRADIENT, Kind.PARAMETER):
             return other.process, entry.process
     return None
 

@@ -24,6 +24,20 @@ def distance(one: Fingerprint, other: Fingerprint) -> float:
     return apart / size if size else 0.0
 
 
+def same_bits(one: Fingerprint, other: Fingerprint) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits.
+
+    Two digests may be the same though the upper bits of words differ, as where an even number of signs does; then the
+    projections are not.
+    """
+    if (one.digest, one.shape, one.dtype) != (other.digest, other.shape, other.dtype):
+        return False
+    apart = size_of(difference(one, other))
+    return not apart > _ALIKE * max(
+        one.norm, other.norm
+    )  # true without projections, of values that are not finite
+
+
 def difference(one: Fingerprint, other: Fingerprint) -> list[float]:
     """Return the projections of the difference of two tensors."""
     return [a - b for a, b in zip(one.projections, other.projections, strict=True)]
@@ -92,11 +106,7 @@ def factor_in_words(found: Sequence[float], reference: Sequence[float], alike: f
 
 def _values_of_another(key: Key, found: Fingerprint, others: Mapping[Key, Fingerprint]) -> str | None:
     """Return the place of the tensor in the reference that has a tensor's bits, the nearest by name; None without one."""
-    alike = [
-        other
-        for other, of in others.items()
-        if other != key and of.digest == found.digest and of.shape == found.shape and found.norm
-    ]
+    alike = [other for other, of in others.items() if other != key and same_bits(of, found) and found.norm]
     if not alike:
         return None
     nearest = min(
