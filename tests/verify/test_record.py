@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.base.errors import ConfigError
@@ -30,6 +31,7 @@ def test_a_recording_has_every_tensor_of_every_kind(reference: Path):
         Kind.SHARE: 208,
         Kind.GRADIENT: 52,
         Kind.PARAMETER: 78,
+        Kind.BUFFER: 0,
     }
     assert recording.steps == [0, 1]
     assert not recording.cut_off
@@ -46,6 +48,104 @@ def test_every_family_has_the_tensors_of_plain_pytorch(
     # All but the output of the whole model, which no stage is.
     assert found.same + found.rounded == 2 * (184 - 8) + 52 + 78
     assert not FAMILIES[family].in_order or found.rounded == 0
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.down(self.norm(value.transpose(1, 2)).transpose(1, 2))
+
+
+def with_buffers() -> nn.Module:
+    model = make()
+    model.blocks[1], model.blocks[2] = Normed(), Normed()
+    return model
+
+
+@pytest.fixture
+def plain_with_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tests.verify.loops.make", with_buffers)
+    plain(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-v", "recompute": "full"}], ids=str)
+def test_buffers_are_recorded_after_each_step(
+    options: dict[str, Any], plain_with_buffers: Path, tmp_path: Path
+):
+    piped(tmp_path / "run", with_buffers(), **options)
+    found = penstock.compare(plain_with_buffers, tmp_path / "run")
+    assert found.good, str(found)
+    buffers = {key.name for key in found.verdicts if key.kind == Kind.BUFFER}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    assert buffers == {f"blocks.{n}.norm.{name}" for n in (1, 2) for name in statistics}
+    assert {key.step for key in found.verdicts if key.kind == Kind.BUFFER} == {-1, 0, 1}
+    assert not found.notes
+
+
+def buffers_in_process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    piped(Path(folder), with_buffers(), mesh=penstock.MeshShape(2, 2), microbatches=2)
+
+
+def replica_in_process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    replica = DistributedDataParallel(with_buffers())
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
+    with penstock.record(folder, replica, steps=STEPS, first_microbatch=2 * rank):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in batch(step).chunk(2)[rank].chunk(2):
+                (loss_of(replica(part), part) / 2).backward()
+            nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+            optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", ["of a pipeline", "of torch"])
+def test_buffers_of_replicas(
+    replicas: str, processes: LocalProcesses, plain_with_buffers: Path, tmp_path: Path
+):
+    ours = replicas == "of a pipeline"
+    processes.run(4 if ours else 2, buffers_in_process if ours else replica_in_process, str(tmp_path / "run"))
+    found = penstock.compare(plain_with_buffers, tmp_path / "run", scale=1.0 if ours else 2.0)
+    buffers = [key for key in found.verdicts if key.kind == Kind.BUFFER and key.step >= 0]
+    apart = [note for note in found.notes if "6 buffers are not compared" in note]
+    assert found.good, str(found)
+    # Of replicas of torch, the scratch that nobody writes is left.
+    assert (len(buffers), len(apart)) == ((12, 0) if ours else (4, 1))
+
+
+def test_buffers_of_two_copies_of_a_stage_are_not_compared(plain_with_buffers: Path, tmp_path: Path):
+    piped(tmp_path / "run", with_buffers(), schedule="chimera")
+    found = penstock.compare(plain_with_buffers, tmp_path / "run")
+    assert found.good, str(found)
+    assert not any(key.kind == Kind.BUFFER for key in found.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (lambda norm: norm.running_mean.mul_(1.001), "running_mean"),
+        (lambda norm: norm.num_batches_tracked.add_(1), "num_batches_tracked"),
+    ],
+    ids=["mean", "count"],
+)
+def test_a_wrong_buffer_is_named(wrong: Any, name: str, plain_with_buffers: Path, tmp_path: Path):
+    def after_backward(model: nn.Module, ids: torch.Tensor, step: int) -> None:
+        accumulate(model, ids, step)
+        if step == 1:
+            wrong(model.blocks[2].norm)
+
+    plain(tmp_path / "run", after_backward)
+    found = penstock.compare(plain_with_buffers, tmp_path / "run")
+    assert found.first is not None
+    assert str(found.first).startswith(f"step 1: blocks.2.norm.{name}, buffer after the step, ")
+    assert len(found.differences) == 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])

@@ -74,7 +74,9 @@ class Bounds:
             after_rounding: whether a gradient before it has other bits than the reference's.
         """
         r = self._reference[key]
-        if not r.norm:
+        if not r.norm or (
+            key.kind == Kind.BUFFER and r.dtype not in UNIT
+        ):  # a buffer of whole numbers counts
             return 0.0
         if key in self._exact:
             usual = self._usual[key.step, key.kind]

@@ -227,6 +227,11 @@ class _Compared:
                 f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size in each "
                 "step so far: what a wrong setting of an optimizer changes may be less; record the reference in float64, too"
             )
+        if self._own_buffers:
+            found.notes.append(
+                f"{len(self._own_buffers)} buffers are not compared, since each process has statistics of its own: "
+                f"{_few(self._own_buffers)}"
+            )
         if self._parts:
             parts = _few(sorted(self._parts))
             found.notes.append(
@@ -353,6 +358,13 @@ class _Compared:
         return _places(self._reference)
 
     @cached_property
+    def _own_buffers(self) -> list[str]:
+        """Names of buffers of modules whose statistics are each process's own, as in DistributedDataParallel."""
+        buffers = {key: of for key, of in self._run.entries.items() if key.kind == Kind.BUFFER}
+        own = {key.name.rpartition(".")[0] for key, of in buffers.items() if _disagreeing(of) is not None}
+        return sorted({key.name for key in buffers if key.name.rpartition(".")[0] in own})
+
+    @cached_property
     def _run_is_cut(self) -> bool:
         """True if processes of the run have other modules: the whole of each is a stage, and not the model."""
         names: dict[int, set[str]] = defaultdict(set)
@@ -375,7 +387,7 @@ class _Compared:
 
     def _judge(self, key: Key) -> Verdict | Difference | None:
         """Compare a tensor; return None if that cannot be done."""
-        if not key.name and self._run_is_cut:
+        if (not key.name and self._run_is_cut) or key.name in self._own_buffers:
             return None
         if key.kind == Kind.SHARE and len({frozenset(of[key.step, key.name]) for of in self._shares}) > 1:
             return None  # a backward of several microbatches at once has their sum
@@ -486,7 +498,12 @@ class _Compared:
         if steps:
             notes.append(f"recorded on one side only: steps {_few(sorted(steps))}")
         for ours, theirs in ((self._reference, self._run), (self._run, self._reference)):
-            names = {k.name for k in ours.entries} - {k.name for k in theirs.entries} - {""}
+            # A pipeline has no buffers that are in no state.
+            names = (
+                {k.name for k in ours.entries if k.kind != Kind.BUFFER}
+                - {k.name for k in theirs.entries}
+                - {""}
+            )
             if names:
                 notes.append(f"recorded in {ours.folder} only: {_few(sorted(names))}")
             # Names that both have, in a microbatch that one has not.
@@ -524,7 +541,7 @@ def _disagreeing(entries: Sequence[Entry]) -> tuple[int, int] | None:
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], Entry] = {}
     for entry in entries:
         other = first.setdefault((entry.of.start, entry.of.size), entry)
-        if not same_bits(other.of, entry.of) and entry.key.kind in (Kind.GRADIENT, Kind.PARAMETER):
+        if not same_bits(other.of, entry.of) and entry.key.kind >= Kind.GRADIENT:
             return other.process, entry.process
     return None
 

@@ -44,6 +44,8 @@ class Kind(IntEnum):
     """Gradient of a parameter as the optimizer sees it."""
     PARAMETER = 4
     """Parameter after the update."""
+    BUFFER = 5
+    """Buffer of a module after the update."""
 
     @property
     def words(self) -> str:
@@ -54,6 +56,7 @@ class Kind(IntEnum):
             Kind.SHARE: "gradient from this microbatch",
             Kind.GRADIENT: "gradient as the optimizer sees it",
             Kind.PARAMETER: "value after the update",
+            Kind.BUFFER: "buffer after the step",
         }[self]
 
 
@@ -62,9 +65,9 @@ class Key:
     """Place of a tensor in a run.
 
     Attributes:
-        step: number of the optimizer step, from 0; -1 for parameters before the first.
+        step: number of the optimizer step, from 0; -1 for parameters and buffers before the first.
         microbatch: number within the step's batch, from 0; -1 where all of them have their part in it.
-        name: name of the module or parameter in the whole model.
+        name: name of the module, parameter or buffer in the whole model.
         call: number of the module's call within the microbatch, from 0.
         slot: number among the tensors that the call returned, from 0.
     """

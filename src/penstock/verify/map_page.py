@@ -15,6 +15,7 @@ _LETTERS = {
     Kind.SHARE: "W",
     Kind.GRADIENT: "G",
     Kind.PARAMETER: "U",
+    Kind.BUFFER: "S",
 }
 _WORST = ("same", "rounded", "different")
 
@@ -27,7 +28,8 @@ def render_map(found: Comparison, title: str) -> str:
         title: heading.
     """
     meanings = (
-        "F: output, B: its gradient, W: a microbatch's gradient of a parameter, G: the whole one, U: update"
+        "F: output, B: its gradient, W: a microbatch's gradient of a parameter, G: the whole one, U: update, "
+        "S: statistics and other buffers"
     )
     return fill_template(
         "difference.html",

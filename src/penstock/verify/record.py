@@ -48,14 +48,14 @@ def record(
     first_microbatch: int = 0,
     tensors: str | None = None,
 ) -> Iterator[Notes]:
-    """Record what is computed in the block: outputs, gradients and updates, for `penstock.compare`.
+    """Record what is computed in the block: outputs, gradients, updates and buffers, for `penstock.compare`.
 
-    For each module, microbatch and step it keeps of the output and of the gradient of the output, and for each parameter of
-    the gradient as the optimizer sees it and of the value after the update: a digest of the bits, the norm, the number of
-    values that are not finite, shape, dtype, and projections on a few pseudo-random vectors. Of parts of a tensor these add
-    up, so that a parameter that processes divide (DTensor) is compared with the undivided one. No number of the run changes.
-    Files are lines of JSON, and of the tensors that `tensors` names the values in safetensors' format; at most 1 GiB for a
-    process together.
+    For each module, microbatch and step it keeps of the output and of the gradient of the output, for each parameter of the
+    gradient as the optimizer sees it and of the value after the update, and of each buffer then: a digest of the bits, the
+    norm, the number of values that are not finite, shape, dtype, and projections on a few pseudo-random vectors. Of parts
+    of a tensor these add up, so that a parameter that processes divide (DTensor) is compared with the undivided one. No
+    number of the run changes. Files are lines of JSON, and of the tensors that `tensors` names the values in safetensors'
+    format; at most 1 GiB for a process together.
 
     A step ends with the update by an optimizer of ``torch.optim``, whichever has parameters of the model. A forward of the
     model with gradients enabled is a microbatch; so a loop that accumulates gradients has as many as a pipeline. In several
@@ -69,8 +69,8 @@ def record(
         steps: number of steps to record (default 2); later ones run as without recording.
         first_microbatch: number of this process's first microbatch in the whole batch, where processes have their own
             (default 0). A `Pipeline` knows it.
-        tensors: regular expression; of modules and parameters whose whole name it matches, values are kept, too, and
-            `penstock.compare` then names the number that differs most (default: of none).
+        tensors: regular expression; of modules, parameters and buffers whose whole name it matches, values are kept, too,
+            and `penstock.compare` then names the number that differs most (default: of none).
 
     Returns:
         A context manager; its value has a method `Notes.note` for tensors that no module returns, such as losses.
@@ -184,6 +184,7 @@ class _Recorder:
             if not is_lazy(parameter) and (values is None or name in values):
                 key = Key(-1, Kind.PARAMETER, -1, name)
                 self._write(key, parameter if values is None else values[name])
+        self._write_buffers(-1)
         self.begun = self._writer.entries
         with ExitStack() as stack:
             stack.enter_context(hook_on_all_modules(self._output))
@@ -285,6 +286,14 @@ class _Recorder:
                 self._write(key, parameter, whole)
             elif name in values:
                 self._write(key, values[name])
+        if self._updated:
+            self._write_buffers(self._step)
+
+    def _write_buffers(self, step: int) -> None:
+        self._last = None  # batch normalization changes its statistics without counting a write
+        for name, buffer in self._source.buffers():
+            if not is_lazy(buffer):
+                self._write(Key(step, Kind.BUFFER, -1, name), buffer)
 
     def _parameters_of(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Yield the name of each of an optimizer's parameters, the model's parameter, and the optimizer's.

@@ -1,10 +1,10 @@
-"""Modules and parameters that a recording watches: of any loop of PyTorch, of layers, or of a pipeline."""
+"""Modules, parameters and buffers that a recording watches: of any loop of PyTorch, of layers, or of a pipeline."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,7 +20,7 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.replicas.shards import ShardedParameter
 from penstock.recordings.files import CALLS
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.layers import named_modules_of
+from penstock.stage.layers import named_modules_of, whole_name
 from penstock.stage.module import is_compiled
 from penstock.stage.named import Context, current_context
 
@@ -77,14 +77,19 @@ class Source:
         """Return whole parameters between steps by name; None if the parameters themselves have their values."""
         return None
 
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, buffer) pairs as they are between steps; a buffer with several names has each of them."""
+        raise NotImplementedError
+
     def has_module(self, name: str) -> bool:
         """Return whether a module has this name."""
         return name in self._names.values()
 
     @property
     def names(self) -> set[str]:
-        """Names of all modules and parameters."""
-        return {*self._names.values(), *(name for name, _ in self.parameters)}
+        """Names of all modules, parameters and buffers."""
+        own = (name for name, _ in (*self.parameters, *self.buffers()))
+        return {*self._names.values(), *own}
 
     @property
     def in_forward(self) -> bool:
@@ -111,7 +116,7 @@ class PlainSource(Source):
             raise ConfigError(
                 f"{compiled} is compiled, so the modules within it are not called; record without torch.compile"
             )
-        self._first = first
+        self._first, self._modules = first, roots
         self._roots = {id(m) for m in roots.values()}
         self._counts: Counter[int] = Counter()
         self._inside: list[int] = []
@@ -148,6 +153,11 @@ class PlainSource(Source):
     def next_step(self) -> None:
         self._counts.clear()
 
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, root in self._modules.items():
+            for name, buffer in root.named_buffers():
+                yield _own_name(prefix, name), buffer
+
     @property
     def in_forward(self) -> bool:
         return bool(self._inside)
@@ -172,7 +182,8 @@ class StagesSource(Source):
         self, layers: Iterable[tuple[str, nn.Module]], parameters: list[tuple[str, nn.Parameter]]
     ) -> None:
         self.parameters = parameters
-        self._find_names(layers)
+        self._given = list(layers)
+        self._find_names(self._given)
 
     def _find_names(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         """Find the names of all modules of layers, and the places of the layers in the model."""
@@ -184,6 +195,16 @@ class StagesSource(Source):
             for whole, module in named_modules_of(name, layer):
                 self._names.setdefault((name, id(module)), whole)
                 self._layers.setdefault(id(module), name)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self._layers_in_order():
+            saved = layer.state_dict(keep_vars=True).keys()  # each copy of a stage has scratch of its own
+            for inner, buffer in layer.named_buffers():
+                if inner in saved:
+                    yield whole_name(name, inner, parameter=False), buffer
+
+    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+        return self._given
 
     def place(self, module: nn.Module) -> Place | None:
         context = current_context()
@@ -235,6 +256,11 @@ class PipelineSource(StagesSource):
             return recorded
 
         stack.callback(self._pipe.wrap_ops(wrap))
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        # Two copies of a stage change statistics copy after copy, and not in the order of the microbatches.
+        copied = any(len(holders) > 1 for holders in self._pipe.schedule.placement.holders)
+        return iter(()) if copied else super().buffers()
 
     def _note_step(self) -> None:
         if self._pipe.steps != self._steps:
