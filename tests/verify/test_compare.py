@@ -213,6 +213,23 @@ def test_tensors_that_no_module_returns_are_noted(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t * 1.001, "is 1.001 of the reference's"),
+        (lambda t: t.bfloat16().float(), ", and rounding to bfloat16 would"),
+    ],
+)
+def test_a_factor_near_one_and_rounding_to_bfloat16_are_told(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+):
+    value = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for name, noted in (("one", value), ("other", change(value))):
+        with penstock.record(tmp_path / name, make(), steps=1) as notes:
+            notes.note("value", noted, microbatch=0)
+    assert words in str(penstock.compare(tmp_path / "one", tmp_path / "other"))
+
+
 def test_a_parameter_that_is_never_updated_is_named(reference: Path, tmp_path: Path):
     model = make()
     updated = [p for name, p in model.named_parameters() if name != "blocks.3.up.weight"]

@@ -22,6 +22,7 @@ from penstock.recordings.likeness import (
     difference,
     distance,
     factor_in_words,
+    factor_text,
     fit,
     same_bits,
     size_of,
@@ -260,7 +261,8 @@ class _Compared:
         what = first.what
         if what == _UNTOLD and ours is not None and theirs is not None:
             what = describe(first.key, ours, theirs, self._reference.whole, first.size, first.allowed)
-        others = f"; {count} other gradients are {common:.4g} of the reference's, as clipping by the norm makes them"
+        by = factor_text(common)
+        others = f"; {count} other gradients are {by} of the reference's, as clipping by the norm makes them"
         found.remove(first)
         found.insert(0, replace(first, what=what + others))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from math import hypot, sqrt
+from math import floor, hypot, log10, sqrt
 
 from penstock.recordings.files import Key, Kind
 from penstock.recordings.fingerprint import Fingerprint, groups_of
@@ -13,6 +13,8 @@ _MOST = 64
 """Largest numerator and denominator of a factor that is told as a ratio."""
 _ALIKE = 1e-4
 """Relative distance of projections up to which one is a multiple of the other."""
+_OF_BFLOAT16 = (0.0008, 0.004)
+"""Relative norms of differences that rounding a tensor to bfloat16 makes, from once to a few times: up to 2**-9 a value."""
 
 
 def distance(one: Fingerprint, other: Fingerprint) -> float:
@@ -33,9 +35,8 @@ def same_bits(one: Fingerprint, other: Fingerprint) -> bool:
     if (one.digest, one.shape, one.dtype) != (other.digest, other.shape, other.dtype):
         return False
     apart = size_of(difference(one, other))
-    return not apart > _ALIKE * max(
-        one.norm, other.norm
-    )  # true without projections, of values that are not finite
+    # True without projections, of values that are not finite.
+    return not apart > _ALIKE * max(one.norm, other.norm)
 
 
 def difference(one: Fingerprint, other: Fingerprint) -> list[float]:
@@ -79,12 +80,23 @@ def describe(
     ]
     what = next((words for words in likely if words), "")
     where = _where(found, reference, allowed)
+    wide = found.dtype in ("float32", "float64")
+    rounded = wide and allowed < _OF_BFLOAT16[0] <= size <= _OF_BFLOAT16[1]
     relative = (
         f"differs from the reference's by {size:.2g} of its norm; rounding explains {allowed:.1g}"
         if allowed
         else f"has other bits than the reference's, by {size:.2g} of its norm"
     )
+    if rounded:
+        relative += ", and rounding to bfloat16 would explain all of it"
     return "; ".join(words for words in (what, where, relative if not what else "") if words)
+
+
+def factor_text(factor: float) -> str:
+    """Return a factor with three digits, and with as many more as tell one near 1 from it."""
+    off = abs(factor - 1)
+    digits = 3 if not 0 < off < 0.01 else 2 - floor(log10(off))
+    return f"{factor:.{min(digits, 10)}g}"
 
 
 def factor_in_words(found: Sequence[float], reference: Sequence[float], alike: float = _ALIKE) -> str:
@@ -96,7 +108,7 @@ def factor_in_words(found: Sequence[float], reference: Sequence[float], alike: f
     factor = fit(found, reference, alike)
     if factor is None or abs(factor - 1) < 10 * alike:
         return ""
-    words = f"is {factor:.3g} of the reference's"
+    words = f"is {factor_text(factor)} of the reference's"
     for denominator in range(1, _MOST + 1):
         numerator = round(factor * denominator)
         if 0 < abs(numerator) <= _MOST and abs(numerator / denominator / factor - 1) < alike:
@@ -121,7 +133,7 @@ def _multiple_of_another(key: Key, found: Fingerprint, others: Mapping[Key, Fing
         if other != key and (other.name, other.kind) == (key.name, key.kind) and of.shape == found.shape:
             factor = fit(found.projections, of.projections)
             if factor is not None:
-                return f"is {factor:.3g} of what the reference has in {other}"
+                return f"is {factor_text(factor)} of what the reference has in {other}"
     return ""
 
 
