@@ -6,11 +6,18 @@ gradients on the fullest rank, read in every forward and after every gradient, b
 proves from the schedule alone. On a CPU the device is a window of buffers in host memory, which the ops read.
 
 Step times are ratios over a pipeline whose weights are resident, taken in turn, for several rows of a batch: more rows
-compute longer for the same copies. At last a model of three times a limit of private memory (RLIMIT_DATA, which files do
-not count in) trains with AdamW in a process of its own, from disk and in plain PyTorch. Both give freed memory back at once
-(MALLOC_MMAP_THRESHOLD_).
+compute longer for the same copies.
 
-    python -m bench.host_weights [--rounds N] [--quick] [--json]
+At last a model of three times a limit of private memory (RLIMIT_DATA, which files do not count in) trains with AdamW in a
+process of its own, from disk and in plain PyTorch. Both give freed memory back at once (MALLOC_MMAP_THRESHOLD_).
+
+    python -m bench.host_weights [--link] [--rounds N] [--quick] [--json]
+
+With --link nothing of this is measured, but steps beside slowed copies: in this bench alone, one of n bytes takes n / rate
+seconds, most of them asleep. Resident steps and steps with a store, forward and backward, weights from host memory and
+gradients to it, are taken in turn. Beside them stands the resident step and what the simulator adds to it, which knows the
+seconds of its ops, and the rate. Layers that sleep show what runs beside what; layers that compute also the noise of cores
+that compute.
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -32,13 +40,20 @@ import torch
 from torch import Tensor, nn
 
 from bench.compare import Figures, alternate, main, ratio
+from bench.sleep import nap_until
+from penstock.parallel.host_store.memory import HostMemory
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.check import check
 from penstock.schedule.memory import Budget, WeightBytes
+from penstock.schedule.ops import Kind
 from penstock.schedule.residency import make_residency
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulator import simulate
 from penstock.stage.layers import Layer
+from penstock.trace.bubbles import makespan
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
@@ -55,6 +70,12 @@ ROWS: tuple[Row, ...] = (
     ("processes", 4, "1f1b", None, {"store": "host", "window": 1}),
     ("processes", 4, "breadth-first", 2, {"store": "disk", "window": 1}),
 )
+LINKED_STAGES, MATRIX, SLEEPING_ROWS, COMPUTING_ROWS = 4, 512, 4, 1024
+"""Stages of the model with slowed copies, the side of its matrices, and rows of a microbatch."""
+NAP = 0.025
+"""Seconds of a sleeping layer's forward."""
+RATIOS = {"sleeps": (0.5, 1.0, 2.0, 4.0), "computes": (0.5, 2.0)}
+"""Seconds of a stage's forwards over those of its fetch."""
 DEEP, WIDTH = 40, 3072
 """Layers and width of the model that does not fit."""
 LIMIT = 4 * WIDTH * WIDTH * DEEP // 3
@@ -180,6 +201,144 @@ def times(rows: int, rounds: int) -> dict[str, float]:
     return {**found, "seconds": statistics.median(taken["none"])}
 
 
+class Worker(nn.Module):
+    """A layer of one matrix whose ops take some milliseconds: of computation, or asleep."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MATRIX, MATRIX, bias=False)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(Nap.apply(x)) if self.kind == "sleeps" else self.linear(x)
+
+
+class Nap(torch.autograd.Function):
+    """The identity, which sleeps in the forward, and twice as long in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        nap_until(perf_counter() + NAP)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        nap_until(perf_counter() + 2 * NAP)
+        return grad
+
+
+@contextmanager
+def link_of(rate: Callable[[], float]) -> Iterator[None]:
+    """Have each copy between a device and a store take its bytes over a rate in bytes per second, or longer.
+
+    Gradients have room of their own in host memory, as those of a GPU have, so that they are copied there.
+    """
+    copy = HostMemory.copy
+
+    def slowed(self: HostMemory, target: Tensor, source: Tensor) -> None:
+        until = perf_counter() + target.nbytes / rate()
+        copy(self, target, source)
+        nap_until(until)
+
+    HostMemory.copy, HostMemory.on_disk = slowed, True  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostMemory.copy, HostMemory.on_disk = copy, False  # type: ignore[method-assign]
+
+
+def linked(kind: str, ranks: int, window: int, ratios: Sequence[float], rounds: int) -> list[dict[str, Any]]:
+    """Return resident steps and steps with a store, measured in turn and predicted, for ratios of compute to link."""
+    row: Row = ("threads", ranks, "breadth-first", LINKED_STAGES // ranks, {})
+    options = {"store": "host", "window": window}
+    x = torch.randn(MICROBATCHES * (SLEEPING_ROWS if kind == "sleeps" else COMPUTING_ROWS), MATRIX)
+    blocks = [[Worker(kind) for _ in range(LINKED_STAGES)] for _ in range(2)]
+    size, rate, found = 4 * MATRIX**2, 1e12, []
+    ops: list[np.ndarray] = []
+    with (
+        link_of(lambda: rate),
+        pipeline(row, blocks[0], nn.functional.mse_loss) as resident,
+        pipeline((*row[:4], options), blocks[1], nn.functional.mse_loss) as stored,
+    ):
+        alone = check(resident.schedule).program
+        beside = check(stored.schedule, sharding=ParallelOptions(**options).sharding).program
+
+        def step(of: Pipeline) -> float:
+            began = perf_counter()
+            of.step(x, x)
+            took = perf_counter() - began
+            of.zero_grad()
+            if of is resident:
+                ops.append(op_seconds(of))
+            return took
+
+        def added(seconds: np.ndarray) -> float:
+            copies = np.full(LINKED_STAGES, size / rate)
+            with_copies = simulate(beside, Costs(seconds, gather=copies, reduce=copies))
+            return float(makespan(with_copies) - makespan(simulate(alone, Costs(seconds))))
+
+        contestants = {"resident": partial(step, resident), "stored": partial(step, stored)}
+        alternate(contestants, 2)
+        for compute_over_link in ratios:
+            forwards = MICROBATCHES * float(np.median([each[:, Kind.F].mean() for each in ops]))
+            rate = size * compute_over_link / forwards
+            ops.clear()
+            taken = alternate(contestants, rounds)
+            # Of each round, since the machine's speed drifts.
+            predicted = [
+                took + added(seconds) for took, seconds in zip(taken["resident"], ops[-rounds:], strict=True)
+            ]
+            found.append({
+                "kind": kind, "ranks": ranks, "window": window, "forwards over fetch": compute_over_link,
+                "fetch": size / rate, "resident": statistics.median(taken["resident"]),
+                "stored over resident": ratio(taken["stored"], taken["resident"]),
+                "predicted": ratio(predicted, taken["resident"]), "error": ratio(taken["stored"], predicted) - 1,
+            })  # fmt: skip
+    return found
+
+
+def op_seconds(pipe: Pipeline) -> np.ndarray:
+    """Return the mean seconds of the last step's ops, shape (stages, kinds)."""
+    trace = pipe.trace()
+    assert trace is not None, "a step was taken"
+    table = np.zeros((pipe.schedule.stages, len(Kind)))
+    for stage in range(pipe.schedule.stages):
+        for kind in (Kind.F, Kind.B):
+            rows = (trace.stage == stage) & (trace.kind == kind)
+            table[stage, kind] = (trace.end - trace.start)[rows].mean()
+    return table
+
+
+def measure_link(quick: bool, rounds: int) -> Figures:
+    """Measure steps with slowed copies beside the simulator's."""
+    # Two ranks that compute would share two cores with the copies of both.
+    counts = {"sleeps": (1, 2), "computes": (1,)}
+    cases = [
+        (kind, ranks, window)
+        for kind in RATIOS
+        for ranks in counts[kind]
+        for window in range(1, min(3, LINKED_STAGES // ranks) + 1)
+    ]
+    yield "layers   ranks window  forwards/fetch  fetch ms  resident ms  stored/resident  predicted  error"
+    found = []
+    for kind, ranks, window in cases[1:2] if quick else cases:
+        for each in linked(kind, ranks, window, (1.0,) if quick else RATIOS[kind], rounds):
+            found.append(each)
+            yield (
+                f"{kind:8}{ranks:6}{window:7}{each['forwards over fetch']:16.2g}{each['fetch'] * 1e3:10.1f}"
+                f"{each['resident'] * 1e3:13.1f}{each['stored over resident']:17.3f}{each['predicted']:11.3f}"
+                f"{each['error']:+7.1%}"
+            )
+    errors: dict[str, list[float]] = {}
+    for each in found:
+        errors.setdefault(each["kind"], []).append(abs(each["error"]))
+    for kind, each in errors.items():
+        yield (
+            f"a layer {kind}: {len(each)} cases, error {statistics.median(each):.1%} in the median, {max(each):.1%} at most"
+        )
+    return {"rows": found, "errors": {kind: max(each) for kind, each in errors.items()}}
+
+
 def limited(how: str, steps: int) -> None:
     """Train a model of three times the memory that this process may have; for a process of its own."""
     torch.set_num_threads(1)
@@ -226,6 +385,8 @@ def difference(pairs: Any) -> float:
 def measure(options: argparse.Namespace) -> Figures:
     """Measure all rows."""
     torch.set_num_threads(1)
+    if options.link:
+        return (yield from measure_link(options.quick, options.rounds))
     losses, weights = plain_steps()
     rows: dict[str, dict[str, Any]] = {}
     yield f"{'':72}{'loss':>7}{'weight':>8}{'bytes':>11}{'formula':>11}{'resident':>11}"
@@ -263,8 +424,19 @@ def measure(options: argparse.Namespace) -> Figures:
         f"weights of {3 * LIMIT / 1e6:.0f} MB with {LIMIT / 1e6:.0f} MB of private memory, AdamW: "
         + "; ".join(f"{how}: {what}" for how, what in runs.items())
     )
-    return {"rows": rows, "off": worst, "ratios": ratios, "limited": runs, "rounds": options.rounds}
+    return {
+        "rows": rows,
+        "off": worst,
+        "ratios": ratios,
+        "limited": runs,
+        "rounds": options.rounds,
+    }
 
 
 if __name__ == "__main__":
-    main(measure, __doc__, rounds=5)
+    main(
+        measure,
+        __doc__,
+        rounds=5,
+        add=lambda parser: parser.add_argument("--link", action="store_true", help="slowed copies alone"),
+    )

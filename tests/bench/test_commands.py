@@ -70,6 +70,9 @@ LINES = {
         r"a step of 64 rows over the resident one: host N, disk N; resident N ms",
         r"weights of N MB with N MB of private memory, AdamW: plain: RuntimeError: .*; disk: loss N in step 1, private .*",
     ],
+    "bench.host_weights --link": [
+        r"sleeps +1 +2 +1 +N +N +N +N +N%", r"a layer sleeps: 1 cases, error N% in the median, N% at most",
+    ],
     "bench.experts": [r" +64 +256 +512 +32 +2 +N +N +N"],
     "bench.recompute": [
         r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",

@@ -9,8 +9,9 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import read_cluster
 from penstock.plan.prediction import predict
-from penstock.plan.side_by_side import Training, figures, messages_of
+from penstock.plan.side_by_side import Training, figures, messages_of, side_by_side
 from penstock.profile.model_profile import of_shape
+from penstock.show.units import size_text
 from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
 
 H100 = read_cluster("h100*4")
@@ -41,6 +42,19 @@ def test_every_figure_has_a_name():
     assert (rows["layout"], rows["bubble"], rows["devices"]) == (str(plan.layout), f"{plan.bubble:.1%}", "4")
     tight = dict(figures(replace(plan, capacity=1.0)))
     assert tight["fullest rank"].endswith(", does NOT fit in 1 B")
+
+
+def test_bytes_of_hosts_stand_beside_each_other_if_either_layout_has_a_store():
+    whole, stored = of_small("pp=2"), of_small("pp=1,v=2,schedule=breadth-first,store=disk,window=1")
+    names = ["store, memory of a host", "store, disk of a host"]
+    rows = {name: cells for name, *cells in side_by_side(whole, stored)}
+    assert [name for name in rows if name not in dict(figures(whole))] == names
+    parameters = float(stored.costs.parameters.sum())
+    # Main weights of 4 bytes are in memory, and of 18 bytes the rest on the disk.
+    assert stored.store_room == pytest.approx((4 * parameters, 14 * parameters))
+    assert rows[names[0]] == ["0 B", size_text(4 * parameters)]
+    assert rows[names[1]] == ["0 B", size_text(14 * parameters)]
+    assert len(side_by_side(whole, whole)) == len(figures(whole))
 
 
 def test_days_and_device_hours_of_a_training():

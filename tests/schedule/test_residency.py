@@ -52,6 +52,15 @@ def test_breadth_first_gathers_every_stage_twice_with_a_window_of_one():
     assert [len(runs) for runs in sharded(schedule, shard="weights").runs] == [4, 4]
 
 
+def test_a_gather_begins_as_soon_as_the_window_has_a_place():
+    schedule = build_schedule("breadth-first", 1, 2, 3)
+    line = list(sharded(schedule, shard="weights", window=2).text(schedule, 0))
+    assert " ".join(line) == (
+        "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 1F0 1F1 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD 0UNSHARD 1B0 1B1 "
+        "1RESHARD 1REDUCE_GRAD 0B0 0B1 0RESHARD 0REDUCE_GRAD"
+    )
+
+
 @settings(max_examples=30)
 @given(
     name=st.sampled_from(SEVERAL), ranks=st.integers(1, 3), groups=st.integers(1, 3), window=st.integers(1, 3),
@@ -61,6 +70,7 @@ def test_every_op_finds_its_weights_and_no_window_is_exceeded(
     name: str, ranks: int, groups: int, window: int, every: int
 ):
     schedule = built(name, ranks, groups * max(ranks, 2))
+    window = min(window, len(schedule.placement.stages_of[0]))
     residency = sharded(schedule, shard="weights", window=window, reduce_every=every)
     ones = np.ones(schedule.stages, np.int64)
     for rank in range(schedule.ranks):
@@ -91,9 +101,10 @@ def test_every_op_finds_its_weights_and_no_window_is_exceeded(
 @given(name=st.sampled_from(SEVERAL), ranks=st.integers(1, 3), groups=st.integers(1, 2))
 def test_a_larger_window_gathers_no_more(name: str, ranks: int, groups: int):
     schedule = built(name, ranks, groups * max(ranks, 2))
-    counts = [len(sharded(schedule, shard="weights", window=w).runs[0]) for w in (1, 2, 3)]
+    most = len(schedule.placement.stages_of[0])
+    counts = [len(sharded(schedule, shard="weights", window=w).runs[0]) for w in range(1, most + 1)]
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] == len(schedule.placement.stages_of[0])
+    assert counts[-1] == most
 
 
 def test_the_program_lists_the_operations_in_their_places():
@@ -165,6 +176,15 @@ def test_choices_that_mean_nothing_are_refused(choices: dict, said: str):
         Sharding(**choices)
     with pytest.raises(ConfigError, match=said):
         ParallelOptions(**choices)
+
+
+def test_windows_larger_than_a_rank_are_refused_with_what_is_allowed():
+    for choices in ({"store": "host"}, {"shard": "weights"}):
+        with pytest.raises(
+            ScheduleError,
+            match=r"at most the 4 stages that breadth-first gives a rank, got 5; use 1 to 4, None for all",
+        ):
+            sharded(build_schedule("breadth-first", 2, 4, 4), window=5, **choices)
 
 
 def test_copies_of_stages_and_windows_smaller_than_a_pair_are_refused():

@@ -116,7 +116,8 @@ CASES = st.fixed_dictionaries({
 
 def drawn(case: dict[str, Any]) -> tuple[Program, Costs]:
     virtual = 3 if case["name"] in ("interleaved-1f1b", "breadth-first") else None
-    window = case["window"] if case["shard"] == "weights" else None
+    stages = virtual or (1 if case["name"] == "1f1b" else 2)
+    window = min(case["window"] or stages, stages) if case["shard"] == "weights" else None
     program = sharded(
         case["name"], case["ranks"], case["ranks"] * case["groups"], virtual,
         shard=case["shard"], window=window, reduce_every=case["every"],

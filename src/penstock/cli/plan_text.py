@@ -11,7 +11,7 @@ from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
-from penstock.plan.side_by_side import figures
+from penstock.plan.side_by_side import side_by_side
 from penstock.profile.model_profile import Profile
 from penstock.show.units import (
     batch_text,
@@ -158,8 +158,8 @@ def beside_table(today: Prediction, proposed: Prediction) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "today", "proposed"):
         table.add_column(name, overflow="fold")
-    for (name, of_today), (_, of_proposed) in zip(figures(today), figures(proposed), strict=True):
-        table.add_row(name, of_today, of_proposed)
+    for row in side_by_side(today, proposed):
+        table.add_row(*row)
     change = proposed.step_seconds / today.step_seconds - 1
     time = f"a step takes {abs(change):.1%} {'less' if change <= 0 else 'more'} time"
     table.add_row("", "", time if today.fits else "today's does not fit, so times are not compared")

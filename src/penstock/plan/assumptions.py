@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster, GroupedCluster, groups_of
 from penstock.plan.device_groups import device_names
-from penstock.plan.rank_memory import residency_of, stored_bytes
+from penstock.plan.rank_memory import StoreRoom, ranks_of_host, residency_of
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import StageCosts, attention_of, dtype_of, rank_parameters
-from penstock.profile.closed_form import MAIN_BYTES, PARAMETER_BYTES
+from penstock.plan.stage_costs import attention_of, dtype_of
+from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.schedule import Schedule
 from penstock.show.units import size_text, time_text
@@ -104,33 +104,26 @@ def sharded_text(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
     return (f"Over {layout.replicas} replicas, {text}.",)
 
 
-def stored_text(
-    schedule: Schedule, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
-) -> tuple[str, ...]:
+def stored_text(schedule: Schedule, room: StoreRoom, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
     """Return a sentence about what is in a store, and what its copies take."""
     if not layout.sharding.stored:
         return ()
-    devices, host = min(layout.pp, cluster.ranks_per_node), cluster.host
-    kept = stored_bytes(schedule, costs, layout, dtype)
-    of_node = max(float(kept[first : first + devices].sum()) for first in range(0, layout.pp, devices))
-    room = f"The memory of a host must have room for {size_text(of_node)}"
+    told = f"The memory of a host must have room for {size_text(room.memory)}"
     if layout.store == "disk":
-        # Main weights are kept by `PipelineOptimizer`, in host memory.
-        trained = rank_parameters(costs, schedule.placement)[0]
-        main = MAIN_BYTES[dtype] * max(
-            float(trained[first : first + devices].sum()) for first in range(0, layout.pp, devices)
-        )
-        beside = f", and its memory for {size_text(main)} of main weights" if main else ""
-        room = f"The disks of a host must have room for {size_text(of_node - main)}{beside}"
+        beside = f", and its memory for {size_text(room.memory)} of main weights" if room.memory else ""
+        told = f"The disks of a host must have room for {size_text(room.disk)}{beside}"
     text = residency_of(schedule, layout.sharding).summary()
-    rate = host.fetch_rate(layout.store, devices)
-    return (f"{room}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
+    rate = cluster.host.fetch_rate(layout.store, ranks_of_host(cluster, layout))
+    return (f"{told}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
 
 
 def interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
     """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
     if layout.sharding.stored:
-        return None, "There is no interval: no step with a store has been compared with a prediction."
+        return (
+            None,
+            "There is no interval: steps with a store were compared with simulated ones on slowed links alone.",
+        )
     if isinstance(cluster, GroupedCluster):
         return None, "There is no interval: no step on unlike devices has been compared with a prediction."
     if cluster.error is None:

@@ -7,7 +7,7 @@ the gradients' reduction that is exposed, and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,10 +35,13 @@ from penstock.plan.op_costs import (
 from penstock.plan.rank_memory import (
     BUCKET_BYTES,
     RankMemory,
+    StoreRoom,
     fitting_costs,
     moving_weights,
     rank_memory,
+    ranks_of_host,
     residency_of,
+    store_room,
     updated_parameters,
 )
 from penstock.plan.run_layout import Layout, layout_of
@@ -58,7 +61,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.residency import beside
+from penstock.schedule.residency import Residency
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv, read_csv
 from penstock.simulate.reduction import reduce_gradients
@@ -91,6 +94,7 @@ class Prediction:
         reserved: bytes of its memory besides, which are left free.
         devices: name of the device of every pipeline rank, and capacities: bytes of it that a layout may use, if devices are
             unlike; empty otherwise.
+        store_room: bytes that a store takes of the fullest host's memory and disks.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "sharding" (what gathers of weights, and
@@ -119,6 +123,7 @@ class Prediction:
     dtype: str = "bf16"
     unit: str = "tokens"
     reserved: float = 0.0
+    store_room: StoreRoom = field(default_factory=StoreRoom)
     assumptions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     capacities: tuple[float, ...] = ()
@@ -161,6 +166,7 @@ class Prediction:
             "capacities": [round(capacity) for capacity in self.capacities],
             "capacity": round(self.capacity),
             "reserved": round(self.reserved),
+            "store_room": {name: round(size) for name, size in self.store_room._asdict().items()},
             "fits": self.fits,
             "bubble": self.bubble,
             "bubble_causes": dict(self.causes),
@@ -221,7 +227,7 @@ def predict(
     split = bubbles(trace)
     pipeline = float(makespan(trace))
 
-    sharding = _exposed_sharding(schedule, trace, costs, cluster, layout, dtype)
+    sharding = _exposed_sharding(program, trace, costs, profile, cluster, layout)
     reduction, trace = _exposed_reduction(program, trace, costs, cluster, layout, dtype)
     optimizer = optimizer_seconds(costs, cluster, layout, dtype, schedule.placement)
     overhead = cluster.step_overhead + profile.step_overhead
@@ -236,6 +242,7 @@ def predict(
     hardware = (trained + repeated) * replicas / per_device
     peak_rate = mean_peak(cluster, layout, dtype) / 1e12
     error, _ = interval(profile, cluster, layout, sequence)
+    room = store_room(schedule, costs, layout, dtype, ranks_of_host(cluster, layout))
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
@@ -257,6 +264,7 @@ def predict(
         memory=memory,
         capacity=device.usable,
         reserved=device.reserved,
+        store_room=room,
         bubble=sum(causes.values()),
         causes=causes,
         parts={
@@ -271,7 +279,7 @@ def predict(
         assumptions=(
             *assumptions(profile, cluster, layout, sequence),
             *sharded_text(schedule, layout),
-            *stored_text(schedule, costs, cluster, layout, dtype),
+            *stored_text(schedule, room, cluster, layout),
         ),
         devices=device_names(cluster, layout),
         capacities=capacities,
@@ -288,12 +296,24 @@ def _fullest(memory: Sequence[RankMemory], limits: Sequence[float]) -> int:
 
 
 def _simulated(
-    program: Program, costs: StageCosts, profile: Profile, cluster: Cluster, layout: Layout
+    program: Program,
+    costs: StageCosts,
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    moving: tuple[Table, Table] | None = None,
 ) -> Trace:
+    """Return a simulated step.
+
+    Args:
+        moving: seconds of the program's gathers and of its reductions, by stage; None (default) for none.
+    """
     runtime = profile.runtime
     alone = with_split(
         program, op_costs(costs, cluster, layout, runtime, profile.op_overhead), costs, runtime
     )
+    if moving is not None:
+        alone = replace(alone, gather=moving[0], reduce=moving[1])
     if runtime is None:
         return simulate(program, alone)
     return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)
@@ -428,7 +448,7 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
 
 
 def _exposed_sharding(
-    schedule: Schedule, trace: Trace, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
+    program: Program, trace: Trace, costs: StageCosts, profile: Profile, cluster: Cluster, layout: Layout
 ) -> float:
     """Return the seconds by which gathers of weights, and reductions before a stage's last, lengthen the step.
 
@@ -436,58 +456,73 @@ def _exposed_sharding(
     updated weights, which with sharded weights is the stage's first gather. Each further stay of weights on a rank takes an
     all-gather of the stage's weights, and each earlier reduction a reduce-scatter of its gradients.
 
-    With a store, each stay takes a copy from it, and each reduction one to it, the last ones, too; a stage whose sums are
-    there already has them back first. These copies are always beside the ops.
-
-    With overlapping reductions, a gather runs from the start of the op before its own, or from that op's end where the
-    window has no earlier place, and a reduction runs beside the next op. What takes longer than that, with the waits
-    between these ops, delays the rank; the step is longer by the largest sum of a rank's delays. Otherwise all of it is
-    exposed.
+    With overlapping reductions, they are simulated beside the ops. Otherwise all of it is exposed.
     """
+    if layout.sharding.stored:
+        return _exposed_copies(program, trace, costs, profile, cluster, layout)
     if not layout.sharding.comes_and_goes:
         return 0.0
-    residency, stored = residency_of(schedule, layout.sharding), layout.sharding.stored
-    weight, gradient, _ = PARAMETER_BYTES[dtype]
-    if stored:
-        rate = cluster.host.fetch_rate(layout.store, min(layout.pp, cluster.ranks_per_node))
-        gathers, sums = moving_weights(costs, layout, dtype) / rate, gradient * costs.parameters / rate
-    else:
-        groups = stage_groups(costs, cluster, layout)
-        gathers, sums = (
-            _replica_seconds(
-                unit,
-                size * costs.parameters,
-                size * costs.expert_parameters,
-                cluster,
-                layout,
-                1,
-                groups=groups,
-            )
-            for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
+    residency = residency_of(program.schedule, layout.sharding)
+    weight, gradient, _ = PARAMETER_BYTES[dtype_of(profile, cluster, layout)]
+    groups = stage_groups(costs, cluster, layout)
+    gathers, sums = (
+        _replica_seconds(
+            unit,
+            size * costs.parameters,
+            size * costs.expert_parameters,
+            cluster,
+            layout,
+            1,
+            groups=groups,
         )
-    hides, start, end = stored or overlaps(cluster, layout), trace.start, trace.end
+        for unit, size in (("all_gather", weight), ("reduce_scatter", gradient))
+    )
+    earlier = _earlier_reductions(residency)
+    if overlaps(cluster, layout):
+        moving = replace(program, residency=replace(residency, reductions=earlier))
+        beside = _simulated(moving, costs, profile, cluster, layout, (gathers, sums))
+        # The gather before the first op is counted by `_exposed_gather`, too.
+        twice = _exposed_gather(costs, cluster, layout, weight, 1)
+        return max(0.0, float(makespan(beside) - makespan(trace)) - twice)
     delays = []
-    for rank in range(schedule.ranks):
-        rows, delay = schedule.rows(rank), 0.0
-        seen: set[int] = set()
-        for stage, gathered, first, _ in residency.runs[rank]:
-            if hides:
-                before = end[first - 1] if first > rows.start else 0.0
-                begins = start[gathered] if gathered < first else before
-                delay += max(0.0, float(gathers[stage] - (start[first] - begins)))
-            elif stage in seen:
-                delay += float(gathers[stage])
-            seen.add(stage)
-        last = {stage: row for row, stage in residency.reductions[rank]}
-        for row, stage in residency.reductions[rank]:
-            copies = 1 if not stored or row == last[stage] else 2
-            if stored or row != last[stage]:
-                hidden = end[beside(schedule, row, rows.stop)] - end[row] if hides else 0.0
-                delay += max(0.0, float(copies * sums[stage] - hidden))
-        delays.append(delay)
-    # The gather before the first op is counted by `_exposed_gather`, too.
-    twice = _exposed_gather(costs, cluster, layout, weight, 1) if hides else 0.0
-    return max(0.0, max(delays) - twice)
+    for runs, reductions in zip(residency.runs, earlier, strict=True):
+        stays = [run.stage for run in runs]
+        again = float(gathers[stays].sum() - gathers[list(set(stays))].sum()) if stays else 0.0
+        delays.append(again + float(sum(sums[stage] for _, stage in reductions)))
+    return max(delays)
+
+
+def _exposed_copies(
+    program: Program, trace: Trace, costs: StageCosts, profile: Profile, cluster: Cluster, layout: Layout
+) -> float:
+    """Return the seconds by which copies from and to a store lengthen the step, beside whose ops they are simulated.
+
+    Each stay of weights on a rank takes a copy, and each reduction. Before a stage's later backwards the sums that have left
+    come back, which these wait for.
+    """
+    schedule, sharding = program.schedule, layout.sharding
+    residency = residency_of(schedule, sharding)
+    gradient = PARAMETER_BYTES[dtype := dtype_of(profile, cluster, layout)][1]
+    rate = cluster.host.fetch_rate(layout.store, ranks_of_host(cluster, layout))
+    fetch, send = moving_weights(costs, layout, dtype) / rate, gradient * costs.parameters / rate
+    beside, waits = [], []
+    for all_, earlier in zip(residency.reductions, _earlier_reductions(residency), strict=True):
+        # The next op adds to the sums that are still on their way.
+        at_once = {row for row, stage in earlier if schedule.stage[row + 1] == stage}
+        beside.append(tuple(each for each in all_ if each[0] not in at_once))
+        waits.append(float(sum(send[stage] * (1 + (row in at_once)) for row, stage in earlier)))
+    moving = replace(program, residency=replace(residency, reductions=tuple(beside)))
+    copied = _simulated(moving, costs, profile, cluster, layout, (fetch, send))
+    return float(makespan(copied) - makespan(trace)) + max(waits)
+
+
+def _earlier_reductions(residency: Residency) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the (row, stage) pairs, by rank, of reductions before the last one of their stage."""
+    last = [{stage: row for row, stage in of_rank} for of_rank in residency.reductions]
+    return tuple(
+        tuple((row, stage) for row, stage in of_rank if row != rows[stage])
+        for of_rank, rows in zip(residency.reductions, last, strict=True)
+    )
 
 
 def _replica_seconds(
@@ -539,7 +574,7 @@ def optimizer_seconds(
     if layout.sharding.stored:
         # The ranks of a node share its memory.
         shared = host.disk_bandwidth if layout.store == "disk" else host.memory_bandwidth
-        bandwidth = shared / min(layout.pp, cluster.ranks_per_node)
+        bandwidth = shared / ranks_of_host(cluster, layout)
     parameters, experts, _ = rank_parameters(costs, placement)
     updated = updated_parameters(parameters, experts, layout)
     moved = _UPDATE_BYTES[dtype]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.cluster import Cluster
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import LayerTimes, StageCosts, rank_parameters, stage_costs
-from penstock.profile.closed_form import MOMENT_BYTES, PARAMETER_BYTES
+from penstock.profile.closed_form import MAIN_BYTES, MOMENT_BYTES, PARAMETER_BYTES
 from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
@@ -264,13 +265,34 @@ def moving_weights(costs: StageCosts, layout: Layout, dtype: str) -> npt.NDArray
     return trained + costs.frozen_bytes if layout.sharding.stored else trained
 
 
-def stored_bytes(
-    schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str
-) -> npt.NDArray[np.float64]:
-    """Return the bytes of weights, gradients and optimizer state of every rank that are in a store, shape (ranks,)."""
+def ranks_of_host(cluster: Cluster, layout: Layout) -> int:
+    """Return the number of a pipeline's ranks that share a host's memory and disks."""
+    return min(layout.pp, cluster.ranks_per_node)
+
+
+class StoreRoom(NamedTuple):
+    """Bytes that a store takes on the fullest host."""
+
+    memory: float = 0.0
+    disk: float = 0.0
+
+
+def store_room(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str, devices: int) -> StoreRoom:
+    """Return the bytes of weights, gradients and optimizer state that are in a store; none if the layout has none.
+
+    Args:
+        devices: ranks of the pipeline that are on one host.
+    """
+    if not layout.sharding.stored:
+        return StoreRoom()
     counts = rank_parameters(costs, schedule.placement)
     moving = moving_weights(costs, layout, dtype)
     weights = np.array([moving[list(stages)].sum() for stages in schedule.placement.stages_of])
-    total: npt.NDArray[np.float64] = weights + PARAMETER_BYTES[dtype][1] * counts[0]
-    total += optimizer_bytes(counts, layout, dtype)
-    return total
+    kept = weights + PARAMETER_BYTES[dtype][1] * counts[0] + optimizer_bytes(counts, layout, dtype)
+    # Main weights are kept by `PipelineOptimizer`, in host memory.
+    main = MAIN_BYTES[dtype] * counts[0] if layout.store == "disk" else kept
+    of_host, in_memory = (
+        max(float(each[first : first + devices].sum()) for first in range(0, layout.pp, devices))
+        for each in (kept, main)
+    )
+    return StoreRoom(in_memory, of_host - in_memory)

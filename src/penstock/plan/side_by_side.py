@@ -35,8 +35,20 @@ def messages_of(plan: Prediction) -> Messages:
     return Messages(len(boundary), float(costs.messages[boundary].sum()))
 
 
-def figures(plan: Prediction) -> list[tuple[str, str]]:
-    """Return the names and figures of a layout that stand beside those of another one."""
+def side_by_side(today: Prediction, proposed: Prediction) -> list[tuple[str, str, str]]:
+    """Return the names and figures of a layout beside those of another one; hosts' bytes if either has a store."""
+    stored = any(plan.layout.sharding.stored for plan in (today, proposed))
+    pairs = zip(figures(today, stored), figures(proposed, stored), strict=True)
+    return [(name, of_today, of_proposed) for (name, of_today), (_, of_proposed) in pairs]
+
+
+def figures(plan: Prediction, stored: bool = False) -> list[tuple[str, str]]:
+    """Return the names and figures of a layout.
+
+    Args:
+        stored: whether bytes that a store takes of a host are among them (default False).
+    """
+    rooms = plan.store_room._asdict() if stored else {}
     messages = messages_of(plan)
     fits = "" if plan.fits else f", does NOT fit in {size_text(plan.capacity)}"
     return [
@@ -44,6 +56,7 @@ def figures(plan: Prediction) -> list[tuple[str, str]]:
         ("step", f"{time_text(plan.step_seconds)} ({interval_text(plan.low, plan.high)})"),
         (f"{plan.unit}/s", f"{plan.tokens_per_second:,.0f}"),
         ("fullest rank", f"{size_text(plan.peak_bytes)}{fits}"),
+        *((f"store, {where} of a host", size_text(size)) for where, size in rooms.items()),
         ("bubble", f"{plan.bubble:.1%}"),
         ("messages", f"{messages.number:,}, {size_text(messages.size)} a step and pipeline"),
         ("devices", f"{plan.layout.devices:,}"),

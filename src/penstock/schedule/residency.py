@@ -115,7 +115,7 @@ class Run(NamedTuple):
     """A stay of a stage's weights on a rank.
 
     Attributes:
-        gathered: row before which the gather is begun.
+        gathered: row before which the gather is begun: the earliest where the window has a place for it.
         first, last: rows of the first and the last op that read the weights.
     """
 
@@ -229,21 +229,24 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
 
     Raises:
         ScheduleError: if stages have copies on several ranks, whose gradients are joined before replicas' are, or if
-            the window is too small for a fused pair of two stages.
+            the window is too small for a fused pair of two stages, or larger than the stages of every rank.
     """
     if schedule.placement.has_copies:
         raise ScheduleError(
             f"{schedule.name} has copies of stages, whose gradients are complete together only; use shard='optimizer' or "
             "'none' and no store, or a schedule that has each stage once"
         )
+    window, most = sharding.window, max(map(len, schedule.placement.stages_of))
+    if window is not None and window > most:
+        raise ScheduleError(
+            f"window must be at most the {plural(most, 'stage')} that {schedule.name} gives a rank, got {window}; use 1 to "
+            f"{most}, None for all of the rank, or more stages (virtual_stages)"
+        )
     ranks = range(schedule.ranks)
     trains = bool((schedule.kind != Kind.F).any())
     return Residency(
         sharding,
-        tuple(
-            tuple(_runs(schedule, rank, sharding.window)) if sharding.weights_come_and_go else ()
-            for rank in ranks
-        ),
+        tuple(tuple(_runs(schedule, rank, window)) if sharding.weights_come_and_go else () for rank in ranks),
         tuple(
             tuple(_reductions(schedule, rank, sharding.reduce_every or schedule.microbatches))
             if trains
@@ -316,10 +319,10 @@ def _runs(schedule: Schedule, rank: int, window: int | None) -> Iterator[Run]:
     held = list(accumulate(change))
     for first, last, stage in sorted(ended):
         ahead = first
-        # One op ahead, so that the gather runs beside that op, if the window has a place for it.
-        if first > 0 and held[first - 1] < limit:
-            held[first - 1] += 1
+        # As early as the window has a place for it, so that the gather runs beside the ops before.
+        while ahead > 0 and held[ahead - 1] < limit:
             ahead -= 1
+            held[ahead] += 1
         yield Run(stage, groups[ahead][0], groups[first][0], groups[last][1])
 
 
