@@ -18,7 +18,7 @@ from penstock.base.errors import PenstockError
 from penstock.show.palette import CAUSES
 from penstock.show.planned import PlannedStep, plan
 from penstock.show.units import is_measured
-from penstock.show.what_if import Alternatives, Change
+from penstock.show.what_if.alternatives import Alternatives, Change
 from penstock.trace.bubbles import Bubbles, bubbles
 from penstock.trace.events import API, Trace
 from penstock.trace.join import present

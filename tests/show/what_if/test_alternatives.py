@@ -9,7 +9,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
 from penstock.show.analysis import advise
 from penstock.show.planned import plan
-from penstock.show.what_if import Alternatives, ChangeLines
+from penstock.show.what_if.alternatives import Alternatives, ChangeLines
 from penstock.train.config.file import load
 from penstock.train.config.resolve import resolve
 from tests.support.lanes import exhaustive

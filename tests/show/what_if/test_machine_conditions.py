@@ -12,7 +12,8 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind
 from penstock.show.analysis import advise
 from penstock.show.planned import plan
-from penstock.show.what_if import SPLIT_COST, contention_of, others_beside
+from penstock.show.what_if.alternatives import SPLIT_COST
+from penstock.show.what_if.machine_conditions import contention_of, others_beside
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
 from penstock.trace.events import Activity, Trace

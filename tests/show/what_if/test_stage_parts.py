@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.show.what_if import StageParts, recut, saved_sizes
+from penstock.show.what_if.stage_parts import StageParts, recut, saved_sizes
 from tests.support.measured import measured
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of

@@ -1,232 +1,26 @@
-"""Changes of a step that can be made with the same ranks and microbatches, each simulated with the step's own costs.
-
-Ranks that share cores, caches or memory bandwidth slow each other down. A schedule that lets ranks wait less then makes
-every op longer, and saves less time than a simulation with the present costs promises. A change therefore meets the
-conditions of the machine as the trace shows them.
-"""
+"""Changes of a step that can be made with the same ranks and microbatches, each simulated with the step's own costs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.base.errors import PenstockError, ScheduleError, SplitError
+from penstock.base.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, CatalogueFamily
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
-from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.show.planned import PlannedStep
-from penstock.show.units import is_measured
+from penstock.show.what_if.machine_conditions import Conditions
+from penstock.show.what_if.stage_parts import StageParts, recut, saved_sizes
 from penstock.simulate.costs import Communication, Costs, Link, Table
-from penstock.simulate.simulator import simulate
-from penstock.stage.partition import even
-from penstock.trace.beside import time_beside
-from penstock.trace.bubbles import bubble_fraction, bubbles, makespan
-from penstock.trace.events import Activity, Trace
-
-_OPS = tuple(Activity(kind) for kind in Kind)
-_LEAST_OPS = 12
-"""Fewest ops that say anything."""
-_ROUNDS = 6
-"""Simulations until the length of ops and the number of ranks that compute at the same time agree."""
-
-
-@dataclass(frozen=True)
-class Contention:
-    """Length of ops as a function of the other ranks that compute meanwhile: 1 + slope × (others - usual)."""
-
-    # Growth of an op's length with each rank that computes meanwhile, relative to its usual length; at
-    # least 0.
-    slope: float = 0.0
-    usual: float = 0.0  # mean number of other ranks that computed during an op in the trace
-
-    def factor(self, others: float) -> float:
-        """Return the length of ops during which `others` ranks compute, over their length in the trace."""
-        # Far from the usual company, the line must not fall to 0.
-        return max(0.1, 1.0 + self.slope * (others - self.usual))
-
-
-def contention_of(trace: Trace) -> Contention:
-    """Return the slowdown in a measured trace: the line through lengths of ops over the ranks that computed meanwhile.
-
-    Lengths are relative to the median of the same stage and kind of op. A trace with few ops, or ops that all had the same
-    company, shows none.
-    """
-    work = trace.only(_OPS)
-    if trace.info.get("source") != "measured" or trace.ranks < 2 or len(work) < _LEAST_OPS:
-        return Contention()
-    length = (work.end - work.start).astype(np.float64)
-    others = others_beside(work)
-    relative = np.ones(len(work))
-    for stage, kind in np.unique(np.stack([work.stage, work.kind]), axis=1).T:
-        same = (work.stage == stage) & (work.kind == kind)
-        relative[same] = length[same] / max(float(np.median(length[same])), 1e-12)
-    # Single ops that the system interrupted would turn the line.
-    sound = (relative > 0.5) & (relative < 2.0) & (length > 0)
-    usual = float(np.average(others, weights=np.maximum(length, 1e-12)))
-    spread = others[sound] - others[sound].mean() if sound.any() else np.zeros(0)
-    if sound.sum() < _LEAST_OPS or float(spread @ spread) < 1e-3 * sound.sum():
-        return Contention(0.0, usual)
-    slope = float(spread @ relative[sound]) / float(spread @ spread)
-    return Contention(max(0.0, slope), usual)
-
-
-def others_beside(work: Trace) -> npt.NDArray[np.float64]:
-    """Return the mean number of other ranks that compute during each op, shape (ops,)."""
-    length = (work.end - work.start).astype(np.float64)
-    beside = time_beside(work, np.arange(len(work)), np.ones(len(work)))
-    return np.where(length > 0, beside / np.maximum(length, 1e-12), 0.0)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of the machine, the same for every simulated change."""
-
-    contention: Contention
-    overhead: float  # time between two ops of a rank
-    measured: bool  # the step ran
-
-    @classmethod
-    def of(cls, trace: Trace) -> Self:
-        """Return the conditions that a trace shows."""
-        return cls(contention_of(trace), _overhead(trace), is_measured(trace))
-
-    def simulate(self, program: Program, costs: Costs) -> Trace:
-        """Simulate a program with ops as long as the ranks that compute meanwhile make them."""
-        costs = _scaled(costs, 1.0, self.overhead)
-        trace = simulate(program, costs)
-        if not self.contention.slope:
-            return trace
-        factor = 1.0
-        for _ in range(_ROUNDS):
-            company = others_beside(trace)
-            length = trace.end - trace.start
-            others = float(np.average(company, weights=length)) if length.any() else 0.0
-            # Half of the change, because full changes may swing between two answers.
-            factor = (factor + self.contention.factor(others)) / 2
-            trace = simulate(program, _scaled(costs, factor, 0.0))
-        return trace
-
-
-def _scaled(costs: Costs, factor: float, extra: float) -> Costs:
-    if factor == 1.0 and not extra:
-        return costs
-    pair = None if costs.pair is None else costs.pair * factor + 2 * extra
-    return replace(costs, seconds=costs.seconds * factor + extra, pair=pair)
-
-
-def _overhead(trace: Trace) -> float:
-    """Return the mean time that a rank of a measured trace spends between two ops although the second could begin."""
-    if not is_measured(trace):
-        return 0.0
-    idle = bubbles(trace).idle.get("overhead")
-    ops = int((trace.kind <= max(Kind)).sum())
-    return float(idle.sum()) / ops if idle is not None and ops else 0.0
-
-
-@dataclass(frozen=True)
-class StageParts:
-    """Parts of the stages that can move to another stage."""
-
-    counts: tuple[int, ...]  # number of parts of every stage
-    # The parts are the blocks that a split counts, and the first stage also has the embedding, the last one
-    # the head; False: they are all layers, because the trace does not tell which are blocks.
-    blocks: bool
-
-    @classmethod
-    def of(cls, trace: Trace, stages: int) -> Self | None:
-        """Return the parts of a trace's stages: from ``info["blocks"]``, or from ``info["split"]``; None without either."""
-        blocks = _list(trace.info.get("blocks"), stages)
-        if blocks and all(isinstance(count, int) and count >= 1 for count in blocks):
-            return cls(tuple(blocks), True)
-        split = _list(trace.info.get("split"), stages)
-        if split and all(isinstance(layers, list | tuple) and layers for layers in split):
-            return cls(tuple(len(layers) for layers in split), False)
-        return None
-
-    def moved(self, source: int, target: int) -> Self:
-        """Return the parts after one of stage `source` has moved to stage `target`."""
-        counts = list(self.counts)
-        counts[source] -= 1
-        counts[target] += 1
-        return type(self)(tuple(counts), self.blocks)
-
-    def evenly(self, stages: int) -> Self | None:
-        """Return an even split over so many stages; None if there are too few parts."""
-        try:
-            ranges = even(sum(self.counts), stages)
-        except SplitError:
-            return None
-        return type(self)(tuple(stop - start for start, stop in ranges), self.blocks)
-
-    def recost(self, table: Table, other: Self) -> Table:
-        """Return a table, one row a stage, of another split of the same parts.
-
-        Every part of a stage counts the same. Of the first and the last stage, what exceeds the blocks of other stages is
-        the embedding's or the head's, and stays there.
-        """
-        each = table / np.array(self.counts, np.float64)[:, None]
-        ends = np.zeros((2, table.shape[1]))
-        if self.blocks:
-            inner = np.median(each[1:-1], axis=0) if len(each) > 2 else each.min(axis=0)
-            for n, stage in enumerate((0, len(each) - 1)):
-                usual = np.minimum(each[stage], inner)
-                ends[n] += (each[stage] - usual) * self.counts[stage]
-                each[stage] = usual
-        parts = np.repeat(each, self.counts, axis=0)
-        edges = np.cumsum([0, *other.counts])
-        stages = np.stack([parts[a:b].sum(axis=0) for a, b in pairwise(edges)])
-        stages[0] += ends[0]
-        stages[-1] += ends[1]
-        return stages
-
-    @property
-    def setting(self) -> list[int] | list[tuple[int, int]]:
-        """Value of ``Pipeline(split=...)``: counts of blocks, or ranges of layers."""
-        if self.blocks:
-            return list(self.counts)
-        return [(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *self.counts]))]
-
-
-def _list(value: object, stages: int) -> list[Any]:
-    """Return a list of one entry per stage; empty if the value from a file is none."""
-    return list(value) if isinstance(value, list | tuple) and len(value) == stages else []
-
-
-def saved_sizes(trace: Trace, stages: int) -> Table:
-    """Return what a forward of every stage keeps for its backward, float64, shape (stages,): the median in the trace.
-
-    All stages are alike (1) if the trace does not tell, or nothing is kept.
-    """
-    sizes = np.zeros(stages)
-    if trace.held is not None:
-        change = np.zeros(len(trace))
-        for rows in trace.rank_slices():
-            change[rows] = np.diff(trace.held[rows], prepend=np.int64(0))
-        for stage in range(stages):
-            forward = change[(trace.kind == Kind.F) & (trace.stage == stage)]
-            sizes[stage] = max(0.0, float(np.median(forward))) if len(forward) else 0.0
-    return sizes if sizes.any() else np.ones(stages)
-
-
-def recut(seconds: Table, stages: int) -> Table:
-    """Return the costs of another number of stages of the same model, shape (stages, kinds).
-
-    Every new stage is the same share of the model, counted in old stages, and costs the sum of the old stages' parts.
-    """
-    edges = np.linspace(0, len(seconds), stages + 1)
-    total = np.vstack([np.zeros(seconds.shape[1]), np.cumsum(seconds, axis=0)])
-    at_edges = np.stack([np.interp(edges, np.arange(len(total)), column) for column in total.T], axis=1)
-    return np.maximum(np.diff(at_edges, axis=0), 0)
-
+from penstock.trace.bubbles import bubble_fraction, makespan
+from penstock.trace.events import Trace
 
 SPLIT_COST = 1.09
 """Time of both halves of a split backward over the full one, and of a forward that prepares for one over another.
