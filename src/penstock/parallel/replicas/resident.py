@@ -13,7 +13,8 @@ from penstock.parallel.clocks import clock
 from penstock.parallel.participant import Step, StepFailure
 from penstock.parallel.replicas.reducer import GroupReducer
 from penstock.parallel.replicas.reduction import Exchange, ReplicaReduction
-from penstock.parallel.replicas.resident_shards import ResidentShards, StageBucket
+from penstock.parallel.replicas.resident_shards import ResidentShards
+from penstock.parallel.replicas.stage_bucket import StageBucket
 from penstock.schedule.residency import Sharding
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.intercepted import has_local_uses

@@ -34,6 +34,13 @@ class ShardSlice:
     count: int
     whole: bool = False
 
+    @classmethod
+    def between(cls, value: Tensor, begin: int, end: int, whole: bool = False) -> ShardSlice:
+        """Return the elements of a tensor from `begin` to before `end`, which may both lie outside of it."""
+        first = max(0, begin)
+        count = max(0, min(value.numel(), end) - first)
+        return cls(tuple(value.shape), value.stride(), first if count else 0, count, whole)
+
     def of(self, value: Tensor) -> Tensor:
         """Return the slice of a tensor of the parameter's shape, 1-d unless whole; shares memory if strides are equal."""
         if value.stride() != self.stride:

@@ -267,13 +267,9 @@ class OptimizerShards(Shards):
         begin, end = rank * each, (rank + 1) * each
         if owner is not None:
             begin, end = 0, flat.numel() if owner == rank else 0
-        first = max(0, begin - start)
-        count = max(0, min(view.numel(), end - start) - first)
-        elements = ShardSlice(
-            tuple(view.shape), view.stride(), first if count else 0, count, owner is not None
-        )
+        elements = ShardSlice.between(view, begin - start, end - start, owner is not None)
         shard = None
-        if count:
+        if elements.count:
             shard = nn.Parameter(_piece(entry, elements, memory))
             shard.grad_dtype = gradient_dtype(entry.parameter)
         return ShardedParameter(entry, elements, shard)

@@ -11,7 +11,7 @@ from penstock.parallel.replicas.bucket import BucketEntry
 from penstock.parallel.replicas.buckets import FrozenParameters
 from penstock.parallel.replicas.divided_gradient import DividedGradient
 from penstock.parallel.replicas.layout import BucketPlan
-from penstock.parallel.replicas.resident_shards import StageBucket
+from penstock.parallel.replicas.stage_bucket import StageBucket
 
 
 class Done:
