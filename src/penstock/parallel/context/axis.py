@@ -9,8 +9,9 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.parallel.axis import Axis, AxisOptions, GivenLoss, Layers, Processes
 from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.divided_loss import DividedLoss
 from penstock.parallel.context.exchange import TokenExchange
-from penstock.parallel.context.samples import DividedLoss, asks_for_positions, divide_samples, undo_samples
+from penstock.parallel.context.samples import asks_for_positions, divide_samples, undo_samples
 from penstock.parallel.context.tokens import TokenDivision
 from penstock.parallel.mesh import Mesh, MeshShape
 from penstock.parallel.participant import Participant
