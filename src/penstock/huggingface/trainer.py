@@ -159,7 +159,8 @@ class PipelineTrainerMixin(TrainerSaves):
         if self._own_optimizers and self.optimizer is not None:
             raise ConfigError("give pipeline['optimizer'] or optimizers=, not both")
         settings = self.args
-        self._train_batch_size = settings.train_batch_size  # Trainer read it before there were replicas
+        # Trainer read it before there were replicas.
+        setattr(self, "_train_batch_size", settings.train_batch_size)  # noqa: B010 - a private name of the library
         settings._n_gpu = min(settings.n_gpu, 1)  # with more, Trainer would copy the model to every GPU
         base = self.accelerator.unwrap_model(self.model)
         if hasattr(base, "get_base_model"):
