@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import SplitError
 from penstock.forward.loss_piece import loss_in
-from penstock.recordings.in_memory import Seen, first_difference
+from penstock.recordings.in_memory import Closeness, Run, Seen, first_difference, first_other, watched
 from penstock.stage.layers import Layer, is_joint, named_modules_of, plain_attributes, read_instead
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, within
@@ -63,11 +63,10 @@ def check_sample(
         tensors=tensors,
         autocast=autocast,
     )
-    expected, gradients = check.model(loss_reads)
-    result, uses = check.layers()
-    problem = check.other_results(expected, result) or check.other_gradients(gradients, uses)
-    if problem:
-        raise SplitError(problem + check.first_difference())
+    other = first_other(check.model(loss_reads), check.layers(), check.close)
+    if other is not None:
+        place = first_difference(lambda seen: check.model(seen=seen), check.layers)
+        raise SplitError(check.why(other) + place)
 
 
 def without_values(model: nn.Module, layers: Sequence[Layer]) -> tuple[nn.Module, list[Layer]]:
@@ -109,7 +108,7 @@ class _Check:
         self._copies = _Copies(model, tensors or {})
         leaves = (leaf for leaf in leaves_of(self._sample) if isinstance(leaf, Tensor))
         device = next((leaf.device for leaf in leaves), torch.device("cpu"))
-        self._close = _Closeness(device.type == "cpu", autocast)
+        self.close = Closeness(device.type == "cpu", autocast)
         self._casting: AbstractContextManager[Any] = nullcontext()
         if autocast is not None:
             self._casting = torch.autocast(device.type, dtype=autocast)
@@ -119,10 +118,8 @@ class _Check:
             name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)
         }
 
-    def model(
-        self, loss_reads: Collection[str] = (), seen: Seen | None = None
-    ) -> tuple[list[Any], dict[str, Tensor | None]]:
-        """Run the model, and return its result and gradients by name.
+    def model(self, loss_reads: Collection[str] = (), seen: Seen | None = None) -> Run:
+        """Run the model.
 
         Raises:
             SplitError: if the forward leaves values for other layers where these cannot see them.
@@ -139,16 +136,16 @@ class _Check:
         with (
             _same_draws(),
             _constant(self._model),
-            _watched(seen, {m: n for n, m in reference.named_modules()}),
+            watched(seen, {m: n for n, m in reference.named_modules()}),
         ):
             expected = run()
             _backward(expected)
         _require_unset(self._model, reference, loss_reads)
         _require_no_shared_state(self._layers, memo, run)
-        return _detached(expected), {name: _dense(p.grad) for name, p in reference.named_parameters()}
+        return Run(_detached(expected), {name: _dense(p.grad) for name, p in reference.named_parameters()})
 
-    def layers(self, seen: Seen | None = None) -> tuple[list[Any], dict[str, list[nn.Parameter]]]:
-        """Run the layers, and return their result and each parameter's copies that have gradients, by name."""
+    def layers(self, seen: Seen | None = None) -> Run:
+        """Run the layers; the gradient of a parameter is the sum of those of its copies."""
         # Layers read attributes in this one, so that what a forward changes in them is not changed in the model.
         twin = self._copies.of(self._model, "", {})
         instead = {id(m): t for m, t in zip(self._model.modules(), twin.modules(), strict=True)}
@@ -166,7 +163,7 @@ class _Check:
         for layer in alone:
             for name, module in named_modules_of(layer.names[0], layer.layers[0]):
                 names.setdefault(module, name)
-        with _same_draws(), _constant(self._model), _watched(seen, names):
+        with _same_draws(), _constant(self._model), watched(seen, names):
             inputs, named_inputs = _cloned(self._sample), _cloned(self._named)
             with self._casting:
                 second = _Second(inputs[0], named_inputs, seen)
@@ -174,49 +171,30 @@ class _Check:
                 if self._loss_fn is not None:
                     result = self._loss_fn(result, *inputs[1:])
             _backward(result)
+        # Of each parameter, the copies of the layers that use it, one for each stage.
         uses: dict[str, list[nn.Parameter]] = {}
         for layer, start in zip(alone, starts, strict=True):
             for inner, p in layer.layers[0].named_parameters():
                 if p.grad is not None:
                     uses.setdefault(self._first_names[start + inner], []).append(p)
-        return _detached(result), uses
+        # Each of several may be a sum itself, of uses within a layer, which the model adds up in the order of all.
+        terms = {name: 2 * len(parts) - 1 for name, parts in uses.items()}
+        return Run(_detached(result), {name: _sum_of(parts) for name, parts in uses.items()}, terms)
 
-    def other_results(self, expected: list[Any], result: list[Any]) -> str:
-        """Return why a result is not the model's; empty if it is."""
-        if len(expected) == len(result) and all(map(self._close, expected, result)):
-            return ""
+    def why(self, other: int | str) -> str:
+        """Return why the layers are refused whose result, by number, or gradient, by name, is not the model's."""
         name = type(self._model).__name__
+        if isinstance(other, str):
+            return (
+                f"the layers give {other} a different gradient from the model's on the same input, so it is not split: a "
+                "value may reach a layer in a way other than through the forward's variables. Give the layers yourself, "
+                "as docs/models.md shows under 'Layers by hand'"
+            )
         return (
             f"the layers of {name} give a different result from {name} itself on the same input, so it is not split: its "
             "modules may leave values for each other in attributes, lists or global variables. Pass such values on as "
             "arguments, or give the layers yourself, as docs/models.md shows under 'Layers by hand'"
         )
-
-    def other_gradients(
-        self, expected: Mapping[str, Tensor | None], uses: Mapping[str, list[nn.Parameter]]
-    ) -> str:
-        """Return why gradients are not the model's; empty if they are."""
-        for name, gradient in expected.items():
-            if not _same_gradient(gradient, uses.get(name, []), self._close):
-                return (
-                    f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a "
-                    "value may reach a layer in a way other than through the forward's variables. Give the layers yourself, "
-                    "as docs/models.md shows under 'Layers by hand'"
-                )
-        return ""
-
-    def first_difference(self) -> str:
-        """Run both again, and return a sentence that names the first tensor that differs; empty if it is not found."""
-        model, layers = Seen("model"), Seen("layers")
-        try:
-            _, gradients = self.model(seen=model)
-            _, uses = self.layers(seen=layers)
-        except Exception:  # a forward that fails when it runs again; the refusal holds without the place
-            return ""
-        model.add_gradients(gradients)
-        layers.add_gradients({name: _sum_of(parts) for name, parts in uses.items()})
-        found = first_difference(model, layers)
-        return f". The first tensor that differs from the model's: {found}" if found else ""
 
 
 class _Copies:
@@ -275,10 +253,6 @@ def _same_draws() -> Iterator[None]:
         for generator in (torch.default_generator, *cuda_generators()):
             generator.manual_seed(SEED)
         yield
-
-
-def _watched(seen: Seen | None, names: dict[nn.Module, str]) -> AbstractContextManager[None]:
-    return nullcontext() if seen is None else seen.watching(names)
 
 
 @contextmanager
@@ -455,45 +429,6 @@ def _backward(value: Any) -> None:
             leaves,
             [g if leaf.dim() else torch.ones_like(leaf) for g, leaf in zip(random, leaves, strict=True)],
         )
-
-
-class _Closeness:
-    """Test of whether two results are equal."""
-
-    def __init__(self, exact: bool, autocast: torch.dtype | None) -> None:
-        self._exact = exact
-        self._autocast = autocast is not None
-        # The rounding of float32 through a whole model, or a few units in the last place of the lower precision.
-        self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
-
-    def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
-        """Return whether two values are equal; they are sums of so many terms, which may have another order."""
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            return type(one) is type(other) and bool(one == other)
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        if torch.equal(one, other):
-            return True
-        if one.is_complex():
-            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-        one, other = one.nan_to_num(), other.nan_to_num()
-        if torch.equal(one, other):
-            return True
-        # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
-        # A sum of two has one order, and equal bits; only from three terms on does the rounding depend on the order.
-        if self._exact and terms < (2 if self._autocast else 3):
-            return False
-        size = torch.linalg.vector_norm(one.double())
-        distance = torch.linalg.vector_norm(one.double() - other.double())
-        return bool(distance <= self._tolerance * size + 1e-6)
-
-
-def _same_gradient(expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness) -> bool:
-    """Compare a gradient with the layers' sum; `uses` has the parameter's copy of each layer, one copy for each stage."""
-    if expected is None or not uses:
-        return expected is None and not uses
-    # Each of several may be a sum itself, of uses within a layer, which the model adds up in the order of all.
-    return close(expected, _sum_of(uses), 2 * len(uses) - 1)
 
 
 def _sum_of(uses: Sequence[nn.Parameter]) -> Any:

@@ -24,7 +24,7 @@ from penstock.huggingface.own_forward import GRIDS, OwnForward, image_shape, log
 from penstock.huggingface.quantised import without_quantisation
 from penstock.huggingface.router_loss import UNKNOWN
 from penstock.huggingface.small_config import small_config
-from penstock.recordings.in_memory import Seen, first_difference
+from penstock.recordings.in_memory import Closeness, Run, Seen, first_difference, first_other, watched
 from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 from penstock.stage.compute.linear_cross_entropy import IGNORED
 from penstock.stage.named import Context, names_given, names_taken, within
@@ -133,6 +133,7 @@ class _Sample:
         self.labels = _labels(self.ids, self.mask * (self.ids != token), self.model.config, head)
         if head == SEQUENCE and (padding := self.model.config.get_text_config().pad_token_id) is not None:
             self.ids[self.mask == 0] = padding
+        self.modules = {module: name for name, module in self.model.named_modules()}
         self.expected = self._whole()
 
     def _named(self) -> dict[str, Tensor]:
@@ -149,7 +150,8 @@ class _Sample:
         asked = getattr(self.model.config, "output_router_logits", False)
         return bool(asked) and hasattr(self.model, "router_aux_loss_coef")
 
-    def _whole(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
+    def _whole(self, seen: Seen | None = None) -> Run:
+        """Return logits, loss and gradients of the model; its own loss is kept apart."""
         torch.manual_seed(_SEED)
         named = self._named()
         pixels = named.get("pixel_values")
@@ -159,7 +161,8 @@ class _Sample:
         if hasattr(self.loss, "head") and self.loss.head == QUESTIONS:
             labels = dict(zip(("start_positions", "end_positions"), self.labels.unbind(1), strict=True))
         constants = {"use_cache": False} if self.first == "input_ids" else {}
-        output = self.model(**{self.first: self.ids}, **labels, **constants, **named)
+        with watched(seen, self.modules):
+            output = self.model(**{self.first: self.ids}, **labels, **constants, **named)
         logits = logits_of(output)
         if not isinstance(logits, Tensor):
             raise SplitError(f"{type(self.model).__name__} cannot be cut: its forward returns no logits")
@@ -171,7 +174,8 @@ class _Sample:
             raise SplitError(
                 f"{type(self.model).__name__} cannot be cut with images: they do not reach its loss"
             )
-        return logits.detach(), loss.detach(), output.loss.detach(), self._gradients()
+        self.own_loss: Tensor = output.loss.detach()
+        return Run([logits.detach(), loss.detach()], self._gradients())
 
     def _gradients(self) -> dict[str, Tensor | None]:
         found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
@@ -184,53 +188,33 @@ class _Sample:
         Raises:
             SplitError: if anything differs.
         """
-        logits, loss, own_loss, gradients = self.expected
+        logits, loss = self.expected.results
         name = type(self.model).__name__
         if not all(bool(x.isfinite().all()) for x in (logits, loss)):
             raise SplitError(f"{name} cannot be proved: a small random model of it gives no finite numbers")
-        found, ours, seen = self._of_layers()
-        if not torch.equal(found, logits):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            other = first_other(self.expected, self._of_layers(), Closeness())
+            if other == 1:
+                raise SplitError(f"{name} cannot be cut: {UNKNOWN}")
+            if other is not None:
+                what = f"{other} another gradient" if isinstance(other, str) else "other logits"
+                place = first_difference(self._whole, self._of_layers)
+                raise SplitError(f"{name} cannot be cut: its layers give {what} than its forward{place}")
+        if not torch.equal(self.own_loss, loss):
             raise SplitError(
-                f"{name} cannot be cut: its layers give other logits than its forward{self._first_difference()}"
-            )
-        if not torch.equal(ours, loss):
-            raise SplitError(f"{name} cannot be cut: {UNKNOWN}")
-        for parameter, expected in gradients.items():
-            gradient = seen[parameter]
-            if (expected is None) != (gradient is None) or (
-                expected is not None and gradient is not None and not torch.equal(expected, gradient)
-            ):
-                raise SplitError(
-                    f"{name} cannot be cut: its layers give {parameter} another gradient than its forward"
-                    f"{self._first_difference()}"
-                )
-        if not torch.equal(own_loss, loss):
-            raise SplitError(
-                f"{name} cannot be cut: for labels its forward computes another loss ({own_loss.item():.4f}) than "
+                f"{name} cannot be cut: for labels its forward computes another loss ({self.own_loss.item():.4f}) than "
                 f"{'penstock.causal_lm_loss' if self.loss is causal_lm_loss else 'its loss_function'} "
                 f"({loss.item():.4f})"
             )
 
-    def _of_layers(self) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+    def _of_layers(self, seen: Seen | None = None) -> Run:
         """Return logits, loss and gradients of the layers."""
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-            torch.manual_seed(_SEED)
+        torch.manual_seed(_SEED)
+        with watched(seen, self.modules):
             found, added = self._through(own_layers(OwnForward(self.model, self.model.get_submodule)))
-            ours = sum(added.values(), self.loss(found, self.labels))
-            ours.backward()
-            return found.detach(), ours.detach(), self._gradients()
-
-    def _first_difference(self) -> str:
-        """Run both again, and return words for the first tensor that differs; empty if it is not found."""
-        names = {module: name for name, module in self.model.named_modules()}
-        of_model, of_layers = Seen("model"), Seen("layers")
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-            with of_model.watching(names):
-                of_model.add_gradients(self._whole()[3])
-            with of_layers.watching(names):
-                of_layers.add_gradients(self._of_layers()[2])
-        found = first_difference(of_model, of_layers)
-        return f". The first tensor that differs: {found}" if found else ""
+        ours = sum(added.values(), self.loss(found, self.labels))
+        ours.backward()
+        return Run([found.detach(), ours.detach()], self._gradients())
 
     def _through(self, layers: list[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, and the losses that layers add to the model's."""

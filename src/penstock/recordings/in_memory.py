@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,46 @@ class Seen:
             entries.setdefault(key, [Entry(key, len(entries), 0, fingerprint(value))])
 
 
-def first_difference(model: Seen, layers: Seen) -> str:
-    """Say which tensor of the layers is the first that is not the model's; empty if none that both have differs."""
+def watched(seen: Seen | None, names: Mapping[nn.Module, str]) -> AbstractContextManager[None]:
+    """Return the context of `Seen.watching`; an empty one without a recording."""
+    return nullcontext() if seen is None else seen.watching(names)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of a model or of its layers, and gradients of their backward.
+
+    Attributes:
+        gradients: by name of the parameter in the model; one without a gradient may be left out.
+        terms: numbers of gradients that were added up to a parameter's, in an order of their own (default 1 each).
+    """
+
+    results: Sequence[Any]
+    gradients: Mapping[str, Tensor | None]
+    terms: Mapping[str, int] = field(default_factory=dict)
+
+
+def first_other(model: Run, layers: Run, close: Closeness) -> int | str | None:
+    """Return the number of the first result that is not the model's, or the name of the first gradient; None without one."""
+    if len(model.results) != len(layers.results):
+        return 0
+    for number, pair in enumerate(zip(model.results, layers.results, strict=True)):
+        if not close(*pair):
+            return number
+    for name, gradient in model.gradients.items():
+        if not close(gradient, layers.gradients.get(name), layers.terms.get(name, 1)):
+            return name
+    return None
+
+
+def first_difference(run_model: Callable[[Seen], Run], run_layers: Callable[[Seen], Run]) -> str:
+    """Run both again, watched, and return a sentence that names the first tensor that differs; empty if it is not found."""
+    model, layers = Seen("model"), Seen("layers")
+    try:
+        model.add_gradients(run_model(model).gradients)
+        layers.add_gradients(run_layers(layers).gradients)
+    except Exception:  # a forward that fails when it runs again; the refusal holds without the place
+        return ""
     if not model.recording.entries.keys() & layers.recording.entries.keys():
         return ""
     try:
@@ -116,7 +155,44 @@ def first_difference(model: Seen, layers: Seen) -> str:
                 agree = (
                     f"{found.before} tensors before it agree" if found.before else "nothing before it differs"
                 )
-                return f"{found.first.key.place}, {found.first.what}; {agree}"
+                what = f"{found.first.key.place}, {found.first.what}"
+                return f". The first tensor that differs from the model's: {what}; {agree}"
         return ""
     finally:
         forget_vectors()
+
+
+class Closeness:
+    """Test of whether a result of layers is the model's.
+
+    Args:
+        exact: whether one order of sums gives the same bits (default True); on a GPU kernels may sum in any.
+        autocast: lower precision that both computed in (default None).
+    """
+
+    def __init__(self, exact: bool = True, autocast: torch.dtype | None = None) -> None:
+        self._exact = exact
+        self._autocast = autocast is not None
+        # The rounding of float32 through a whole model, or a few units in the last place of the lower precision.
+        self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
+
+    def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
+        """Return whether two values are equal; they are sums of so many terms, which may have another order."""
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return type(one) is type(other) and bool(one == other)
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if torch.equal(one, other):
+            return True
+        if one.is_complex():
+            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        one, other = one.nan_to_num(), other.nan_to_num()
+        if torch.equal(one, other):
+            return True
+        # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
+        # A sum of two has one order, and equal bits; only from three terms on does the rounding depend on the order.
+        if self._exact and terms < (2 if self._autocast else 3):
+            return False
+        size = torch.linalg.vector_norm(one.double())
+        distance = torch.linalg.vector_norm(one.double() - other.double())
+        return bool(distance <= self._tolerance * size + 1e-6)

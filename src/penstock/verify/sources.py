@@ -198,7 +198,8 @@ class StagesSource(Source):
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self._layers_in_order():
-            saved = layer.state_dict(keep_vars=True).keys()  # each copy of a stage has scratch of its own
+            # Other buffers are scratch, and copies of a stage have scratch of their own.
+            saved = layer.state_dict(keep_vars=True).keys()
             for inner, buffer in layer.named_buffers():
                 if inner in saved:
                     yield whole_name(name, inner, parameter=False), buffer
