@@ -180,6 +180,7 @@ def fitting_costs(
     schedule: Schedule,
     dtype: str,
     limits: npt.NDArray[np.float64] | None,
+    quickest: StageCosts | None = None,
 ) -> StageCosts:
     """Return the stages' costs, with ``split="cost"`` of the quickest split whose ranks all fit on their devices.
 
@@ -188,8 +189,9 @@ def fitting_costs(
 
     Args:
         limits: bytes of each rank's device; None for alike devices, whose split is by time alone.
+        quickest: costs with the quickest split, if they are known.
     """
-    quickest = costs = stage_costs(times, layout, schedule.placement)
+    costs = quickest = quickest or stage_costs(times, layout, schedule.placement)
     if limits is None or layout.split != "cost":
         return costs
     blocks, stages_of = sum(costs.counts), schedule.placement.stages_of

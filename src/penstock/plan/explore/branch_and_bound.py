@@ -462,14 +462,17 @@ class _Search:
                 continue
             dtype = dtype_of(self.space.profile, self.space.cluster, at)
             least = next(iter(self.space.variants(at)), at)
-            found: dict[tuple[int, ...], tuple[StageCosts, list[Order]]] = {}
-            for order in orders:
+            found: dict[tuple[int, ...], tuple[StageCosts, Sequence[Order]]] = {}
+            work = microbatches * float((work_shares(placement) @ quickest.work).max())
+            if work >= self._threshold():
+                found[quickest.counts] = quickest, orders  # other splits take longer still
+            for order in orders if not found else ():
                 try:
                     schedule = order_of_ops(order, at.pp, min(microbatches, few))
                 except ScheduleError:
                     continue  # the family does not allow the counts
-                costs = fitting_costs(times, least, schedule, dtype, limits)
-                found.setdefault(costs.counts, (costs, []))[1].append(order)
+                costs = fitting_costs(times, least, schedule, dtype, limits, quickest)
+                found[costs.counts] = costs, [*found.get(costs.counts, (costs, ()))[1], order]
             even = even_counts(self.space.profile.blocks, placement.stages)
             for counts, (costs, those) in found.items():
                 yield replace(at, split="even" if counts == even else counts), costs, those
