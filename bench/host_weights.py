@@ -15,9 +15,9 @@ process of its own, from disk and in plain PyTorch. Both give freed memory back 
 
 With --link nothing of this is measured, but steps beside slowed copies: in this bench alone, one of n bytes takes n / rate
 seconds, most of them asleep. Resident steps and steps with a store, forward and backward, weights from host memory and
-gradients to it, are taken in turn. Beside them stands the resident step and what the simulator adds to it, which knows the
-seconds of its ops, and the rate. Layers that sleep show what runs beside what; layers that compute also the noise of cores
-that compute.
+gradients to it, are taken in turn, and the quickest of each are compared, which other programs disturbed least. Beside them
+stands the resident step and what the simulator adds to it, which knows the seconds of its ops, and the rate. Layers that
+sleep show what runs beside what; layers that compute also the noise of cores that compute.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from bench.compare import Figures, alternate, main, ratio
 from bench.sleep import nap_until
+from penstock.base.counts import plural
 from penstock.parallel.host_store.memory import HostMemory
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
@@ -280,19 +281,17 @@ def linked(kind: str, ranks: int, window: int, ratios: Sequence[float], rounds: 
         contestants = {"resident": partial(step, resident), "stored": partial(step, stored)}
         alternate(contestants, 2)
         for compute_over_link in ratios:
-            forwards = MICROBATCHES * float(np.median([each[:, Kind.F].mean() for each in ops]))
+            forwards = MICROBATCHES * min(float(each[:, Kind.F].mean()) for each in ops)
             rate = size * compute_over_link / forwards
             ops.clear()
-            taken = alternate(contestants, rounds)
-            # Of each round, since the machine's speed drifts.
-            predicted = [
-                took + added(seconds) for took, seconds in zip(taken["resident"], ops[-rounds:], strict=True)
-            ]
+            taken = {name: min(each) for name, each in alternate(contestants, rounds).items()}
+            # Each the quickest, which other programs disturbed least.
+            predicted = taken["resident"] + added(min(ops, key=np.sum))
             found.append({
                 "kind": kind, "ranks": ranks, "window": window, "forwards over fetch": compute_over_link,
-                "fetch": size / rate, "resident": statistics.median(taken["resident"]),
-                "stored over resident": ratio(taken["stored"], taken["resident"]),
-                "predicted": ratio(predicted, taken["resident"]), "error": ratio(taken["stored"], predicted) - 1,
+                "fetch": size / rate, "resident": taken["resident"],
+                "stored over resident": taken["stored"] / taken["resident"],
+                "predicted": predicted / taken["resident"], "error": taken["stored"] / predicted - 1,
             })  # fmt: skip
     return found
 
@@ -334,7 +333,8 @@ def measure_link(quick: bool, rounds: int) -> Figures:
         errors.setdefault(each["kind"], []).append(abs(each["error"]))
     for kind, each in errors.items():
         yield (
-            f"a layer {kind}: {len(each)} cases, error {statistics.median(each):.1%} in the median, {max(each):.1%} at most"
+            f"a layer {kind}: {len(each)} cases, error {statistics.median(each):.1%} in the median, {max(each):.1%} at "
+            f"most; quickest of {plural(rounds, 'step')}"
         )
     return {"rows": found, "errors": {kind: max(each) for kind, each in errors.items()}}
 
