@@ -311,7 +311,9 @@ def test_gradients_that_a_program_drops_are_dropped_and_those_it_replaces_are_re
     for (shard, _), ranks in zip(sharded, cases, strict=True):
         for done in ranks:
             for way in right:
-                assert_equal(done[way], whole[0][way])
+                # The norm of divided gradients has another order of sums.
+                tolerance = 1e-6 if way == "clipped" and shard != "none" else 0.0
+                assert_equal(done[way], whole[0][way], tolerance=tolerance)
             assert "was set to None on some of the processes that divide its update" in done["on one replica"]
             assert "the gradient of 1.weight was replaced" in done["replaced"]
             after = {way: done[way, "next"] for way in ("on one replica", "replaced")}

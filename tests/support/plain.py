@@ -39,7 +39,9 @@ def require_equal_gradients(ours: nn.Module, theirs: nn.Module, exactly: bool = 
         if exactly:
             assert one.grad is None or torch.equal(one.grad, other.grad), name
         else:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+            # An element may be small beside what was added up for it, so errors are measured by the largest.
+            most = float(other.grad.abs().max())
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=max(1e-7, 1e-6 * most), msg=name)
 
 
 def train(layers: int, microbatches: int, steps: int = 3):

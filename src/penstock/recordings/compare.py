@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
+from math import isfinite
 from statistics import median
 from typing import Literal
 
@@ -56,7 +57,8 @@ class Difference:
     allowed: float
 
     def __str__(self) -> str:
-        return f"{self.key}, {self.what}"
+        by = f" by {self.size:.2g} of its norm" if self.what == _UNTOLD and isfinite(self.size) else ""
+        return f"{self.key}, {self.what}{by}"
 
 
 @dataclass
@@ -127,6 +129,13 @@ class Comparison:
             yield f"the same holds for {_few(self.alike)}"
 
     @property
+    def counts(self) -> str:
+        """How many tensors of each kind differ, in words."""
+        of_kind = Counter(k.kind for k in self.verdicts)
+        different = Counter(k.kind for k, verdict in self.verdicts.items() if verdict == "different")
+        return ", ".join(f"{different[kind]} of {of_kind[kind]} {kind.plural}" for kind in sorted(of_kind))
+
+    @property
     def first(self) -> Difference | None:
         """The first difference in the order of computation; None if there is none."""
         return self.differences[0] if self.differences else None
@@ -139,7 +148,8 @@ class Comparison:
     def __str__(self) -> str:
         incomplete = [f"incomplete: {'; '.join(self.incomplete)}"] if self.incomplete else []
         around = [f"  {'; '.join(self.around)}"] if self.around else []
-        return "\n".join([*incomplete, self.sentence, *around, *self.notes])
+        counts = [f"  differ in all: {self.counts}"] if self.differences else []
+        return "\n".join([*incomplete, self.sentence, *around, *counts, *self.notes])
 
 
 def compare(
@@ -223,7 +233,7 @@ class _Compared:
         self._look_for_a_module_that_was_not_called()
         self._look_for_gradients_like_the_first()
         loose = sum(v == "rounded" and k.kind == Kind.PARAMETER for k, v in found.verdicts.items())
-        if loose and self._exact is None and not self._bits:
+        if loose and self._exact is None and not self._bits and not found.differences:
             found.notes.append(
                 f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size in each "
                 "step so far: what a wrong setting of an optimizer changes may be less; record the reference in float64, too"

@@ -59,6 +59,18 @@ class Kind(IntEnum):
             Kind.BUFFER: "buffer after the step",
         }[self]
 
+    @property
+    def plural(self) -> str:
+        """Word for several, in a count."""
+        return {
+            Kind.OUTPUT: "outputs",
+            Kind.OUTPUT_GRADIENT: "gradients of outputs",
+            Kind.SHARE: "gradients from a microbatch",
+            Kind.GRADIENT: "gradients of parameters",
+            Kind.PARAMETER: "updated parameters",
+            Kind.BUFFER: "buffers",
+        }[self]
+
 
 @dataclass(frozen=True)
 class Key:
