@@ -64,7 +64,8 @@ class Changing(nn.Module):
         self.bias = 0.0
 
     def embed(self, x):
-        x = self.stem(self.embedding(x)) + self.bias
+        # Not the same for all features: the norm would take that away again.
+        x = self.stem(self.embedding(x)) + self.bias * torch.arange(WIDTH)
         return x if self.training else x * 2
 
     def forward(self, x, y=None):
