@@ -197,9 +197,14 @@ class _Sample:
             if other == 1:
                 raise SplitError(f"{name} cannot be cut: {UNKNOWN}")
             if other is not None:
-                what = f"{other} another gradient" if isinstance(other, str) else "other logits"
                 place = first_difference(self._whole, self._of_layers)
-                raise SplitError(f"{name} cannot be cut: its layers give {what} than its forward{place}")
+                if other == 0:
+                    raise SplitError(
+                        f"{name} cannot be cut: its layers give other logits than its forward{place}"
+                    )
+                raise SplitError(
+                    f"{name} cannot be cut: its layers give {other} another gradient than its forward{place}"
+                )
         if not torch.equal(self.own_loss, loss):
             raise SplitError(
                 f"{name} cannot be cut: for labels its forward computes another loss ({self.own_loss.item():.4f}) than "

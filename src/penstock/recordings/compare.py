@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def counts(self) -> str:
-        """How many tensors of each kind differ, in words."""
+        """Numbers of tensors that differ, by kind, in words."""
         of_kind = Counter(k.kind for k in self.verdicts)
         different = Counter(k.kind for k, verdict in self.verdicts.items() if verdict == "different")
         return ", ".join(f"{different[kind]} of {of_kind[kind]} {kind.plural}" for kind in sorted(of_kind))
