@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from penstock.base.counts import few
 from penstock.base.errors import ConfigError, DataError
 from penstock.recordings.bounds import AFTER, Bounds
 from penstock.recordings.files import Entry, Key, Kind, Recording, kept_values, read
@@ -123,10 +124,10 @@ class Comparison:
         same = [k for k in self.verdicts if replace(k, microbatch=key.microbatch) == key]
         if key.microbatch >= 0 and len(same) > 1:
             wrong = sorted(k.microbatch for k in same if self.verdicts[k] == "different")
-            which = f"in {_few(wrong)}, counted from 0, of {len(same)} microbatches"
+            which = f"in {few(wrong)}, counted from 0, of {len(same)} microbatches"
             yield f"it differs {which if len(wrong) < len(same) else f'in all {len(same)} microbatches'}"
         if self.alike:
-            yield f"the same holds for {_few(self.alike)}"
+            yield f"the same holds for {few(self.alike)}"
 
     @property
     def counts(self) -> str:
@@ -241,10 +242,10 @@ class _Compared:
         if self._own_buffers:
             found.notes.append(
                 f"{len(self._own_buffers)} buffers are not compared, since each process has statistics of its own: "
-                f"{_few(self._own_buffers)}"
+                f"{few(self._own_buffers)}"
             )
         if self._parts:
-            parts = _few(sorted(self._parts))
+            parts = few(sorted(self._parts))
             found.notes.append(
                 f"{self._parts.total()} tensors are parts of the reference's, and not compared: {parts}"
             )
@@ -499,7 +500,7 @@ class _Compared:
             incomplete += [f"{recording.folder / name} was cut off" for name in recording.cut_off]
             if recording.missing:
                 incomplete.append(
-                    f"{recording.folder} has no {_few(recording.missing)} of other processes of its run"
+                    f"{recording.folder} has no {few(recording.missing)} of other processes of its run"
                 )
             if Kind.OUTPUT in other - has:
                 incomplete.append(
@@ -508,7 +509,7 @@ class _Compared:
                 )
         steps = set(self._reference.steps) ^ set(self._run.steps)
         if steps:
-            notes.append(f"recorded on one side only: steps {_few(sorted(steps))}")
+            notes.append(f"recorded on one side only: steps {few(sorted(steps))}")
         for ours, theirs in ((self._reference, self._run), (self._run, self._reference)):
             # A pipeline has no buffers that are in no state.
             names = (
@@ -517,14 +518,14 @@ class _Compared:
                 - {""}
             )
             if names:
-                notes.append(f"recorded in {ours.folder} only: {_few(sorted(names))}")
+                notes.append(f"recorded in {ours.folder} only: {few(sorted(names))}")
             # Names that both have, in a microbatch that one has not.
             microbatches = {
                 (k.step, k.microbatch) for k in ours.entries if k.microbatch >= 0 and k.kind == Kind.OUTPUT
             } - {(k.step, k.microbatch) for k in theirs.entries}
             numbers = sorted({number for step, number in microbatches if step in theirs.steps})
             if numbers:
-                notes.append(f"recorded in {ours.folder} only: microbatches {_few(numbers)}")
+                notes.append(f"recorded in {ours.folder} only: microbatches {few(numbers)}")
         calls = [_calls(recording) for recording in (self._reference, self._run)]
         for name in calls[0].keys() & calls[1].keys():
             if calls[0][name] != calls[1][name]:
@@ -556,9 +557,3 @@ def _disagreeing(entries: Sequence[Entry]) -> tuple[int, int] | None:
         if not same_bits(other.of, entry.of) and entry.key.kind >= Kind.GRADIENT:
             return other.process, entry.process
     return None
-
-
-def _few(values: Sequence[object]) -> str:
-    """Name some values, and the number of the others."""
-    shown = ", ".join(map(str, values[:6]))
-    return shown if len(values) <= 6 else f"{shown} and {len(values) - 6} more"
