@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.plan.cluster import (
 from penstock.plan.device_groups import arrangements
 from penstock.plan.explore.branch_and_bound import distinct, search
 from penstock.plan.explore.outlook import changes, headline
+from penstock.plan.plan_page import write_plan
 from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times, split_counts
@@ -311,6 +313,19 @@ def test_a_search_places_groups_in_the_better_order_and_says_so():
     assert sentence.endswith("on large*1, then small*1")
     again = predict(profile_of(12), result.best.cluster, result.best.layout, sequence=SEQUENCE, batch=32)
     assert again.step_seconds == result.best.step_seconds
+
+
+def test_the_page_and_the_result_name_the_devices_of_every_plan(tmp_path: Path):
+    profile, cluster = profile_of(12), unlike(FAST, SLOW)
+    result = found(cluster, top=3)
+    assert len(result.devices) == len(result.plans) > 1
+    assert result.devices[0] in ("fast*1+slow*1", "slow*1+fast*1")
+    page = write_plan(
+        tmp_path / "plan.html", profile, cluster, result, sequence=SEQUENCE, batch=8
+    ).read_text()
+    cells = re.findall(r"<td[^>]*>((?:fast|slow)\*1(?:\+\w+\*1)?)</td>", page)
+    assert cells[: len(result.devices)] == list(result.devices)
+    assert found(FAST, top=3).devices == ()
 
 
 @pytest.mark.parametrize("between", [{"latency": 1e3}, {}])

@@ -6,7 +6,7 @@ import click
 from rich.table import Table
 
 from penstock.cli.output import table_console
-from penstock.plan.cluster import Cluster, sized_name
+from penstock.plan.cluster import Cluster
 from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
@@ -56,9 +56,8 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
     """Return the cells of the table of plans by the name of their column."""
     plans = result.plans
     layouts = [plan.layout for plan in plans]
-    names = [sized_name(plan.cluster) if plan.cluster is not None else "" for plan in plans]
     return {
-        **({"devices": names} if any(plan.devices for plan in plans) or len(set(names)) > 1 else {}),
+        **({"devices": list(result.devices)} if result.devices else {}),
         "pp": [str(at.pp) for at in layouts],
         "dp": [str(at.dp) for at in layouts],
         "tp": [str(at.tp) for at in layouts],

@@ -282,8 +282,9 @@ def _runs(counts: Sequence[int]) -> str:
 def _plans(search: SearchResult) -> dict[str, Any]:
     keys = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute")
     rows = []
-    for plan in search.plans:
-        row = {key: getattr(plan.layout, key) for key in keys}
+    for number, plan in enumerate(search.plans):
+        row = {"devices": search.devices[number]} if search.devices else {}
+        row |= {key: getattr(plan.layout, key) for key in keys}
         row |= {
             "shard": plan.layout.shard_text,
             "sequence parallel": "yes" if plan.layout.sequence_parallel else "",

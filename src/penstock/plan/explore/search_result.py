@@ -88,6 +88,13 @@ class SearchResult:
         return f"Leave {' and '.join(left)} out: {slower}."
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices of every plan; empty if all plans are for the same alike ones."""
+        names = tuple(sized_name(plan.cluster) if plan.cluster is not None else "" for plan in self.plans)
+        unlike = any(plan.devices for plan in self.plans) or len(set(names)) > 1
+        return names if unlike else ()
+
+    @property
     def without_pipeline(self) -> str:
         """Sentence that says not to pipeline, where the best layout has no pipeline and others have; empty otherwise."""
         others = self.rejections.get("pp", {})
