@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.parallel.context.attention import Division, Finish, SequencePart, dividing
 from penstock.parallel.dtensor import local
-from penstock.parallel.mesh import make_mesh
+from penstock.parallel.mesh import MeshShape, make_mesh
 from penstock.parallel.tensor.matrices import tensor_parallel
 from penstock.profile.closed_form import (
     Workload,
@@ -26,7 +26,9 @@ from penstock.profile.closed_form import (
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_shape import ModelShape
 from penstock.profile.read_shape import read_shape
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.compute.causal_lm_loss import causal_lm_loss
 from penstock.train.config.sections import ModelConfig
 from penstock.train.model.llama import layers
 
@@ -264,6 +266,27 @@ def held_by_a_rank(rank: int, folder: str) -> list[int]:
         tensor_parallel(net, make_mesh(tp=2).axis("tp"), family)
         found.append(sum(local(p).numel() for p in net.parameters()))
     return found
+
+
+MIXTURE = {"width": 32, "layers": 2, "heads": 4, "hidden": 48, "experts": 4, "experts_per_token": 2}
+
+
+def held_with_experts(rank: int) -> int:
+    built, shape = layers(ModelConfig(**MIXTURE)), MeshShape(pp=1, dp=1, tp=2, ep=2)
+    with Pipeline(built, causal_lm_loss, microbatches=1, mesh=shape) as pipe:
+        return sum(local(p).numel() for p in pipe.parameters())
+
+
+@pytest.mark.slow
+def test_a_rank_holds_as_many_parameters_as_divided_experts_and_matrices_leave_it(
+    processes: LocalProcesses, tmp_path: Path
+):
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\n" + "\n".join(f"{key} = {value}" for key, value in MIXTURE.items()))
+    shape = read_shape(path)
+    load = Workload(microbatch=1, sequence=8, tp=2, ep=2)
+    first, block, last = (cost(shape, load).parameters for cost in COSTS)
+    assert processes.run(2, held_with_experts) == [first + shape.layers * block + last] * 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from penstock.plan.cluster import read_cluster
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.prediction import predict
 from penstock.profile.closed_form import Workload, block_cost
+from penstock.profile.layer_cost import LayerCost
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import ModelShape
 from penstock.profile.read_shape import MODEL_TYPES, NoClosedFormError, read_shape
@@ -115,7 +116,7 @@ def test_latents_are_not_divided(tmp_path: Path):
     assert {plan.layout.tp for plan in plans} == {1}
 
 
-def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
+def test_experts_keep_what_traced_ones_do_and_shared_ones_are_not_divided(tmp_path: Path):
     sizes = {"width": 32, "layers": 2, "hidden": 64, "experts": 4, "shared_hidden": 24}
     shape = read_shape(with_toml(tmp_path, "[model]\n" + "\n".join(f"{k} = {v}" for k, v in sizes.items())))
     traced = trace_layers(layers(ModelConfig(**sizes)), torch.zeros(2, 32, dtype=torch.int64))
@@ -131,8 +132,32 @@ def test_experts_keep_what_traced_ones_do_and_are_not_divided(tmp_path: Path):
         lambda: of_shape(shape).table(Workload(microbatch=1, sequence=64, tp=2)),
         lambda: search(of_shape(shape), cluster, sequence=64, batch=4, fixed={"tp": 2}),
     ):
-        with pytest.raises(ConfigError, match=r"tp=2 does not divide the 4 experts of run, .*; take tp=1"):
+        with pytest.raises(ConfigError, match=r"tp=2 does not divide the shared experts of run; take tp=1"):
             refused()
+
+
+def test_experts_beside_divided_matrices_are_divided_too(tmp_path: Path):
+    shape = read_shape(with_toml(tmp_path, "[model]\nwidth = 32\nlayers = 2\nhidden = 64\nexperts = 4"))
+    profile, cluster = of_shape(shape), read_cluster("h100*4")
+    with pytest.raises(ConfigError, match=r"with tp=2 and ep=1, each device would have all 4 experts of run"):
+        predict(profile, cluster, "dp=2,tp=2", sequence=64, batch=4)
+    with pytest.raises(ConfigError, match="sequence_parallel is planned for models without experts"):
+        predict(profile, cluster, "dp=2,tp=2,ep=2,sequence_parallel=yes", sequence=64, batch=4)
+    plans = search(profile, cluster, sequence=64, batch=4, fixed={"tp": 2}, schedules=["1f1b"], top=50).plans
+    assert {(plan.layout.tp, plan.layout.ep > 1) for plan in plans} == {(2, True)}
+    assert {plan.layout.ep for plan in plans} == {2, 4}
+    whole, half = (profile.table(Workload(microbatch=1, sequence=64, tp=tp, ep=2)).costs[1] for tp in (1, 2))
+
+    def amounts(cost: LayerCost, unit: str) -> float:
+        return sum(work.amount for work in cost.forward if work.unit == unit)
+
+    # A device sends its half of the tokens, the router reads all of them, and outputs of all tokens are joined.
+    tokens, router = 64, 2 * 64 * 32 * 4
+    assert amounts(half, "all_to_all") == amounts(whole, "all_to_all") / 2
+    assert amounts(half, "matmul") - router == (amounts(whole, "matmul") - router) / 2
+    assert amounts(half, "all_gather") == amounts(half, "all_reduce") == tokens * 32 * 2
+    assert half.model_flops == pytest.approx(whole.model_flops, rel=1e-12)
+    assert half.expert_parameters == whole.expert_parameters
 
 
 @pytest.mark.parametrize(

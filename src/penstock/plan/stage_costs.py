@@ -125,6 +125,10 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         raise ConfigError(
             f"sequence_parallel divides samples of {sequence} tokens over tp={layout.tp}; take a multiple of {layout.tp}"
         )
+    if layout.sequence_parallel and profile.shape is not None and profile.shape.experts:
+        raise ConfigError(
+            f"sequence_parallel is planned for models without experts, and {profile.name} has some; leave it off"
+        )
     if layout.cp > 1:
         _require_divided(profile, layout, sequence)
     table = profile.table(load)

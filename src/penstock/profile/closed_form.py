@@ -90,11 +90,16 @@ def require_divisible(shape: ModelShape, tp: int, ep: int = 1) -> None:
         )
     for whole, what in (
         (shape.kv_rank, f"latents, from which {shape.name} expands its keys and values"),
-        (shape.experts, f"the {shape.experts} experts of {shape.name}, which ranks hold whole"),
+        (shape.shared_ffn, f"the shared experts of {shape.name}"),
         (shape.adapter_rank, f"the adapters of {shape.name}"),
     ):
         if whole and tp > 1:
             raise ConfigError(f"tp={tp} does not divide {what}; take tp=1")
+    if shape.experts and tp > 1 and ep == 1:
+        raise ConfigError(
+            f"with tp={tp} and ep=1, each device would have all {shape.experts} experts of {shape.name}, for the same "
+            "tokens; take ep above 1, or tp=1"
+        )
     for what, size in (
         ("heads", shape.heads),
         ("key and value heads", shape.kv_heads),
@@ -161,7 +166,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     copies = arriving * sent
     moved = 3 * sent + (4 * copies if load.ep > 1 else 0)
     active_ffn = arriving * (shape.active_ffn - shape.shared_ffn) + shape.shared_ffn
-    exchange = (DeviceWork("all_to_all", 2 * tokens * copies * e, calls=2),) if load.ep > 1 else ()
+    # Devices that divide matrices have the same tokens, and each sends its share of them to the experts.
+    exchange = (DeviceWork("all_to_all", 2 * tokens / t * copies * e, calls=2),) if load.ep > 1 else ()
     attention_flops = 2 * tokens * load.sequence * (query + attended) / t
     scores = tokens * load.sequence * shape.heads / t
 
@@ -193,8 +199,12 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         )
     gathered, gather, scatter = _context(shape, load)
     value = tokens * hidden * e
-    into = (*_collectives("gather", value, load), *_collectives("gather", value, load)) if t > 1 else ()
-    out = (*_collectives("reduce", value, load), *_collectives("reduce", value, load)) if t > 1 else ()
+    pairs = 1 if shape.experts else 2  # of matrices: attention's, and a feed-forward's without experts
+    into = pairs * _collectives("gather", value, load) if t > 1 else ()
+    out = pairs * _collectives("reduce", value, load) if t > 1 else ()
+    if shape.experts and t > 1:
+        # The experts' outputs of all tokens are joined; in the backward, the gradients of their inputs.
+        out = (*out, DeviceWork("all_gather", value))
 
     # Kept for the backward, in bytes: norm inputs, inputs of the matrices, dropout masks; then what is divided.
     masks = 2 * shard / e if shape.dropout else 0
@@ -212,6 +222,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     kept_scores = scores * (2 * e + 1) if load.attention == "unfused" else 0
     selective = kept_whole + kept_divided
     whole, experts = shape.whole_parameters, shape.expert_parameters
+    router = shape.hidden * shape.experts
+    again = 2 * tokens * router * (1 - 1 / t)  # FLOPs of a router that another device has, too
     # Rows that the fullest device has beyond the mean are others' FLOPs of the model.
     mean = (
         matmuls
@@ -231,8 +243,9 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         output_bytes=shard,
         parameters=(shape.block_parameters - experts - whole) / t + whole + experts / load.ep,
         expert_parameters=experts / load.ep,
-        matrix_parameters=sum(rows * columns for rows, columns in shape.block_matrices) / t,
-        model_flops=t * load.cp * (sum(work.amount for work in mean) + attention_flops),
+        matrix_parameters=(sum(rows * columns for rows, columns in shape.block_matrices) - router) / t
+        + router,
+        model_flops=t * load.cp * (sum(work.amount for work in mean) - again + attention_flops),
         attention_flops=t * load.cp * attention_flops,
     )
 
@@ -258,7 +271,7 @@ def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWor
         return [matmul(tokens, hidden, ups * ffn), matmul(tokens, ffn, hidden)]
     # A device has the rows of `ep` devices' tokens for its share of the experts.
     count, each = shape.experts // load.ep, shape.expert_ffn
-    rows = tokens * shape.experts_per_token / count * (load.imbalance if load.ep > 1 else 1.0)
+    rows = tokens / load.tp * shape.experts_per_token / count * (load.imbalance if load.ep > 1 else 1.0)
     one = (matmul(rows, hidden, ups * each), matmul(rows, each, hidden))
     works = [matmul(tokens, hidden, shape.experts)]
     works += [work._replace(amount=work.amount * count) for work in one]

@@ -145,8 +145,8 @@ class ModelShape:
 
     @property
     def is_whole(self) -> bool:
-        """True if tensor parallelism does not divide some of the model's matrices."""
-        return bool(self.kv_rank or self.experts or self.adapter_rank)
+        """True if tensor parallelism is planned for none of the model's matrices."""
+        return bool(self.kv_rank or self.shared_ffn or self.adapter_rank)
 
     @property
     def active_ffn(self) -> int:
@@ -157,11 +157,12 @@ class ModelShape:
     def whole_parameters(self) -> int:
         """Number of parameters of a block that tensor parallelism does not divide.
 
-        They are the weights of norms, and the biases that are added after the ranks' products are summed: of the matrices
-        from attention and from the feed-forward to the hidden state.
+        They are the weights of norms, the biases that are added after the ranks' products are summed (of the matrices from
+        attention and from the feed-forward to the hidden state), and routers; experts are counted apart.
         """
-        summed = int(self.output_bias) + int(self.ffn_bias)
-        return (self.norm_weights + summed) * self.hidden + self.head_norm_weights
+        summed = int(self.output_bias) + int(self.ffn_bias and not self.experts)
+        routers = self.experts * (self.hidden + int(self.ffn_bias))
+        return (self.norm_weights + summed) * self.hidden + self.head_norm_weights + routers
 
     @property
     def attention_sizes(self) -> tuple[int, int, int]:

@@ -202,7 +202,7 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
     texts = [f"ep={at.ep}: a device has {shape.experts // at.ep} of {shape.experts} experts a block"]
     shard = "optimizer" if at.sharding.comes_and_goes else at.shard  # ep divides weights already
     for ep in divisors(gcd(at.replicas * at.tp, shape.experts)):
-        if ep == at.ep:
+        if ep == at.ep or (ep == 1 and at.tp > 1):
             continue
         placed = plan.cluster or cluster
         other = predict(profile, placed, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch)

@@ -107,6 +107,8 @@ class Space:
                         dp * cp == 1 and self.fixed.get("shard") in ("gradients", "weights")
                     ):
                         continue
+                    if tp > 1 and ep == 1 and self._experts:
+                        continue  # each device would compute all experts of the same tokens
                     # `shard` and `split` are chosen last; see `variants`, `sharded` and `splits`.
                     layout = Layout(
                         pp=pp,
@@ -321,8 +323,11 @@ class Space:
 
     def _expert_degrees(self, devices: int) -> list[int]:
         """Return the numbers of devices that can divide the experts of a stage on so many."""
-        experts = 0 if self.profile.shape is None else self.profile.shape.experts
-        return divisors(gcd(devices, experts)) if experts else [1]
+        return divisors(gcd(devices, self._experts)) if self._experts else [1]
+
+    @property
+    def _experts(self) -> int:
+        return 0 if self.profile.shape is None else self.profile.shape.experts
 
     def _recomputes(self) -> tuple[Recompute, ...]:
         unfused = (
@@ -333,7 +338,8 @@ class Space:
 
     def _sequence_parallel(self, tp: int, cp: int) -> tuple[bool, ...]:
         # `Pipeline` refuses it beside cp, which divides the same tokens.
-        return (True, False) if tp > 1 and cp == 1 and self.sequence % tp == 0 else (False,)
+        divides = tp > 1 and cp == 1 and self.sequence % tp == 0 and not self._experts
+        return (True, False) if divides else (False,)
 
     def _values(self, key: str, default: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else default
@@ -362,7 +368,8 @@ def make_space(
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
     require_storable(profile, fixed.get("store", "none"))
     if profile.shape is not None:
-        require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", 1))
+        # With ep left open, a degree that divides the experts is chosen.
+        require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", max(1, profile.shape.experts)))
     if "schedule" in fixed:
         schedules = [fixed["schedule"]]
     names = (
