@@ -134,7 +134,7 @@ LINES = {
         r"  vTrain: \d+ rows?, mean N, median N, largest N", r"h100: Steps on H100s", r"b200: Steps on B200s",
         r"  Korthikanti, activations: 4 rows, mean N, median N, largest N",
         r"  Zero Bubble, peak: 1 row, mean N, median N, largest N",
-        r"  plain 1F1B: 2 rows, mean N, median N, largest N", r"b200: 8 runs, mean N, median N, largest N",
+        r"  plain 1F1B: 2 rows, mean N, median N, largest N", r"b200: 18 runs, mean N, median N, largest N",
         r"  matmul.bf16 +rated +N  fitted +N  preset +N",
     ],
     "bench.search": [
