@@ -155,6 +155,9 @@ class LocalStages:
                 rank: shared_groups(placement, self.ties, self._of_rank(rank), rank)
                 for rank in dict.fromkeys(rank for rank, _ in modules)
             }
+            if self.store is not None:
+                for rank in self.shared_groups:
+                    self.store.add_rank(rank, self._of_rank(rank))
         self.replica_reduction: ReplicaReduction | None = None
 
     def require_known(self) -> None:
@@ -306,12 +309,13 @@ class LocalStages:
         # See `Executor` for the reasons of the order.
         around: list[Participant] = [] if scale is None or not trains else [scale]
         around += [] if self.replica_reduction is None else [self.replica_reduction]
-        around += [] if self.store is None else [self.store.participant(rank, self._of_rank(rank))]
         within: list[Participant] = []
         if trains and self.shared_groups[rank] and channel is not None:
             tags = program.tags + 1  # the tag before belongs to the end of the step
-            one_memory = self._world is None
-            within.append(SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory))
+            one_memory, stored = self._world is None, self.store is not None
+            shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory, stored)
+            (around if stored else within).append(shared)
+        around += [] if self.store is None else [self.store.participants[rank]]
         within += [each for axis in self.axes for each in axis.participants]
         sharded = FullyShardedLayers(stages.values())
         within += [sharded] if sharded.layers else []

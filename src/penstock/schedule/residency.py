@@ -228,13 +228,14 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     """Return the operations that a choice of `Sharding` adds to a valid schedule.
 
     Raises:
-        ScheduleError: if stages have copies on several ranks, whose gradients are joined before replicas' are, or if
-            the window is too small for a fused pair of two stages, or larger than the stages of every rank.
+        ScheduleError: if replicas divide weights or gradients of stages that several ranks hold, whose gradients are added up
+            before replicas' are, or if the window is too small for a fused pair of two stages, or larger than the stages of
+            every rank.
     """
-    if schedule.placement.has_copies:
+    if schedule.placement.has_copies and not sharding.stored:
         raise ScheduleError(
             f"{schedule.name} has copies of stages, whose gradients are complete together only; use shard='optimizer' or "
-            "'none' and no store, or a schedule that has each stage once"
+            "'none', or a schedule that has each stage once"
         )
     window, most = sharding.window, max(map(len, schedule.placement.stages_of))
     if window is not None and window > most:

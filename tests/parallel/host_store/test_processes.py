@@ -53,9 +53,10 @@ def test_processes_have_the_bits_of_plain_pytorch(processes: LocalProcesses, ran
             assert all(gradients)
 
 
-def with_tied_ends(rank: int, store: str | None) -> tuple[list, dict]:
+def with_tied_ends(rank: int, store: str | None, schedule: str) -> tuple[list, dict]:
     options = ParallelOptions() if store is None else STORES[store]
-    with Pipeline(tied.model(), tied.loss_fn, microbatches=4, parallel=options, timeout=120) as pipe:
+    settings = {"microbatches": 4, "schedule": schedule, "timeout": 120}
+    with Pipeline(tied.model(), tied.loss_fn, parallel=options, **settings) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, accumulate=2)
         losses = []
         for n in range(6):
@@ -65,8 +66,10 @@ def with_tied_ends(rank: int, store: str | None) -> tuple[list, dict]:
 
 
 @pytest.mark.slow
-def test_a_weight_that_two_ranks_have_is_trained_as_without_a_store(processes: LocalProcesses):
-    alone, *stored = run_cases(processes, 2, with_tied_ends, [(None,), ("host",), ("disk",)])
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])  # whose ranks share a weight, or all stages
+def test_a_weight_that_two_ranks_have_is_trained_as_without_a_store(processes: LocalProcesses, schedule):
+    cases = [(store, schedule) for store in (None, "host", "disk")]
+    alone, *stored = run_cases(processes, 2, with_tied_ends, cases)
     for told in stored:
         for (losses, weights), (expected, others) in zip(told, alone, strict=True):
             assert all(map(torch.equal, losses, expected))

@@ -43,11 +43,6 @@ def test_a_window_smaller_than_an_op_needs_is_refused_with_the_least_one():
         pipe_of(plain.model(4), schedule="dualpipe-v", ranks=2, microbatches=4, virtual_stages=None)
 
 
-def test_copies_of_stages_are_refused():
-    with pytest.raises(ScheduleError, match="has copies of stages"):
-        pipe_of(plain.model(4), schedule="dualpipe", ranks=4, microbatches=8, virtual_stages=None)
-
-
 def test_what_was_not_proved_with_a_store_is_refused_by_name():
     for execution, named in (({"compile": "block"}, "compile='block'"), ({"offload": True}, "offload=True")):
         with pytest.raises(ConfigError, match=named):
@@ -157,12 +152,16 @@ class Moody(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.parametrize(
+    "schedule", [{}, {"schedule": "chimera", "virtual_stages": None}], ids=["once", "twice"]
+)
 @pytest.mark.parametrize("parallel", [HOST, DISK], ids=["host", "disk"])
-def test_a_failed_step_leaves_the_weights_and_the_next_one_is_right(parallel):
+def test_a_failed_step_leaves_the_weights_and_the_next_one_is_right(parallel, schedule):
+    """Of stages that one rank has, or two."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Moody() for _ in range(4)])
     twin = copy.deepcopy(net)
-    with pipe_of(net, parallel, ranks=2) as pipe:
+    with pipe_of(net, parallel, ranks=2, **schedule) as pipe:
         pipe.step(*plain.batch(0, 4))
         for call in (pipe.step, pipe.evaluate):
             net[2].fails = True

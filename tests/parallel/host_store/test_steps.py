@@ -178,6 +178,7 @@ def images(step: int) -> tuple[Tensor, Tensor]:
 
 
 TABLE = {"loss_fn": tied.loss_fn, "batch": tied.batch}
+TWICE = {"schedule": "chimera", "virtual_stages": None}
 PICTURES = {"loss_fn": nn.functional.mse_loss, "batch": images}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "groups and a schedule": (parts, {"groups": GROUPS, "lr_factor": lambda n: 1 / (n + 1)}, {}),
@@ -197,10 +198,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "few layers recomputed": (parts, {}, {"recompute": 2}),
     "zero bubble": (parts, {}, {"schedule": "zb-h1", "virtual_stages": None}),
+    "on two ranks": (half_frozen, {"accumulate": STEPS}, TWICE),
+    "on two ranks, main weights": (in_bf16, {"main_weights": True}, TWICE),
+    "on two ranks, tied over stages": (tied.model, {}, {**TABLE, **TWICE}),
+    "on two ranks, pairs of ops": (parts, {}, {"schedule": "dualpipe", "virtual_stages": None, "ranks": 2}),
 }
 
 
-FAST = ["tied over stages", "tied in a stage", "written when read"]
+FAST = ["tied over stages", "tied in a stage", "written when read", "on two ranks"]
 
 
 @pytest.mark.parametrize("case", [*FAST, *slow(*(case for case in CASES if case not in FAST))])
@@ -212,7 +217,8 @@ def test_steps_are_those_of_a_pipeline_without_a_store(case, store):
         scaler = {"scaler": GradScaler(init_scale=2.0**8)} if "scaler" in optimizer else {}
         return trained(given, options, {**optimizer, **scaler}, **built)
 
-    assert_equal(run(ParallelOptions(store=store, window=1)), run(ParallelOptions()))
+    window = 2 if built.get("schedule") == "dualpipe" else 1  # an op of which may be of two stages
+    assert_equal(run(ParallelOptions(store=store, window=window)), run(ParallelOptions()))
 
 
 def test_a_weight_that_is_not_fetched_is_not_a_number(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class Store:
         over_stages: names of weights that several stages have; they are at home all the time, and ops read them there.
 
     Attributes:
-        participants: its parts in the steps of this process's ranks, once a step needed them.
+        participants: its parts in the steps of this process's ranks.
     """
 
     def __init__(self, sharding: Sharding, over_stages: Collection[str]) -> None:
@@ -35,6 +35,7 @@ class Store:
         self._memory: HostMemory | None = DiskMemory() if sharding.store == "disk" else None
         self._device = torch.device("cpu")
         self._by_id: dict[int, StoredParameter] = {}
+        self._by_name: dict[str, StoredParameter] = {}  # of the first rank that holds them
         self.participants: dict[int, StoreParticipant] = {}
         self._update = PartedUpdate()
 
@@ -66,21 +67,32 @@ class Store:
         if memory.on_disk:
             size = sum(p.nbytes * (2 if p.requires_grad else 1) for _, p in new)
             memory.require(size, f"the weights and gradients of {', '.join(module.names)}")
-        stored = {id(p): StoredParameter(name, p, memory, self._device) for name, p in new}
-        self._require_gradients(stored.values())
-        self._by_id |= stored
+        self._by_id |= {id(p): StoredParameter(name, p, memory, self._device) for name, p in new}
+        self._require_gradients()
+        self._by_name |= {name: self._by_id[id(p)] for name, p in named}
         return module
 
-    def participant(self, rank: int, modules: Mapping[int, StageModule]) -> StoreParticipant:
-        """Return the part of the store in the steps of a rank, which all its executors share."""
-        if rank not in self.participants:
-            stored = {}
-            for s, module in modules.items():
-                own = [p for n, p in module.whole_model_parameters() if n not in self._over_stages]
-                # A weight that two layers of the stage have comes once.
-                stored[s] = list(dict.fromkeys(self._by_id[id(p)] for p in own))
-            self.participants[rank] = StoreParticipant(modules, stored, self._device)
-        return self.participants[rank]
+    def add_rank(self, rank: int, modules: Mapping[int, StageModule]) -> None:
+        """Make the part of the store in the steps of a rank, which all its executors share.
+
+        Raises:
+            ConfigError: if there is no room for the gradients of stages that another rank of this process holds, too.
+        """
+        stored = {}
+        for s, module in modules.items():
+            own = [(n, p) for n, p in module.whole_model_parameters() if n not in self._over_stages]
+            # A weight that two layers of the stage have comes once.
+            stored[s] = list(dict.fromkeys(self._of_rank(n, p) for n, p in own))
+        self._require_gradients()
+        self.participants[rank] = StoreParticipant(modules, stored, self._device)
+
+    def _of_rank(self, name: str, parameter: nn.Parameter) -> StoredParameter:
+        """Return what is stored of a parameter, which shares its home with the first rank that holds its stage."""
+        if id(parameter) not in self._by_id:
+            assert self._memory is not None, "stages were built"
+            home = self._by_name[name].home
+            self._by_id[id(parameter)] = StoredParameter(name, parameter, self._memory, self._device, home)
+        return self._by_id[id(parameter)]
 
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Have room for gradients, which may have another dtype now, and for what an optimizer will keep for each weight.
@@ -89,18 +101,18 @@ class Store:
             ConfigError: if there is none.
         """
         assert self._memory is not None, "stages were built"
-        self._require_gradients(self._by_id.values())
+        self._require_gradients()
         self._update.prepare(optimizer, self._memory)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer update the weights at home."""
         self._update.step(optimizer)
 
-    def _require_gradients(self, stored: Iterable[StoredParameter]) -> None:
+    def _require_gradients(self) -> None:
         assert self._memory is not None, "stages were built"
-        for each in stored:
-            if not self._memory.on_disk:
-                self._memory.require(each.gradient_bytes, f"the gradient of {each.name}")
+        if not self._memory.on_disk:
+            self._memory.require(sum(each.gradient_bytes for each in self._by_id.values()), "gradients")
+        for each in self._by_id.values():
             each.allocate()
 
 

@@ -15,18 +15,27 @@ class StoredParameter:
 
     Args:
         device: device whose ops read it.
+        home: where its values are between two steps, if they have a place: that of another rank of this process, which holds
+            its stage, too (default None).
 
     Attributes:
         home: its values between two steps.
         storage: number of the memory of its values on the device, which stays when they go and come again.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, memory: HostMemory, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        memory: HostMemory,
+        device: torch.device,
+        home: Tensor | None = None,
+    ) -> None:
         self.name, self.parameter = name, parameter
         self._memory = memory
         given = parameter.detach()
         dense = given if dense_strides(given) is not None else given.contiguous()
-        self.home = memory.home(dense)
+        self.home = memory.home(dense) if home is None else home
         parameter.data = self.home
         # Whole words, which are summed in a fifth of the time of their copy, and 16 bytes, which any dtype divides.
         self._words = torch.empty(-(-given.nbytes // 16) * 2, dtype=torch.int64, device=device)

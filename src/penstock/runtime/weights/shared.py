@@ -1,9 +1,9 @@
 """Sums of gradients of parameters that several ranks hold (copies of a stage, tied weights).
 
 When a rank's gradients are complete (the Program's REDUCE of every stage that adds to them), it sends them to the other
-holders. At the end of the step each holder adds all of them in one fixed order of the ranks, so the sums are
-bit-identical. The ``.grad`` from before the step is set aside and added last, so that accumulation over steps counts
-nothing twice.
+holders; with a store, once they are all at home. At the end of the step each holder adds all of them in one fixed order of
+the ranks, so the sums are bit-identical. The ``.grad`` from before the step is set aside and added last, so that accumulation
+over steps counts nothing twice.
 """
 
 from __future__ import annotations
@@ -74,15 +74,23 @@ class SharedGradients(Participant):
     Args:
         one_memory: whether holders are threads, which share the parameters' memory, so that the optimizer sees the first
             holder's gradients only.
+        stored: whether gradients are in a store, and in ``.grad`` only once the step's ops are done. Sums stay in its memory.
     """
 
     def __init__(
-        self, shared_groups: Sequence[SharedGroup], rank: int, tags: int, channel: Channel, one_memory: bool
+        self,
+        shared_groups: Sequence[SharedGroup],
+        rank: int,
+        tags: int,
+        channel: Channel,
+        one_memory: bool,
+        stored: bool,
     ) -> None:
         self.shared_groups = shared_groups
         self.rank = rank
         self.channel = channel
         self.one_memory = one_memory
+        self._stored = stored
         self._tags = tags
         self._incomplete: list[set[int]] = []
         self._before: list[list[Tensor | None]] = []
@@ -104,7 +112,7 @@ class SharedGradients(Participant):
         for group, waiting in zip(self.shared_groups, self._incomplete, strict=True):
             if stage in waiting:
                 waiting.discard(stage)
-                if not waiting:
+                if not waiting and not self._stored:
                     self._send(group)
 
     def _send(self, group: SharedGroup) -> None:
@@ -112,7 +120,12 @@ class SharedGradients(Participant):
             if parameter.grad is not None:
                 require_dense(f"parameter {name!r}", parameter.grad)
             redistribute_grad(parameter)
-        gradients = (None if p.grad is None else local(p.grad).clone() for p in group.parameters)
+        # In a store of one process, they stay as they are until the first holder has added them up.
+        stays = self._stored and self.one_memory
+        gradients = (
+            None if p.grad is None else local(p.grad) if stays else local(p.grad).clone()
+            for p in group.parameters
+        )
         leaves = (*gradients, _frozen(group))
         for peer in group.holders:
             if peer != self.rank and (not self.one_memory or peer == group.holders[0]):
@@ -122,6 +135,8 @@ class SharedGradients(Participant):
 
     def finish(self) -> None:
         """Sum each shared parameter's gradient over the ranks that hold it."""
+        for group in self.shared_groups if self._stored else ():
+            self._send(group)
         for group, before in zip(self.shared_groups, self._before, strict=True):
             if self.one_memory and self.rank != group.holders[0]:
                 for parameter in group.parameters:
@@ -136,11 +151,12 @@ class SharedGradients(Participant):
             self._require_same(group, [row[-1] for row in rows])
             for n, (parameter, old) in enumerate(zip(group.parameters, before, strict=True)):
                 grads: list[Tensor] = [row[n] for row in rows if row[n] is not None]
-                parameter.grad = old
+                own, parameter.grad = parameter.grad, old
                 # In the holders' order, the same on every rank, so that all of them have the same bits.
                 if grads:
                     total = from_local_like(reduce(torch.add, grads[1:], grads[0]), parameter)
-                    parameter.grad = total if old is None else old.add_(total)
+                    total = total if old is None else old.add_(total)
+                    parameter.grad = own.copy_(total) if self._stored and own is not None else total
         self._before = []
 
     def _require_same(self, group: SharedGroup, frozen: Sequence[str]) -> None:
