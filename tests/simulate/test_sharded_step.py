@@ -106,8 +106,10 @@ def test_prices_must_cover_the_stages_and_be_times():
 
 
 CASES = st.fixed_dictionaries({
-    "name": st.sampled_from(("1f1b", "interleaved-1f1b", "breadth-first", "zb-v", "v-half", "dualpipe-v")),
-    "ranks": st.integers(1, 3), "groups": st.integers(2, 3), "shard": st.sampled_from(("gradients", "weights")),
+    "name": st.sampled_from(
+        ("1f1b", "interleaved-1f1b", "breadth-first", "zb-v", "v-half", "dualpipe-v", "dualpipe", "chimera")
+    ),
+    "ranks": st.integers(1, 3), "groups": st.integers(2, 3), "shard": st.sampled_from(("gradients", "weights", "store")),
     "window": st.integers(2, 3) | st.none(), "every": st.integers(1, 4), "latency": st.integers(0, 3),
     "seconds": st.lists(st.integers(0, 6), min_size=24, max_size=24), "missing": st.sampled_from(("", "gather", "reduce")),
     "blocks": st.sampled_from(("none", "sender", "receiver", "both")),
@@ -117,11 +119,21 @@ CASES = st.fixed_dictionaries({
 def drawn(case: dict[str, Any]) -> tuple[Program, Costs]:
     virtual = 3 if case["name"] in ("interleaved-1f1b", "breadth-first") else None
     stages = virtual or (1 if case["name"] == "1f1b" else 2)
-    window = min(case["window"] or stages, stages) if case["shard"] == "weights" else None
+    window = min(case["window"] or stages, stages) if case["shard"] != "gradients" else None
+    ranks, kept = case["ranks"], {"shard": case["shard"]}
+    if twice := case["name"] in ("dualpipe", "chimera"):  # which need an even number of ranks, and no shards
+        ranks, window = 2 * ((ranks + 1) // 2), 2
+    if twice or case["shard"] == "store":
+        kept = {"store": "host"}
     program = sharded(
-        case["name"], case["ranks"], case["ranks"] * case["groups"], virtual,
-        shard=case["shard"], window=window, reduce_every=case["every"],
-    )  # fmt: skip
+        case["name"],
+        ranks,
+        ranks * case["groups"],
+        virtual,
+        window=window,
+        reduce_every=case["every"],
+        **kept,
+    )
     numbers = [*case["seconds"]]
     seconds = {key: [numbers.pop() for _ in range(program.schedule.stages)] for key in ("gather", "reduce")}
     seconds.pop(case["missing"], None)
@@ -151,15 +163,20 @@ def test_every_time_is_that_of_the_instructions_run_as_events(case: dict[str, An
 @pytest.mark.parametrize("blocks", ["none", "both"])
 @pytest.mark.parametrize("scale", [1, 0.1])
 def test_the_compiled_kernel_agrees(monkeypatch: pytest.MonkeyPatch, blocks: str, scale: float):
-    program = sharded("interleaved-1f1b", 3, 12, 3, shard="weights", window=2, reduce_every=2)
-    costs = priced(program, 3, 3, 3, 1, blocks=blocks, gather=6, reduce=9)
-    costs = replace(costs, seconds=costs.seconds * scale)
-    plain = simulate(program, costs)
-    monkeypatch.setattr(jit, "COMPILE_FROM", 0)
-    compiled = simulate(program, costs)
-    for name in ("kind", "stage", "start", "end"):
-        assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
-    assert plain.info == compiled.info
+    programs = (
+        sharded("interleaved-1f1b", 3, 12, 3, shard="weights", window=2, reduce_every=2),
+        sharded("chimera", 4, 8, store="host", window=1, reduce_every=2),
+    )
+    for program in programs:
+        costs = priced(program, 3, 3, 3, 1, blocks=blocks, gather=6, reduce=9)
+        costs = replace(costs, seconds=costs.seconds * scale)
+        monkeypatch.undo()
+        plain = simulate(program, costs)
+        monkeypatch.setattr(jit, "COMPILE_FROM", 0)
+        compiled = simulate(program, costs)
+        for name in ("kind", "stage", "start", "end"):
+            assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
+        assert plain.info == compiled.info
 
 
 class Oracle:
@@ -199,6 +216,8 @@ class Oracle:
         """Yield times to sleep until, and (row,) to wait until that row's output is sent."""
         schedule, blocks = self.schedule, self.costs.communication.blocks
         travel = int(self.costs.communication.same_node.latency)
+        assert self.program.residency is not None
+        both_ways = self.program.residency.sharding.stored  # reductions leave while gathers come
         free = reduced = 0  # when the link is free, and when its last reduction is done
         weights = dict.fromkeys(range(schedule.stages), 0)
         producers: list[tuple[int, bool]] = []
@@ -257,7 +276,8 @@ class Oracle:
                         yield reduced
                     settles = False
             elif line.action is Action.REDUCE:
-                free = self._collective(rank, Activity.REDUCE, line.number, free)
+                done = self._collective(rank, Activity.REDUCE, line.number, reduced if both_ways else free)
+                free = free if both_ways else done
                 if self.costs.reduce is not None:
-                    reduced, settles = free, True
+                    reduced, settles = done, True
         self.stalled[rank] += max(0, reduced - last)

@@ -228,9 +228,9 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     """Return the operations that a choice of `Sharding` adds to a valid schedule.
 
     Raises:
-        ScheduleError: if replicas divide weights or gradients of stages that several ranks hold, whose gradients are added up
-            before replicas' are, or if the window is too small for a fused pair of two stages, or larger than the stages of
-            every rank.
+        ScheduleError: if replicas divide weights or gradients of stages that several ranks hold, whose gradients are added
+            up before replicas' are, or if the window is too small for a fused pair of two stages, or larger than the stages
+            of every rank.
     """
     if schedule.placement.has_copies and not sharding.stored:
         raise ScheduleError(

@@ -137,6 +137,9 @@ class _Shards(NamedTuple):
     reduce: Any
     reduce_start: Any
     waits: Any  # time that ranks wait for gathers, then for reductions, shape (2 * ranks,)
+    # Two numbers: places between a stage's gathers on one rank and on the next (0 if no other rank has the stage), and
+    # whether reductions go the other way on the link, beside gathers.
+    link: Any
 
 
 class _Times(NamedTuple):
@@ -195,7 +198,10 @@ def _shards(program: Program, costs: Costs, dtype: Any) -> _Shards | None:
         seconds = np.zeros(schedule.stages, dtype) if table is None else table.astype(dtype)
         start = np.full(len(stages), -1, dtype)
         columns += [np.cumsum(count), np.array(stages, np.int64), seconds, start]
-    return _Shards(*[*columns, np.zeros(2 * schedule.ranks, dtype)])
+    apart = schedule.stages if schedule.placement.has_copies else 0
+    # A store's link copies in both directions at once, as PCI Express does.
+    link = np.array([apart, int(residency.sharding.stored)])
+    return _Shards(*[*columns, np.zeros(2 * schedule.ranks, dtype), link])
 
 
 def _pair_seconds(program: Program, costs: Costs) -> Table:
@@ -231,10 +237,15 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times, shards: _
     clock = [zero for r in range(ranks)]
     if shards is not None:
         gathers, gathered, gather_seconds, gather_start = shards[:4]
-        reductions, reduced, reduce_seconds, reduce_start, waits = shards[4:]
-        free = [zero for r in range(ranks)]  # when the rank's link has no collective left
+        reductions, reduced, reduce_seconds, reduce_start, waits, link_of = shards[4:]
+        apart, both_ways = link_of[0], link_of[1] > 0
+        free = [
+            zero for r in range(ranks)
+        ]  # when the rank's link has no collective left, other than reductions both ways
         due = [zero for r in range(ranks)]  # end of its last reduction
-        there = [zero for s in range(len(gather_seconds))]  # end of a stage's last gather
+        there = [
+            zero for s in range(len(gather_seconds) + apart * (ranks - 1))
+        ]  # end of a stage's last gather
     todo = [ranks - 1 - r for r in range(ranks)]
     while len(todo) > 0:
         r = todo.pop()
@@ -271,13 +282,13 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times, shards: _
             if shards is not None:
                 for n in range(gathers[row], gathers[row + width]):
                     gather_start[n] = max(now, free[r])
-                    free[r] = there[gathered[n]] = gather_start[n] + gather_seconds[gathered[n]]
+                    free[r] = there[apart * r + gathered[n]] = gather_start[n] + gather_seconds[gathered[n]]
                 without = begin
                 for k in range(row, row + width):
                     if kind[k] == _F:
-                        begin = max(begin, there[stage[k]])
+                        begin = max(begin, there[apart * r + stage[k]])
                     elif kind[k] != _W:
-                        begin = max(begin, there[stage[k]] + blocked)
+                        begin = max(begin, there[apart * r + stage[k]] + blocked)
                 waits[r] += begin - without
 
             # Compute.
@@ -318,8 +329,10 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times, shards: _
                     waits[ranks + r] += due[r] - now
                     now = due[r]
                 for n in range(reductions[row], reductions[row + width]):
-                    reduce_start[n] = max(now, free[r])
-                    free[r] = due[r] = reduce_start[n] + reduce_seconds[reduced[n]]
+                    reduce_start[n] = max(now, due[r] if both_ways else free[r])
+                    due[r] = reduce_start[n] + reduce_seconds[reduced[n]]
+                    if not both_ways:
+                        free[r] = due[r]
                 if ends:
                     waits[ranks + r] += max(zero, due[r] - now)
             row += width

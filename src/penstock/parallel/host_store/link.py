@@ -1,4 +1,4 @@
-"""The link between a rank's device and its store."""
+"""The link between a rank's device and its store, in one direction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Link:
-    """Copies of one rank, one after the other, beside its ops.
+    """Copies of one rank in one direction, one after the other, beside its ops.
 
     On a GPU they are on a stream of their own. On a CPU a thread makes them, which lives as long as a step.
     """

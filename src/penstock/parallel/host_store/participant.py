@@ -27,7 +27,8 @@ class StoreParticipant(Participant):
         device: torch.device,
     ) -> None:
         self._stored = stored
-        self._link = Link(device)
+        # Both directions of the link are used at once.
+        self._in, self._out = Link(device), Link(device)
         self._begun = False
         # By stage, functions that wait for its values, and for its gradients to be at home.
         self._coming: dict[int, Callable[[], object]] = {}
@@ -49,7 +50,8 @@ class StoreParticipant(Participant):
 
     def begin(self, step: Step) -> None:
         self._begun = True
-        self._link.open()
+        self._in.open()
+        self._out.open()
         for each in self:
             each.begin()
 
@@ -57,7 +59,7 @@ class StoreParticipant(Participant):
         absent = [each for each in self._stored[stage] if not each.resident]
         for each in absent:
             each.expect()
-        self._coming[stage] = self._link.start([each.fetch for each in absent])
+        self._coming[stage] = self._in.start([each.fetch for each in absent])
 
     def before(self, stage: int) -> None:
         # Later copies are not waited for: they run beside this op.
@@ -72,11 +74,11 @@ class StoreParticipant(Participant):
         if (wait := self._leaving.get(stage)) is not None:
             wait()
         if returning := [each for each in self._stored[stage] if each.resume()]:
-            self._link.start([each.bring_gradient for each in returning])()
+            self._in.start([each.bring_gradient for each in returning])()
 
     def reduce(self, stage: int) -> None:
         leaving = [each for each in self._stored[stage] if each.release_gradient()]
-        self._leaving[stage] = self._link.start([each.send_gradient for each in leaving])
+        self._leaving[stage] = self._out.start([each.send_gradient for each in leaving])
 
     def settle(self) -> None:
         for stage, wait in self._leaving.items():
@@ -87,7 +89,7 @@ class StoreParticipant(Participant):
 
     def finish(self) -> None:
         self.settle()
-        self._link.close()
+        self._close()
         for each in self:
             each.require_unwritten()
         self._end(keeps=True)
@@ -99,8 +101,12 @@ class StoreParticipant(Participant):
 
     def _end(self, keeps: bool) -> None:
         self._begun = False
-        self._link.close()
+        self._close()
         self._coming.clear()
         self._leaving.clear()
         for each in self:
             each.end(keeps)
+
+    def _close(self) -> None:
+        self._in.close()
+        self._out.close()

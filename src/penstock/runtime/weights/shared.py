@@ -2,8 +2,8 @@
 
 When a rank's gradients are complete (the Program's REDUCE of every stage that adds to them), it sends them to the other
 holders; with a store, once they are all at home. At the end of the step each holder adds all of them in one fixed order of
-the ranks, so the sums are bit-identical. The ``.grad`` from before the step is set aside and added last, so that accumulation
-over steps counts nothing twice.
+the ranks, so the sums are bit-identical. The ``.grad`` from before the step is set aside and added last, so that
+accumulation over steps counts nothing twice.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class SharedGradients(Participant):
     Args:
         one_memory: whether holders are threads, which share the parameters' memory, so that the optimizer sees the first
             holder's gradients only.
-        stored: whether gradients are in a store, and in ``.grad`` only once the step's ops are done. Sums stay in its memory.
+        stored: whether gradients are in a store, and in ``.grad`` only once the step's ops are done; sums stay in its
+            memory.
     """
 
     def __init__(
