@@ -104,10 +104,10 @@ def test_copies_of_a_store_by_hand():
         predict(timed_profile(16), cluster, order, sequence=SEQUENCE, batch=4),
         of("store=host,window=1"),
     )
-    # Forwards of both stages, then backwards of both: three stays. One reduction is before a fetch on the link, one is last.
-    assert plan.parts["sharding"] == pytest.approx(3 * 8 + 8 + 8)
+    # Forwards of both stages, then backwards of both: three stays. One reduction is beside a fetch, and one is last.
+    assert plan.parts["sharding"] == pytest.approx(3 * 8 + 8)
     assert plan.parts["optimizer"] == pytest.approx(160 * 32 / 1000)
-    assert of("store=disk,window=1").parts["sharding"] == pytest.approx(3 * 16 + 16 + 16)
+    assert of("store=disk,window=1").parts["sharding"] == pytest.approx(3 * 16 + 16)
     # With two places both stages stay for the whole step, and the second one comes beside the forwards of the first.
     assert of("store=host,window=2").parts["sharding"] == pytest.approx(8 + 8)
     # Each stage has two reductions, and its next backward waits for the first one, and for its sums to come back.
@@ -116,6 +116,23 @@ def test_copies_of_a_store_by_hand():
     assert plan.step_seconds == pytest.approx(whole.parts["pipeline"] + sum(list(plan.parts.values())[1:]))
     assert "must have room for 2.56 KB; a device copies 4e-08 GB/s each way" in plan.assumptions[-1]
     assert plan.low is None
+
+
+def test_holders_of_a_stage_add_up_gradients_in_host_memory():
+    """Two ranks, each with both stages of 80 parameters: 640 bytes of gradients, and as many of the other rank."""
+    host = Host(bandwidth=1e9, memory_bandwidth=1000)
+    room, reduced = [], []
+    for ranks_per_node, order in ((2, "dualpipe-v,v=2"), (2, "dualpipe"), (1, "dualpipe")):
+        nodes = {"nodes": 2 // ranks_per_node, "ranks_per_node": ranks_per_node}
+        cluster = replace(slow_links(), host=host, **nodes)
+        keys = f"pp=2,schedule={order},store=host"
+        plan = predict(timed_profile(16), cluster, keys, sequence=SEQUENCE, batch=4)
+        room.append(plan.store_room.memory)
+        reduced.append(plan.parts["reduction"])
+    assert room == [16 * 160, 2 * 16 * 160, 16 * 160]
+    # Read and written as a message, and read again to be added; the ranks of a host share its memory. From another host
+    # they come at 20 bytes a second.
+    assert reduced == pytest.approx([0, 3 * 2 * 640 / 500, 3 * 2 * 640 / 1000 + 640 / 20])
 
 
 def test_where_nothing_else_fits_weights_go_to_a_store():

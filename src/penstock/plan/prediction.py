@@ -392,7 +392,7 @@ def _exposed_reduction(
     copies = _copies(placement)
     if layout.replicas * copies == 1:
         return 0.0, trace
-    if not overlaps(cluster, layout):
+    if not overlaps(cluster, layout) or layout.sharding.stored:
         return blocking_reduction(costs, cluster, layout, dtype, placement), trace
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     size = costs.parameters * gradient
@@ -417,12 +417,26 @@ def blocking_reduction(
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     held = rank_parameters(costs, placement)[:2] * gradient
+    if layout.sharding.stored:
+        return _sums_at_home(float(held[0].max()), cluster, layout, copies)
     if not isinstance(cluster, GroupedCluster):
         # All links are alike, so the rank with most parameters takes longest.
         held = held[:, [held[0].argmax()]]
     groups = cluster_ranks(cluster, layout)
     seconds = _replica_seconds("all_reduce", held[0], held[1], cluster, layout, copies, groups=groups)
     return float(seconds.max()) + _exposed_gather(costs, cluster, layout, weight, copies)
+
+
+def _sums_at_home(held: float, cluster: Cluster, layout: Layout, copies: int) -> float:
+    """Return the seconds in which holders of the same stages send each other gradients in host memory, and add them up.
+
+    Args:
+        held: bytes of the gradients of one rank.
+    """
+    near = ranks_of_host(cluster, layout)
+    # Of each holder's gradients: they are read and written as a message, and read again to be added to a sum.
+    at_home = 3 * copies * held / (cluster.host.memory_bandwidth / near)
+    return at_home + max(0, copies - near) * held / cluster.network.bandwidth
 
 
 def _copies(placement: Placement) -> int:

@@ -68,7 +68,7 @@ class Executor:
         ranks = () if channel is None else (OtherRanks(program, rank, channel, self.progress),)
         # The scale of gradients is read before anything changes them. Replicas come before the ranks, so that they are told
         # of a failure last: what is still reduced may wait for ranks that wait for this one. Sums over holders come after,
-        # since replicas add these sums; they are around a store, since they are of gradients at home. Exchanges of tokens end
+        # since replicas add these sums; they are around a store, as they are of gradients at home. Exchanges of tokens end
         # before the sums over holders and replicas: a rank that waits for gradients may be one that a process waits for
         # which waits for this one's tokens. Checks come last, when all can be told what they find.
         self.participants: tuple[Participant, ...] = (*around, *ranks, *within)
