@@ -25,7 +25,7 @@ from bench.proved_orders import PROVED
 from bench.searched_sleep import sleeping
 from penstock.base.errors import ConfigError, ScheduleError
 from penstock.plan.cluster import read_cluster
-from penstock.plan.prediction import op_costs
+from penstock.plan.op_costs import op_costs
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times, stage_costs
 from penstock.profile.model_profile import Profile, of_shape

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan.cluster import read_cluster
+from penstock.plan.op_costs import merged_backwards
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN, held_activations, merged_backwards
+from penstock.plan.rank_memory import MARGIN, held_activations
+from penstock.plan.states.on_devices import BUCKET_BYTES
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import ModelShape

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster, GroupedCluster, groups_of
 from penstock.plan.device_groups import device_names
-from penstock.plan.rank_memory import StoreRoom, ranks_of_host, residency_of
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import attention_of, dtype_of
+from penstock.plan.states import states_of
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
-from penstock.schedule.schedule import Schedule
-from penstock.show.units import size_text, time_text
+from penstock.show.units import time_text
 
 
 def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
@@ -92,38 +91,10 @@ def _groups_text(cluster: GroupedCluster, layout: Layout) -> str:
     )
 
 
-def sharded_text(schedule: Schedule, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence about the gathers and reductions of a sharded layout, or that nothing is sharded."""
-    if layout.shard != "none" and layout.replicas == 1:
-        return (
-            f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
-        )
-    if not layout.sharding.comes_and_goes or layout.sharding.stored:
-        return ()
-    text = residency_of(schedule, layout.sharding).summary()
-    return (f"Over {layout.replicas} replicas, {text}.",)
-
-
-def stored_text(schedule: Schedule, room: StoreRoom, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence about what is in a store, and what its copies take."""
-    if not layout.sharding.stored:
-        return ()
-    told = f"The memory of a host must have room for {size_text(room.memory)}"
-    if layout.store == "disk":
-        beside = f", and its memory for {size_text(room.memory)} of main weights" if room.memory else ""
-        told = f"The disks of a host must have room for {size_text(room.disk)}{beside}"
-    text = residency_of(schedule, layout.sharding).summary()
-    rate = cluster.host.fetch_rate(layout.store, ranks_of_host(cluster, layout))
-    return (f"{told}; a device copies {rate / 1e9:.3g} GB/s each way ({text}), and CPUs update the weights.",)
-
-
 def interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
     """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
-    if layout.sharding.stored:
-        return (
-            None,
-            "There is no interval: steps with a store were compared with simulated ones on slowed links alone.",
-        )
+    if why := states_of(layout, dtype_of(profile, cluster, layout)).no_interval:
+        return None, f"There is no interval: {why}."
     if isinstance(cluster, GroupedCluster):
         return None, "There is no interval: no step on unlike devices has been compared with a prediction."
     if cluster.error is None:

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from penstock.plan.cluster import Cluster, GroupedCluster
 from penstock.plan.device_groups import boundary_links, cluster_ranks, on_groups
-from penstock.plan.rank_memory import merged_backwards
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
-from penstock.profile.model_profile import RuntimeCosts
+from penstock.profile.model_profile import Profile, RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
 from penstock.trace.beside import time_beside
@@ -71,6 +71,18 @@ def stage_groups(costs: StageCosts, cluster: Cluster, layout: Layout) -> tuple[i
     """Return the group of devices of every stage."""
     places = cluster_ranks(cluster, layout)
     return tuple(places[rank] for rank in costs.ranks)
+
+
+def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """Return which rows are an I that runs as a whole backward, shape (ops,).
+
+    No op needs the gradient of the model's input. So an I of the first stage whose W follows at once is a whole backward.
+    """
+    merged = np.zeros(len(schedule.kind), np.bool_)
+    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
+    follows = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
+    merged[first] = follows & (schedule.microbatch[first + 1] == schedule.microbatch[first])
+    return merged
 
 
 def split_shares(program: Program) -> Table:
@@ -146,3 +158,27 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
         slowdown = found if n == 0 else (slowdown + found) / 2
         trace = simulate(program, replace(costs, seconds=costs.seconds * slowdown))
     return trace
+
+
+def simulate_layout(
+    program: Program,
+    costs: StageCosts,
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    moving: tuple[Table, Table] | None = None,
+) -> Trace:
+    """Return a simulated step.
+
+    Args:
+        moving: seconds of the program's gathers and of its reductions, by stage; None (default) for none.
+    """
+    runtime = profile.runtime
+    alone = with_split(
+        program, op_costs(costs, cluster, layout, runtime, profile.op_overhead), costs, runtime
+    )
+    if moving is not None:
+        alone = replace(alone, gather=moving[0], reduce=moving[1])
+    if runtime is None:
+        return simulate(program, alone)
+    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.replicas)

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Cluster
+from penstock.plan.op_costs import merged_backwards
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import LayerTimes, StageCosts, rank_parameters, stage_costs
-from penstock.profile.closed_form import MAIN_BYTES, MOMENT_BYTES, PARAMETER_BYTES
+from penstock.plan.states import states_of
+from penstock.plan.states.on_devices import BUCKET_BYTES
+from penstock.plan.states.states import States, residency_of
 from penstock.schedule.index import rank_column
 from penstock.schedule.memory import held
 from penstock.schedule.ops import Kind
-from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 
-# About the 25 MiB of `penstock.parallel.replicas.layout`, which imports torch.
-BUCKET_BYTES = 25_000_000
-"""Bytes of a bucket of gradients in flight."""
 MARGIN = 0.02
 """Share of the rest that the allocator needs besides, for what it rounds and cannot reuse."""
 
 Rows = npt.NDArray[np.int64]
-Parameters = TypeVar("Parameters", float, npt.NDArray[np.float64])
-# Parameters, those of them that are experts', and those that Muon may update: numbers, or arrays of them.
-Counts = Sequence[Any] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,53 +62,6 @@ class RankMemory:
         return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
 
 
-def state_bytes(counts: Counts, layout: Layout, dtype: str) -> Any:
-    """Return the bytes of weights, gradients and optimizer state on one device of so many parameters, experts' and matrices.
-
-    Of sharded weights they are the device's share, and of sharded gradients nothing: what is held before the first backward.
-    With a store, a device has none of them.
-    """
-    weight, gradient, _ = PARAMETER_BYTES[dtype]
-    sharding = layout.sharding
-    if sharding.stored:
-        return 0 * counts[0]
-    always = weight / layout.replicas if sharding.shard == "weights" else weight
-    always += 0 if sharding.comes_and_goes else gradient
-    return counts[0] * always + optimizer_bytes(counts, layout, dtype)
-
-
-def optimizer_bytes(counts: Counts, layout: Layout, dtype: str) -> Any:
-    """Return the bytes of the optimizer's state on one device, with a mean share of the matrices that Muon updates."""
-    parameters, experts, matrices = counts
-    size = PARAMETER_BYTES[dtype][2] * updated_parameters(parameters, experts, layout)
-    if layout.optimizer == "muon":
-        size = size - MOMENT_BYTES * updated_parameters(matrices, 0 * experts, layout)
-    return size
-
-
-residency_of = lru_cache(maxsize=64)(make_residency)
-"""`make_residency`, which a search asks for the same schedule with several sizes of its stages."""
-
-
-def updated_parameters(parameters: Parameters, experts: Parameters, layout: Layout) -> Parameters:
-    """Return the number of parameters that one device updates: its share of them if they are sharded, or all."""
-    if layout.shard == "none":
-        return parameters
-    return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
-
-
-def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
-    """Return which rows are an I that runs as a whole backward, shape (ops,).
-
-    No op needs the gradient of the model's input. So an I of the first stage whose W follows at once is a whole backward.
-    """
-    merged = np.zeros(len(schedule.kind), np.bool_)
-    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
-    follows = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
-    merged[first] = follows & (schedule.microbatch[first + 1] == schedule.microbatch[first])
-    return merged
-
-
 def held_activations(schedule: Schedule, costs: StageCosts) -> Rows:
     """Return the bytes of activations that the rank of every row holds right after that row, shape (ops,)."""
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
@@ -125,12 +71,11 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> Rows:
 
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank."""
-    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    states = states_of(layout, dtype)
     column, freed, backward, inside = _activations(schedule, costs)
-    sharded = _sharded_states(schedule, costs, layout, dtype) if layout.sharding.comes_and_goes else None
+    sharded = _sharded_states(schedule, costs, states) if layout.sharding.comes_and_goes else None
     if sharded is not None:
         inside += sharded.sum(axis=0)
-    stored = layout.sharding.stored
     ranks, held_by_rank = [], rank_parameters(costs, schedule.placement)
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
@@ -151,16 +96,16 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
         # Two of each kind: one is in use while the next travels.
         messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
-        buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.replicas > 1 else 0.0
-        weights, gradients, moving = weight * parameters, gradient * parameters, 0.0
+        buckets = min(2 * BUCKET_BYTES, parameters * states.gradient) if layout.replicas > 1 else 0.0
+        weights, gradients, moving = states.weight * parameters, states.gradient * parameters, 0.0
         if sharded is not None and row is not None:
             weights, gradients = (float(each[row]) for each in sharded)
             moving = gradients + (weights if layout.sharding.weights_come_and_go else 0.0)
         ranks.append(
             RankMemory(
-                weights=weights + (0.0 if stored else float(costs.frozen_bytes[mine].sum())),
+                weights=weights + states.frozen_on_device(float(costs.frozen_bytes[mine].sum())),
                 gradients=gradients,
-                optimizer=0.0 if stored else float(optimizer_bytes(counts, layout, dtype)),
+                optimizer=float(states.optimizer_on_device(counts)),
                 activations=peak,
                 recompute=back,
                 logits=logits,
@@ -222,7 +167,8 @@ def bound_sharded(
 
     Of these it has its share, and in full what the op itself reads or adds to: a bound that is sooner found than the peak.
     """
-    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    states = states_of(layout, dtype)
+    weight, gradient = states.weight, states.gradient
     kind, size = schedule.kind, costs.parameters[schedule.stage]
     *_, inside = _activations(schedule, costs)
     counts = rank_parameters(costs, schedule.placement)
@@ -231,7 +177,7 @@ def bound_sharded(
     weights = (weight * total)[rank_column(schedule)]
     full = np.minimum(weights, weights / layout.replicas + read)
     full += gradient * size * ((kind != Kind.F) & (kind != Kind.R))
-    state = state_bytes(counts, layout, dtype) - weight * total / layout.replicas
+    state = states.device_bytes(counts) - weight * total / layout.replicas
     of_rows = limits if isinstance(limits, float) else limits[rank_column(schedule)]
     return float(((inside + full + state[rank_column(schedule)]) / of_rows).max())
 
@@ -250,51 +196,11 @@ def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt
     return column, freed, backward, inside
 
 
-def _sharded_states(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> Rows:
+def _sharded_states(schedule: Schedule, costs: StageCosts, states: States) -> Rows:
     """Return the bytes of weights and of gradients that the rank of every row holds, shape (2, ops)."""
-    _, gradient, _ = PARAMETER_BYTES[dtype]
     parameters = costs.parameters.round().astype(np.int64)
-    residency = residency_of(schedule, layout.sharding)
-    moving = moving_weights(costs, layout, dtype).round().astype(np.int64)
-    weights = residency.held(schedule, moving, 0, layout.replicas)
-    gradients = residency.held(schedule, 0, gradient * parameters, layout.replicas)
+    residency, replicas = residency_of(schedule, states.layout.sharding), states.layout.replicas
+    moving = states.moving_weights(costs).round().astype(np.int64)
+    weights = residency.held(schedule, moving, 0, replicas)
+    gradients = residency.held(schedule, 0, states.gradient * parameters, replicas)
     return np.stack((weights, gradients))
-
-
-def moving_weights(costs: StageCosts, layout: Layout, dtype: str) -> npt.NDArray[np.float64]:
-    """Return the bytes of each stage's weights that come and go; frozen ones do with a store alone."""
-    trained = PARAMETER_BYTES[dtype][0] * costs.parameters
-    return trained + costs.frozen_bytes if layout.sharding.stored else trained
-
-
-def ranks_of_host(cluster: Cluster, layout: Layout) -> int:
-    """Return the number of a pipeline's ranks that share a host's memory and disks."""
-    return min(layout.pp, cluster.ranks_per_node)
-
-
-class StoreRoom(NamedTuple):
-    """Bytes that a store takes on the fullest host."""
-
-    memory: float = 0.0
-    disk: float = 0.0
-
-
-def store_room(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str, devices: int) -> StoreRoom:
-    """Return the bytes of weights, gradients and optimizer state that are in a store; none if the layout has none.
-
-    Args:
-        devices: ranks of the pipeline that are on one host.
-    """
-    if not layout.sharding.stored:
-        return StoreRoom()
-    counts = rank_parameters(costs, schedule.placement)
-    moving = moving_weights(costs, layout, dtype)
-    weights = np.array([moving[list(stages)].sum() for stages in schedule.placement.stages_of])
-    kept = weights + PARAMETER_BYTES[dtype][1] * counts[0] + optimizer_bytes(counts, layout, dtype)
-    # Main weights are kept by `PipelineOptimizer`, in host memory.
-    main = MAIN_BYTES[dtype] * counts[0] if layout.store == "disk" else kept
-    of_host, in_memory = (
-        max(float(each[first : first + devices].sum()) for first in range(0, layout.pp, devices))
-        for each in (kept, main)
-    )
-    return StoreRoom(in_memory, of_host - in_memory)

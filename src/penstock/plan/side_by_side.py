@@ -37,7 +37,7 @@ def messages_of(plan: Prediction) -> Messages:
 
 def side_by_side(today: Prediction, proposed: Prediction) -> list[tuple[str, str, str]]:
     """Return the names and figures of a layout beside those of another one; hosts' bytes if either has a store."""
-    stored = any(plan.layout.sharding.stored for plan in (today, proposed))
+    stored = any(any(plan.store_room) for plan in (today, proposed))
     pairs = zip(figures(today, stored), figures(proposed, stored), strict=True)
     return [(name, of_today, of_proposed) for (name, of_today), (_, of_proposed) in pairs]
 

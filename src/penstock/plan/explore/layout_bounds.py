@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.plan.explore.search_space import Point, Space
-from penstock.plan.prediction import blocking_reduction, optimizer_seconds, overlaps
-from penstock.plan.rank_memory import moving_weights, state_bytes
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import LayerTimes, StageCosts, dtype_of, work_shares
-from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.plan.states import states_of
+from penstock.plan.states.states import overlaps
 from penstock.schedule.placement import Placement
 
 
@@ -22,11 +21,11 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
     counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
-    frozen = 0.0 if layout.sharding.stored else float(times.frozen_bytes.sum())
-    held = frozen + float(kept.sum())
+    states = states_of(layout, dtype)
+    held = states.frozen_on_device(float(times.frozen_bytes.sum())) + float(kept.sum())
     limits = space.limits(layout)
     ranks = layout.pp if isinstance(limits, float) else limits.sum()
-    return float((float(state_bytes(counts, layout, dtype)) + held) / ranks)
+    return float((float(states.device_bytes(counts)) + held) / ranks)
 
 
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
@@ -63,13 +62,13 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
     counts = (costs.parameters, costs.expert_parameters, costs.matrix_parameters)
-    sharding = layout.sharding
-    state = held @ (state_bytes(counts, layout, dtype) + (0 if sharding.stored else costs.frozen_bytes))
+    sharding, states = layout.sharding, states_of(layout, dtype)
+    state = held @ (states.device_bytes(counts) + states.frozen_on_device(costs.frozen_bytes))
     if sharding.comes_and_goes:
         # The stage of the first backward has its weights and gradients in full.
-        full = PARAMETER_BYTES[dtype][1] * costs.parameters
+        full = states.gradient * costs.parameters
         if sharding.weights_come_and_go:
-            full = full + moving_weights(costs, layout, dtype)
+            full = full + states.moving_weights(costs)
         state += np.where(held, full, np.inf).min(axis=1)
     alone = all(len(ranks) == 1 for ranks in placement.holders)
     saved = held @ costs.saved if alone else (held * costs.saved).max(axis=1)
@@ -85,8 +84,8 @@ def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, c
         cluster.step_overhead
         + space.profile.step_overhead
         + min(
-            optimizer_seconds(costs, cluster, variant, dtype, placement)
-            + (blocking_reduction(costs, cluster, variant, dtype, placement) if blocking else 0.0)
-            for variant in space.variants(layout) or (layout,)
+            states.update_seconds(costs, cluster, placement)
+            + (states.reduction_after(costs, cluster, placement) if blocking else 0.0)
+            for states in (states_of(variant, dtype) for variant in space.variants(layout) or (layout,))
         )
     )

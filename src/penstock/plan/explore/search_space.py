@@ -16,9 +16,10 @@ from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
 from penstock.plan.cluster import Cluster, GroupedCluster, common_dtypes, groups_of
 from penstock.plan.device_groups import usable_bytes
-from penstock.plan.prediction import family_schedule, require_storable, step_program
+from penstock.plan.prediction import family_schedule, step_program
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
+from penstock.plan.states.in_store import require_storable
 from penstock.profile.closed_form import require_divisible
 from penstock.profile.model_profile import Profile
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family

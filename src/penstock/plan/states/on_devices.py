@@ -1,0 +1,184 @@
+"""Weights, gradients and optimizer's state on the devices, whole or divided over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from penstock.plan.cluster import Cluster, GroupedCluster
+from penstock.plan.device_groups import cluster_ranks, on_groups
+from penstock.plan.op_costs import stage_groups
+from penstock.plan.stage_costs import StageCosts, Table, collective_seconds, rank_parameters
+from penstock.plan.states.states import (
+    Counts,
+    SimulatedStep,
+    States,
+    StoreRoom,
+    earlier_reductions,
+    most_holders,
+    overlaps,
+    residency_of,
+)
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.simulate.reduction import reduce_gradients
+from penstock.trace.bubbles import makespan
+from penstock.trace.events import Trace
+
+# About the 25 MiB of `penstock.parallel.replicas.layout`, which imports torch.
+BUCKET_BYTES = 25_000_000
+"""Bytes of a bucket of gradients in flight."""
+MAX_BUCKETS = 16
+
+
+class OnDevices(States):
+    """States on the devices, which exchange gradients, and with shards weights, over their links."""
+
+    def device_bytes(self, counts: Counts) -> Any:
+        """Return the bytes on one device of so many parameters, before the first backward.
+
+        Of sharded weights they are the device's share, and of sharded gradients nothing.
+        """
+        sharding = self.layout.sharding
+        always = self.weight / self.layout.replicas if sharding.shard == "weights" else self.weight
+        always += 0 if sharding.comes_and_goes else self.gradient
+        return counts[0] * always + self.optimizer_bytes(counts)
+
+    def frozen_on_device(self, size: Any) -> Any:
+        return size
+
+    def optimizer_on_device(self, counts: Counts) -> Any:
+        return self.optimizer_bytes(counts)
+
+    def moving_weights(self, costs: StageCosts) -> Table:
+        # Frozen ones are not divided.
+        return self.weight * costs.parameters
+
+    def moves(self, step: SimulatedStep) -> float:
+        """Return the seconds by which gathers of weights, and reductions before a stage's last, lengthen the step.
+
+        A stage's last reduction is priced as with shard="optimizer": its all-reduce is a reduce-scatter and the gather of
+        the updated weights, which with sharded weights is the stage's first gather. Each further stay of weights on a rank
+        takes an all-gather of the stage's weights, and each earlier reduction a reduce-scatter of its gradients.
+
+        With overlapping reductions, they are simulated beside the ops. Otherwise all of it is exposed.
+        """
+        sharding, costs, cluster = self.layout.sharding, step.costs, step.cluster
+        if not sharding.comes_and_goes:
+            return 0.0
+        residency = residency_of(step.program.schedule, sharding)
+        groups = stage_groups(costs, cluster, self.layout)
+        gathers, sums = (
+            self._replica_seconds(
+                unit, size * costs.parameters, size * costs.expert_parameters, cluster, 1, groups=groups
+            )
+            for unit, size in (("all_gather", self.weight), ("reduce_scatter", self.gradient))
+        )
+        earlier = earlier_reductions(residency)
+        if overlaps(cluster, self.layout):
+            moving = replace(residency, reductions=earlier)
+            # The gather before the first op is counted by `_first_gather`, too.
+            twice = self._first_gather(costs, cluster, 1)
+            return max(0.0, step.lengthened(self.layout, moving, gathers, sums) - twice)
+        delays = []
+        for runs, reductions in zip(residency.runs, earlier, strict=True):
+            stays = [run.stage for run in runs]
+            again = float(gathers[stays].sum() - gathers[list(set(stays))].sum()) if stays else 0.0
+            delays.append(again + float(sum(sums[stage] for _, stage in reductions)))
+        return max(delays)
+
+    def reduction(self, step: SimulatedStep) -> tuple[float, Trace]:
+        program, trace, costs, cluster = step.program, step.trace, step.costs, step.cluster
+        holders = most_holders(program.schedule.placement)
+        if self.layout.replicas * holders == 1:
+            return 0.0, trace
+        if not overlaps(cluster, self.layout):
+            return self.reduction_after(costs, cluster, program.schedule.placement), trace
+        size = costs.parameters * self.gradient
+        of_experts = costs.expert_parameters * self.gradient
+        groups = stage_groups(costs, cluster, self.layout)
+        seconds = self._replica_seconds("all_reduce", size, of_experts, cluster, holders, groups=groups)
+        buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
+        reductions = reduce_gradients(program, trace, seconds.tolist(), buckets)
+        ends = float(reductions.trace.end.max())
+        exposed = max(0.0, ends - float(makespan(trace)) - float(trace.start.min()))
+        return exposed + self._first_gather(costs, cluster, holders), reductions.trace
+
+    def reduction_after(self, costs: StageCosts, cluster: Cluster, placement: Placement) -> float:
+        """Return the seconds to reduce the gradients after the backward, on the rank with most parameters."""
+        holders = most_holders(placement)
+        if self.layout.replicas * holders == 1:
+            return 0.0
+        held = rank_parameters(costs, placement)[:2] * self.gradient
+        if not isinstance(cluster, GroupedCluster):
+            # All links are alike, so the rank with most parameters takes longest.
+            held = held[:, [held[0].argmax()]]
+        groups = cluster_ranks(cluster, self.layout)
+        seconds = self._replica_seconds("all_reduce", held[0], held[1], cluster, holders, groups=groups)
+        return float(seconds.max()) + self._first_gather(costs, cluster, holders)
+
+    def update_rate(self, cluster: Cluster) -> Any:
+        return on_groups(
+            cluster,
+            cluster_ranks(cluster, self.layout),
+            lambda group: group.device.optimizer_bandwidth or group.device.memory_bandwidth,
+        )
+
+    def sentences(self, schedule: Schedule, cluster: Cluster, room: StoreRoom) -> tuple[str, ...]:
+        layout = self.layout
+        if layout.shard != "none" and layout.replicas == 1:
+            return (
+                f"shard={layout.shard} changes nothing: replicas divide it (dp x cp of them), and this layout has one.",
+            )
+        if not layout.sharding.comes_and_goes:
+            return ()
+        return (f"Over {layout.replicas} replicas, {residency_of(schedule, layout.sharding).summary()}.",)
+
+    def _first_gather(self, costs: StageCosts, cluster: Cluster, holders: int) -> float:
+        """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
+        if self.layout.sharding.shard == "none":
+            return 0.0
+        size, of_experts = (
+            self.weight * each / np.maximum(1, costs.counts)
+            for each in (costs.parameters, costs.expert_parameters)
+        )
+        groups = stage_groups(costs, cluster, self.layout)
+        seconds = self._replica_seconds("all_gather", size, of_experts, cluster, holders, groups=groups)
+        return float(seconds.max())
+
+    def _replica_seconds(
+        self,
+        unit: str,
+        size: Table,
+        of_experts: Table,
+        cluster: Cluster,
+        holders: int,
+        *,
+        groups: Sequence[int],
+    ) -> Table:
+        """Return the seconds of collectives among replicas; `of_experts` of the bytes are for those with the same experts.
+
+        The bytes are of stages or ranks, of those `groups` of devices if they are unlike.
+        """
+
+        def seconds(group: Cluster) -> Table:
+            rest = self._group_seconds(unit, size - of_experts, group, holders)
+            if not np.any(of_experts):
+                return rest
+            experts = self._group_seconds(unit, of_experts, group, holders, experts=True)
+            return rest + np.where(of_experts > 0, experts, 0.0)
+
+        return np.asarray(on_groups(cluster, groups, seconds))
+
+    def _group_seconds(
+        self, unit: str, size: Table, cluster: Cluster, holders: int, *, experts: bool = False
+    ) -> Table:
+        layout = self.layout
+        # Replicas are so many ranks apart.
+        replicas, apart = (layout.expert_replicas, layout.ep) if experts else (layout.replicas, layout.tp)
+        span = layout.devices if holders > 1 else layout.replicas * layout.tp
+        link = cluster.ring(replicas, apart, within=span <= cluster.ranks_per_node, reduces=True)
+        return np.asarray(collective_seconds(unit, size, replicas * holders, link))
