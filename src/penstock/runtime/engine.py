@@ -259,6 +259,7 @@ class Engine:
         try:
             self._rank_threads.run(jobs, stop, detector)
         finally:
+            self._copies.record_parameters()
             self._copies.record_modules()
 
     def sync_modules(self) -> None:

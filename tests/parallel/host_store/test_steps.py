@@ -231,16 +231,23 @@ def test_a_weight_that_is_not_fetched_is_not_a_number(monkeypatch):
         assert all(p.isfinite().all() for p in pipe.parameters())
 
 
-def test_between_steps_weights_and_gradients_are_those_of_a_plain_model():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "breadth-first", "virtual_stages": 4, "microbatches": 4},
+        {"schedule": "chimera", "ranks": 2, "microbatches": 2},  # a sum of two has one order
+    ],
+    ids=["one rank", "each stage on two"],
+)
+def test_between_steps_weights_and_gradients_are_those_of_a_plain_model(options):
     net, twin = plain.model(4), plain.model(4)
-    options = {"schedule": "breadth-first", "virtual_stages": 4, "microbatches": 4}
     with Pipeline(net, nn.functional.mse_loss, parallel=ParallelOptions(**DISK), **options) as pipe:
         updates = torch.optim.AdamW(net.parameters(), lr=0.01)
         others = torch.optim.AdamW(twin.parameters(), lr=0.01)
         for n in range(3):
             x, y = plain.batch(n, 8)
             pipe.step(x, y)
-            plain.step(twin, nn.functional.mse_loss, x, y, 4)
+            plain.step(twin, nn.functional.mse_loss, x, y, options["microbatches"])
             plain.require_equal_gradients(net, twin)
             for model, made in ((net, updates), (twin, others)):
                 with torch.no_grad():

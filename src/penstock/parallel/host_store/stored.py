@@ -33,7 +33,8 @@ class StoredParameter:
     ) -> None:
         self.name, self.parameter = name, parameter
         self._memory = memory
-        given = parameter.detach()
+        # Not detach(), which would have writes at home count as writes of the parameter.
+        given = parameter.data
         dense = given if dense_strides(given) is not None else given.contiguous()
         self.home = memory.home(dense) if home is None else home
         parameter.data = self.home

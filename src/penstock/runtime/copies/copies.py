@@ -145,6 +145,10 @@ class Copies:
         with self._local_stages.lending.in_place():
             self._module_copies.sync()
 
+    def record_parameters(self) -> None:
+        """Record the memory of parameters after a step; see `Aliases.record`."""
+        self._aliases.record()
+
     def record_modules(self) -> None:
         """Record the modules after any step, failed or not; see `ModuleCopies.record`."""
         if self._local_stages.separate.copied:
@@ -334,7 +338,7 @@ class _Group:
         self.members = members
         self.hooked = hooked
         self._handles: list[Any] = []
-        # State of all members after the last `sync`.
+        # State of all members after the last `sync` or step.
         self._requires_grad = members[0].requires_grad
         self._memory = _memory(members[0])
         self._hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
@@ -357,6 +361,12 @@ class _Group:
             require_no_late_hook(self.name, first)
         if moved:
             self._move()
+
+    def record(self) -> None:
+        """Take memory that a step has given all members for theirs: a store's, in place of what the user gave before it."""
+        memory = _memory(self.members[0])
+        if memory != self._memory and all(_memory(p) == memory for p in self.members):
+            self._memory = memory
 
     def _copy_hooks(self, hooks: tuple[Callable[[Tensor], Tensor | None], ...]) -> None:
         for handle in self._handles:
@@ -403,6 +413,11 @@ class Aliases:
         """Apply changes made since the last step to all parameters of a group."""
         for group in self._groups:
             group.sync()
+
+    def record(self) -> None:
+        """Record the memory that a step has left."""
+        for group in self._groups:
+            group.record()
 
 
 def _memory(parameter: Tensor) -> _Memory:
