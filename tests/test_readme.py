@@ -1,4 +1,4 @@
-"""The README is short, both sides of its diffs run with the same numbers, and its figures are those of the results."""
+"""README and docs are short, both sides of the README's diffs give the same numbers; its figures are the results'."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench.readme_picture import steps
+from tools.house import words
 from torch import nn
 
 import penstock
@@ -87,6 +88,12 @@ def test_it_has_at_most_600_words_and_what_it_names_is_there():
     makefile = (ROOT / "Makefile").read_text()
     assert all(re.search(rf"^{command}:", makefile, re.M) for command in commands)
     assert len(README.split()) <= 600
+
+
+def test_pages_of_docs_that_no_command_writes_have_at_most_34_000_words():
+    pages = words()
+    assert len(pages) > 30
+    assert sum(pages.values()) <= 34_000, "python -m tools.house --files prints the words of each page"
 
 
 @pytest.mark.parametrize(
