@@ -16,7 +16,7 @@ import torch
 
 from penstock.schedule.families import lookup
 from penstock.train.config.config import from_mapping
-from tests.support.documentation import DOCS, ROOT, blocks
+from tests.support.documentation import DOCS, ROOT, blocks, llama_3_8b
 from tests.support.page import SHORTER, Reader, require_options
 
 FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
@@ -28,12 +28,13 @@ FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
     "page",
     [
         "memory.md", "which_parallelism.md", "clusters.md", "start.md", "models.md", "planning.md",
-        "find_the_wrong_tensor.md", "more_model_than_memory.md",
+        "find_the_wrong_tensor.md", "more_model_than_memory.md", "unlike_devices.md",
     ],
 )  # fmt: skip
 def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    llama_3_8b(tmp_path)
     # Commands of planning.md, which need a folder of files, run in tests/site/test_page_commands.py.
     skip = ("pip", *(["penstock"] if page == "planning.md" else []))
     shorter = (*SHORTER, *(["data.sequence=32"] if page == "start.md" else []))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +17,7 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.train.config.config import Config
 from tests.support import tiny_run
-from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
+from tests.support.documentation import DOCS, ROOT, Block, blocks, llama_3_8b, pages
 
 FOLLOWED = {
     "find_the_wrong_tensor.md": "tests/pages/test_guides.py",
@@ -33,6 +32,7 @@ FOLLOWED = {
     "start.md": "tests/pages/test_guides.py",
     "memory.md": "tests/pages/test_guides.py",
     "more_model_than_memory.md": "tests/pages/test_guides.py",
+    "unlike_devices.md": "tests/pages/test_guides.py",
     "clusters.md": "tests/pages/test_guides.py",
     "which_parallelism.md": "tests/pages/test_guides.py",
     "troubleshooting.md": "tests/pages/test_guides.py",
@@ -45,7 +45,7 @@ FOLLOWED = {
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
 FOLLOWED_HERE = (
     *("checkpoints.md", "long_context.md", "operations.md", "parallelism.md", "planning.md"),
-    *("reading_the_report.md", "reference/costs.md", "schedules.md", "unlike_devices.md"),
+    *("reading_the_report.md", "reference/costs.md", "schedules.md"),
 )
 """Pages whose commands run here, in this order, in one folder each."""
 NOT_RUN = {
@@ -66,11 +66,6 @@ SMALL = [
     "model.width=16", "model.layers=4", "model.heads=4", "model.hidden=24", "data.path=text", "data.sequence=12",
     "schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4",
 ]  # fmt: skip
-LLAMA_3_8B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
 
 
 def reason_not_to_run(text: str) -> str | None:
@@ -163,8 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hf = [word for word in SMALL if not word.startswith("model.")]
         call("train", "model.path=my-model", *hf, "train.name=llama", *long)
         write_csv(build_schedule("zb-h1", 4, 16), "mine.csv")
-        (root / "llama-3-8b").mkdir()
-        (root / "llama-3-8b" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        llama_3_8b(root)
         python = (block.text for block in blocks(DOCS / "planning.md") if block.kind == "python")
         profile = next(text for text in python if "profile.json" in text)
         exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +83,14 @@ def anchors(page: Path) -> set[str]:
         name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         names.append(name if name not in names else f"{name}-{names.count(name)}")
     return set(names)
+
+
+def llama_3_8b(root: Path) -> None:
+    """Write the folder of the model that pages plan: its sizes, without weights."""
+    sizes = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (root / "llama-3-8b").mkdir()
+    (root / "llama-3-8b" / "config.json").write_text(json.dumps(sizes))
