@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from bench.closed_forms import EQUAL, Case, Form
 from penstock.schedule.families.full_backward import legal_group, smallest_group
+from penstock.schedule.families.round_trip import usual_groups
 
 MIXES = (EQUAL, (10, 12, 6), (9, 14, 5), (12, 10, 8), (10, 10, 7), (20, 10, 5))
 RANKS = (2, 3, 4, 5, 6, 8)
@@ -20,7 +21,7 @@ HEAVY_WEIGHTS = (10, 10, 13)
 
 def exact() -> Iterator[Form]:
     """Return the formulas that must be exact in every case."""
-    for forms in (_fused, _looped, _split, _on_a_v, _two_way):
+    for forms in (_fused, _looped, _split, _on_a_v, _two_way, _round_trips):
         yield from forms()
 
 
@@ -317,3 +318,21 @@ def _two_way() -> Iterator[Form]:
         "chimera", "two blocks one after the other, m=2p, BW=2F", "makespan",
         [Case(family="chimera", p=p, m=2 * p, costs=(10, 10, 10)) for p in twice], lambda k: twice[k.p],
     )  # fmt: skip
+
+
+def _round_trips() -> Iterator[Form]:
+    def makespan(k: Case) -> int:
+        size, count = usual_groups(k.p, k.m)
+        apart, rounds = k.p // count, k.m // (size * count)
+        turn = (apart - 1) * k.f
+        return k.work + rounds * (turn + (apart - 1) * k.bw) - (rounds - 1) * min(k.bw, turn)
+
+    cases = [k for v in (1, 2, 3) for k in _grid("round-trip", v=v, ranks=(*RANKS, 9), counts=_whole_rounds)]
+    says = "m(F+BW) + w(d-1)(f+bw) - (w-1)min(bw, (d-1)f), w rounds of K groups of N, d = p/K"
+    yield Form("round-trip", says, "makespan", cases, makespan)
+    many = [k for k in cases if k.costs == EQUAL and k.m > 2 * k.p and usual_groups(k.p, k.m)[1] < k.p]
+    yield Form("round-trip", "KvN", "peak", many, _each(lambda k, r: 2 * k.p * k.v))
+
+
+def _whole_rounds(p: int) -> tuple[int, ...]:
+    return (2 * p, 4 * p, 6 * p)

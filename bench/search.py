@@ -112,7 +112,7 @@ def published(vector: Vector, cap: Fraction) -> tuple[str, Family, float] | None
     """Return the quickest family that fits in a part of 1F1B's activations, with its makespan."""
     best = None
     for name, family in FAMILIES.items():
-        if family.searches or "two copies" in family.needs or family.virtual_stages > 2:
+        if family.searches or family.has_copies or family.virtual_stages > 2:
             continue
         try:
             schedule = family.build(vector.p, vector.m)

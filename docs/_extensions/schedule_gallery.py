@@ -126,7 +126,8 @@ def page(entry: Entry) -> str:
     chosen = (
         f"from {family.least_virtual_stages} on, default {v}" if family.chooses_virtual_stages else str(v)
     )
-    copies = "; every stage is on two ranks" if schedule.placement.has_copies else ""
+    holders = len(schedule.placement.holders[0])
+    copies = f"; every stage is on {'two' if holders == 2 else 'all'} ranks" if holders > 1 else ""
     expected = family.bubble.value(Setting(RANKS, MICROBATCHES, v))
     held = figures.peak_activations.tolist()
     options = [f"`{name}`" for name in family.options]

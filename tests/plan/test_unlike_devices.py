@@ -253,7 +253,7 @@ def test_what_groups_cannot_do_is_refused_by_name():
     cases = [
         (
             "pp=2,schedule=chimera",
-            "a schedule with copies of stages on two ranks is planned for alike devices alone",
+            "a schedule with copies of stages is planned for alike devices alone",
         ),
         ("pp=2,store=host", "store=host is planned for alike devices"),
         ("pp=1,dp=2", r"pp=1 ranks of 2 devices \(dp x cp x tp\) that are of one group"),

@@ -118,7 +118,7 @@ def test_processes_give_the_same_with_and_without_shared_memory(processes: Local
             assert_same(parts, 4)
 
 
-FOUR = ("zb-auto", "v-min", "hanayo", "chimera")
+FOUR = ("zb-auto", "v-min", "hanayo", "chimera", "round-trip")
 SUBJECT = "penstock.train.model.verify_target:small_llama"
 OTHERS = [
     (f, p, m)

@@ -20,7 +20,7 @@ from tests.support.lanes import exhaustive
 from tests.support.schedules import written
 
 SHARED = [HealthCheck.function_scoped_fixture]
-FIRST = ("zb-h1", "dualpipe", "chimera", "hanayo")
+FIRST = ("zb-h1", "dualpipe", "chimera", "hanayo", "round-trip")
 FUZZ = settings(deadline=None, derandomize=True, max_examples=80, suppress_health_check=SHARED)
 
 

@@ -166,6 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cluster = next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)
     with_fp32 = re.sub(r"\{bf16 = (\S+)\}", r"{bf16 = \1, fp32 = 19e12}", cluster)
     (root / "cluster.toml").write_text(with_fp32)
+    (root / "head.toml").write_text(next(b.text for b in blocks(DOCS / "schedules.md") if "F = [" in b.text))
     return root
 
 

@@ -197,8 +197,8 @@ def statistics(
     """Where a stage has copies: what they agreed on, for what docs/models.md says need not have plain PyTorch's bits.
 
     Running statistics of batch normalisation are moving averages over the microbatches: of one copy's, then of the
-    other's, joined with a few roundings more. Chimera's copies take turns, which is another average. Counters count one
-    copy's microbatches.
+    other's, joined with a few roundings more. Copies of Chimera and round trip take turns, which is another average.
+    Counters count one copy's microbatches.
     """
     for name, module in plain.owners().items():
         if name not in found or name not in wanted or same(found[name], wanted[name]):
@@ -206,7 +206,8 @@ def statistics(
         if isinstance(module, _BatchNorm) and wanted[name].is_floating_point():
             apart = (found[name].double() - wanted[name].double()).abs().max().item()
             roundings = 4 * (number_of_updates(case) + 4)
-            if case.schedule != "chimera" and apart > roundings * 2.0**-24 * wanted[name].abs().max().item():
+            turns = case.schedule in ("chimera", "round-trip")
+            if not turns and apart > roundings * 2.0**-24 * wanted[name].abs().max().item():
                 raise WrongError(f"{what}: {describe(name, found[name], wanted[name])}")
         elif not getattr(module, "counts", False):
             continue

@@ -29,7 +29,7 @@ class Kind:
         refused: a regular expression for the refusal, if the kind is refused; empty if it is not.
         when: where it is refused: "always"; "recompute"; "split" (of layers that hand over what they do); "tied"
             (of layers that the model calls at several places); "copies" (dp, or
-            two copies of a stage); "threads" (several of them); or one of two, with " or " between. It
+            copies of a stage); "threads" (several of them); or one of two, with " or " between. It
             may also run and be right.
         rows: the fewest rows a microbatch must have in plain PyTorch.
         optimizers: those plain PyTorch can use; None for any.

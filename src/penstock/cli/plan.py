@@ -113,7 +113,8 @@ _REASONS = 3
     "--schedule",
     "schedules",
     metavar="A,B,C",
-    help="Schedules to search: families, MODULE:FUNCTION of your own, or CSV files. Default: all families of the catalogue.",
+    help="Schedules to search: families, MODULE:FUNCTION of your own, or CSV files. Default: all families of the catalogue "
+    "but round-trip, which has all weights on every rank.",
 )
 @click.option("--devices", type=int, metavar="N", help="Devices to use. Default: all of the cluster.")
 @click.option(

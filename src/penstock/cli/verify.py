@@ -72,7 +72,7 @@ def command(
 
     Trains a few optimizer steps without a pipeline, with ranks as threads and with ranks as gloo processes, and compares
     every output, gradient, update and loss. Exit code 1 if one differs by more than allowed; the first of them is printed.
-    With replicas or divided matrices, experts or samples, and for schedules with two copies of a stage, sums have another
+    With replicas or divided matrices, experts or samples, and for schedules with copies of a stage, sums have another
     order: allowed is 4 times the difference of plain PyTorch from itself in float64. Otherwise all bits must be the same.
     """
     from penstock.verify.training import Layout, verify

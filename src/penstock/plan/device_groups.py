@@ -90,7 +90,7 @@ def stage_ranks(placement: Placement) -> tuple[int, ...]:
     """
     if placement.has_copies:
         raise ConfigError(
-            "a schedule with copies of stages on two ranks is planned for alike devices alone; take another schedule"
+            "a schedule with copies of stages is planned for alike devices alone; take another schedule"
         )
     return tuple(ranks[0] for ranks in placement.holders)
 

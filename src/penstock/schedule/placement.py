@@ -78,6 +78,14 @@ class Placement:
             raise ScheduleError(f"two pipes need an even number of ranks, at least 2, got {ranks}")
         return Placement(ranks, tuple((s, ranks - 1 - s) for s in range(ranks)))
 
+    @staticmethod
+    def on_all_ranks(ranks: int, virtual_stages: int = 1) -> Placement:
+        """Place all p·v stages on every rank, the first copy of stage s on rank s mod p, as in `loop`."""
+        _require_counts(ranks, virtual_stages)
+        return Placement(
+            ranks, tuple(tuple((s + k) % ranks for k in range(ranks)) for s in range(ranks * virtual_stages))
+        )
+
 
 def _require_counts(ranks: int, virtual_stages: int) -> None:
     if ranks < 1 or virtual_stages < 1:

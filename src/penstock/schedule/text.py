@@ -106,13 +106,16 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
         )
     placement = Placement(len(ranks), tuple(tuple(holders[s]) for s in range(len(holders))))
     count = last + 1 if microbatches is None else microbatches
-    return Schedule.from_ops(name, _two_way_if_it_is(placement), count, ranks)
+    return Schedule.from_ops(name, _in_known_order(placement), count, ranks)
 
 
-def _two_way_if_it_is(placement: Placement) -> Placement:
-    """Return the placement of two opposite pipes if the copies fit it: a file does not say which copy is the first."""
-    if placement.has_copies and placement.ranks == placement.stages and placement.ranks % 2 == 0:
-        pipes = Placement.two_way(placement.ranks)
+def _in_known_order(placement: Placement) -> Placement:
+    """Return the placement of a family if the copies fit it: a file does not say which copy is the first."""
+    ranks, stages = placement.ranks, placement.stages
+    if placement.has_copies and ranks == stages and ranks % 2 == 0:
+        pipes = Placement.two_way(ranks)
         if all(set(held) <= set(both) for held, both in zip(placement.holders, pipes.holders, strict=True)):
             return pipes
+    if stages % ranks == 0 and all(len(held) == ranks for held in placement.holders):
+        return Placement.on_all_ranks(ranks, stages // ranks)
     return placement

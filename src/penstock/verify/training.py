@@ -1,7 +1,7 @@
 """Proof of a model's training at a layout: it is trained with and without a pipeline, and both recordings are compared.
 
 The same few steps are trained by plain PyTorch, unsplit with gradient accumulation, and through pipelines, as threads or as
-gloo processes. Where sums have one order, every tensor must have the same bits. Schedules with two copies of a stage,
+gloo processes. Where sums have one order, every tensor must have the same bits. Schedules with copies of a stage,
 replicas and divided samples or matrices differ in the order of sums alone: a tensor may be four times as far from plain
 PyTorch's as that is from the same training in float64.
 """

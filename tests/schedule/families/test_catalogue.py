@@ -35,7 +35,8 @@ def test_a_family_builds_what_its_docstring_draws(name: str):
 def test_the_catalogue_is_complete():
     assert list(FAMILIES) == [
         "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-auto",
-        "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v", "chimera", "hanayo", "searched",
+        "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v", "chimera", "hanayo", "round-trip",
+        "searched",
     ]  # fmt: skip
     for family in FAMILIES.values():
         assert family.source
@@ -79,6 +80,7 @@ PLACED = {
     Placement.loop(4, 3): ["interleaved-zb", "breadth-first"],
     Placement.waves(4): ["zb-v", "v-half", "v-min", "dualpipe-v"],
     Placement.two_way(4): ["dualpipe", "chimera"],
+    Placement.on_all_ranks(4, 3): ["round-trip"],
 }
 
 

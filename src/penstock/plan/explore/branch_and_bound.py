@@ -84,7 +84,8 @@ def search(
         sequence: tokens of a sample.
         batch: samples of a step, over all replicas.
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
-        schedules: names of families, or paths of CSV files (default: all families that build their order without a search).
+        schedules: names of families, or paths of CSV files (default: all families that build their order without a search,
+            but round-trip, which has all weights on every rank).
         devices: number of devices that a layout uses (default: all).
         memory: bytes of a device that a plan may use, at most all of it (default: all but the device's reserve).
         top: number of plans to return (default 10).

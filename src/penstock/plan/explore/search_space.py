@@ -36,6 +36,9 @@ LEAST_PART = 4096
 
 Shorter parts save little memory, which recompute saves as well, and the search would bound more layouts for nothing.
 """
+# Ranks that hold all stages have the weights of a replica each, and replicas send each other no activations.
+_ON_ALL_RANKS = tuple(name for name, family in FAMILIES.items() if family.on_all_ranks)
+_USUAL = tuple(name for name, family in FAMILIES.items() if not family.searches and name not in _ON_ALL_RANKS)
 
 
 @dataclass(frozen=True)
@@ -373,11 +376,7 @@ def make_space(
         require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", max(1, profile.shape.experts)))
     if "schedule" in fixed:
         schedules = [fixed["schedule"]]
-    names = (
-        list(schedules)
-        if schedules is not None
-        else [n for n, family in FAMILIES.items() if not family.searches]
-    )
+    names = list(_USUAL if schedules is None else schedules)
     if not names:
         raise ConfigError(f"a search needs at least one schedule; there are {', '.join(FAMILIES)}")
     for name in names:
@@ -459,9 +458,10 @@ def not_compared(space: Space) -> tuple[str, ...]:
         found.append("recompute=3 and more")
     if "split" not in fixed:
         found.append("split by numbers")
-    left = [name for name, family in FAMILIES.items() if name not in space.schedules and not family.searches]
-    if left and "schedule" not in fixed:
-        found.append(f"{plural(len(left), 'schedule')} that --schedule leaves out")
+    if "schedule" not in fixed:
+        left = [name for name in _USUAL if name not in space.schedules]
+        found += [f"{plural(len(left), 'schedule')} that --schedule leaves out"] if left else []
+        found += [f"schedule={name}" for name in _ON_ALL_RANKS if name not in space.schedules]
     return (*found, "orders that are searched (--search-orders)")
 
 

@@ -21,6 +21,7 @@ from penstock.schedule.families.full_backward import (
     interleaved_1f1b,
     one_f_one_b,
 )
+from penstock.schedule.families.round_trip import round_trip
 from penstock.schedule.families.searched import searched, zb_auto
 from penstock.schedule.families.slots import chimera, hanayo
 from penstock.schedule.families.zb_v import zb_v
@@ -40,9 +41,6 @@ class CatalogueFamily(Family):
     source: str
     needs: str
     virtual_stages: int = 1  # per rank: the default, or the only number; for two opposite pipes, of each pipe
-    # A stage's gradients are summed in the order of the microbatches, on one rank: bit-equal to plain
-    # accumulation.
-    in_order: bool = True
     least_virtual_stages: int = 1  # smallest number per rank that the user may choose
     place: Callable[[int, int], Placement] = Placement.loop  # from ranks and stages per rank
     searches: bool = False
@@ -55,6 +53,22 @@ class CatalogueFamily(Family):
     def splits_backward(self) -> bool:
         """True if backwards run as two halves."""
         return _SPLIT in self.needs
+
+    @property
+    def has_copies(self) -> bool:
+        """True if several ranks hold a stage."""
+        return self.place(2, self.virtual_stages).has_copies
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """True if every rank holds every stage, and so as many weights as a replica."""
+        placement = self.place(4, self.virtual_stages)
+        return min(map(len, placement.holders)) == placement.ranks
+
+    @property
+    def in_order(self) -> bool:
+        """True if a stage's gradients are summed in the order of the microbatches, on one rank: equal to the last bit."""
+        return not self.has_copies
 
     @property
     def bubble(self) -> Bubble:
@@ -88,7 +102,7 @@ def _two_way(ranks: int, virtual_stages: int) -> Placement:
 
 _looped = partial(CatalogueFamily, virtual_stages=2)
 _waves = partial(CatalogueFamily, virtual_stages=2, place=Placement.waves)
-_both_ways = partial(CatalogueFamily, in_order=False, place=_two_way)
+_both_ways = partial(CatalogueFamily, place=_two_way)
 
 FAMILIES: dict[str, CatalogueFamily] = {
     family.name: family
@@ -136,6 +150,13 @@ FAMILIES: dict[str, CatalogueFamily] = {
             source="Hanayo, 2308.15762",
             needs="even v (v/2 waves)",
             least_virtual_stages=2,
+        ),
+        _looped(
+            "round-trip",
+            rule=round_trip,
+            source="after RoundPipe, 2604.27085",
+            needs="any counts; all stages on every rank",
+            place=Placement.on_all_ranks,
         ),
         CatalogueFamily(
             "searched",

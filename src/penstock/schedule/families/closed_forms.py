@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from penstock.schedule.families.controllable import half_limit, third_limit
 from penstock.schedule.families.full_backward import smallest_group
+from penstock.schedule.families.round_trip import usual_groups
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,32 @@ def _interleaved_zb_peak(s: Setting, r: int) -> int:
     return min((s.v - 1) * smallest_group(s.p, s.m) + s.p, s.m * s.v)
 
 
+def _rounds(s: Setting) -> tuple[int, int, int, int] | None:
+    """Return N, K, d and w of `round_trip`; None if they do not fit the microbatches."""
+    size, count = usual_groups(s.p, s.m)
+    apart = s.p // count
+    return None if s.m % (size * count) else (size, count, apart, s.m // (size * count))
+
+
+def _round_trips(s: Setting) -> Fraction | None:
+    rounds = _rounds(s)
+    if rounds is None or rounds[0] < rounds[2]:
+        return None
+    _, _, apart, count = rounds
+    full = s.b + s.w
+    # A round begins where the one before ends first: in the time of one backward there.
+    return (count * (apart - 1) * (s.f + full) - (count - 1) * min(full, (apart - 1) * s.f)) / s.v
+
+
+def _round_trip_peak(s: Setting, r: int) -> int | None:
+    if (rounds := _rounds(s)) is None:
+        return None
+    size, count, apart, turns = rounds
+    # The last stage holds one microbatch at a time; a rank may have it in every round, or in some.
+    always = apart == 1 or (turns == 1 and (r + 1) % apart == 0)
+    return (count * s.v - 1) * size + 1 if always else count * s.v * size
+
+
 _ALL = "(p-1)(F+B+W)"
 
 BUBBLES = {
@@ -133,6 +160,9 @@ BUBBLES = {
     "dualpipe-v": Bubble("(p-1)(F&B+B+W-3W)/2; F=B≥W, m ≥ 2p", lambda s: _pairs(s, s.p - 1)),
     "chimera": Bubble("(p-2)F; F=B+W, p divides m", _two_way),
     "hanayo": Bubble("(2p-2)F/v; F=B+W, p divides m", _waves),
+    "round-trip": Bubble(
+        "(w(d-1)(F+B+W) - (w-1)min(B+W, (d-1)F))/v, d = p/K, w = m/(K·N) whole, N ≥ d", _round_trips
+    ),
 }
 
 PEAKS = {
@@ -156,4 +186,5 @@ PEAKS = {
         lambda s, r: s.p // 2 + 1 + min(r, s.p - 1 - r) if s.m % s.p == 0 else None,
     ),
     "hanayo": Peak("(v-1)p+1+r, m ≥ p", lambda s, r: (s.v - 1) * s.p + 1 + r if s.m >= s.p else None),
+    "round-trip": Peak("K·v·N, (K·v-1)N + 1 if always with the last stage; K groups of N", _round_trip_peak),
 }

@@ -31,10 +31,8 @@ SLOW = 1.05
 """A stage is slow if it takes so many times the median."""
 # `peak` counts whole numbers: sizes in activations are multiplied by this before they are rounded.
 _FINE = 2**20
-# Left out are families with two copies of every stage, whose weights need more memory, and the search that takes seconds.
-_TRIED = tuple(
-    name for name, family in FAMILIES.items() if "two copies" not in family.needs and not family.searches
-)
+# Left out are families with copies of stages, whose weights need more memory, and the search that takes seconds.
+_TRIED = tuple(name for name, family in FAMILIES.items() if not family.has_copies and not family.searches)
 
 
 @dataclass(frozen=True)
