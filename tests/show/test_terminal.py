@@ -69,6 +69,11 @@ def test_all_kinds_of_events_have_a_letter():
     assert lines[-1].strip().endswith("= reduction   O optimizer   + gather of weights   · idle")
 
 
+def test_gathers_and_reductions_that_cross_have_a_line_each():
+    trace = trace_of("0GATHER@0-3 0F0@0-2 1GATHER@3-8 0REDUCE@4-6 1F0@8-9")
+    assert drawn(trace, 7 + 9)[:3] == ["rank 0 F ······F", "       +0++1+++ ", "           =0   "]
+
+
 def test_colours_are_added_and_change_nothing():
     text = draw_terminal(timed(built("1f1b", 2, 3), 1, 1, 1), 31)
     plain, coloured = StringIO(), StringIO()

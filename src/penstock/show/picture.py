@@ -17,7 +17,7 @@ from penstock.base.errors import ConfigError, os_errors_as
 from penstock.show.blocks import lighter, second_of_pair
 from penstock.show.palette import WITHOUT_MESSAGES
 from penstock.show.units import unit_of
-from penstock.trace.events import COLLECTIVES, Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace, both_ways
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,7 @@ _LABEL = 0.7
 """Size of the number on a block over the font size of the axes."""
 _LEAST_LABEL = 3.5
 """Points below which a number is left out; it would not be legible."""
+_STRIP = 0.16  # height of a row of gathers or reductions below a rank's ops
 _HALF = 0.42
 """Half of the height of a rank's row over the distance between ranks, so that a gap is left."""
 _DIGIT = 0.65
@@ -103,10 +104,14 @@ def _figure(trace: Trace, style: PictureStyle) -> Any:
     axes = figure.add_subplot()
     drawn = [kind for kind in WITHOUT_MESSAGES if (shown.kind == kind).any()]
     labelled = len(shown) <= LABELLED
-    # Gathers and reductions have a strip below the ops.
-    floor = _HALF - 0.16 * bool(np.isin(shown.kind, COLLECTIVES).any())
+    # Gathers and reductions have a strip below the ops; two if they cross.
+    strips = 2 if both_ways(shown) else int(np.isin(shown.kind, COLLECTIVES).any())
+    floor = _HALF - _STRIP * strips
+    places = dict.fromkeys(COLLECTIVES, (floor, _HALF))
+    if strips == 2:
+        places = {Activity.GATHER: (floor, floor + _STRIP), Activity.REDUCE: (floor + _STRIP, _HALF)}
     for kind in drawn:
-        _bars(axes, shown, kind, labelled, floor)
+        _bars(axes, shown, kind, labelled, *places.get(kind, (-_HALF, floor)))
     axes.set_ylim(trace.ranks - 0.5, -0.5)
     axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
     axes.set_ylabel("rank")
@@ -134,12 +139,11 @@ def _figure(trace: Trace, style: PictureStyle) -> Any:
     return figure
 
 
-def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool, floor: float) -> None:
+def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool, upper: float, lower: float) -> None:
     """Draw all ops of one kind and shade as one collection of rectangles; a pair's forward fills the upper half."""
     from matplotlib.collections import PolyCollection
 
     style, second, light = WITHOUT_MESSAGES[kind], second_of_pair(trace), lighter(trace)
-    upper, lower = (floor, _HALF) if kind in COLLECTIVES else (-_HALF, floor)
     middle = (upper + lower) / 2
     # The lines between blocks, and the lines of a hatch, are light on the dark shade and dark on the light one.
     for shade, lines, of_shade in ((style.full, "white", ~light), (style.light, style.full, light)):

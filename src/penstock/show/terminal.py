@@ -17,7 +17,7 @@ from penstock.show.blocks import lighter, second_of_pair, several_stages
 from penstock.show.palette import HEADINGS, WITHOUT_MESSAGES
 from penstock.show.units import TICKS, Unit, decimals
 from penstock.trace.bubbles import Bubbles
-from penstock.trace.events import COLLECTIVES, Activity, Trace
+from penstock.trace.events import COLLECTIVES, Activity, Trace, both_ways
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,14 +61,16 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
     several = any(several_stages(line) for line in lines.values())
     used: set[str] = set()
+    apart = both_ways(shown)  # gathers and reductions have a line each
     for rank, line in lines.items():
         if rank and rank - 1 not in lines:
             text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - len(lines)} more ranks\n")
         text.append(f"rank {rank} ".rjust(margin))
         pieces = _line(ops[rank], centres, several, IDLE)
-        if len(line) > len(ops[rank]):
-            pieces.append((f"\n{' ' * margin}", "", 0))
-            pieces += _line(line.only(COLLECTIVES), centres, several, " ")
+        for kinds in ([kind] for kind in COLLECTIVES) if apart else (COLLECTIVES,):
+            if len(moved := line.only(kinds)):
+                pieces.append((f"\n{' ' * margin}", "", 0))
+                pieces += _line(moved, centres, several, " ")
         for piece, letter, shade in pieces:
             used.add(letter)
             text.append(piece, _STYLES[letter][shade] if letter else "")

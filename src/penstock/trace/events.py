@@ -53,7 +53,7 @@ class Activity(IntEnum):
 
 
 COLLECTIVES = (Activity.GATHER, Activity.REDUCE)
-"""Kinds of events on a rank's link to other replicas, which run beside its ops."""
+"""Kinds of events on a rank's link to other replicas, or to a store, which run beside its ops."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -223,3 +223,13 @@ def _problem(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]
     if paired.any() and (paired[-1] or paired[first + 1].any() or not halves.all()):
         return "a pair has no second half"
     return ""
+
+
+def both_ways(trace: Trace) -> bool:
+    """Return whether a gather and a reduction of a rank run at the same time, as copies from and to a store do."""
+    for rows in trace.rank_slices():
+        moved = trace.select(rows).only(COLLECTIVES)
+        order = np.argsort(moved.start, kind="stable")
+        if (moved.start[order][1:] < np.maximum.accumulate(moved.end[order])[:-1]).any():
+            return True
+    return False
