@@ -24,6 +24,7 @@ from tests.support.lanes import slow
 
 WIDTH, M, ROWS, STEPS = plain.WIDTH, 8, 3, 3
 DUALPIPE, CHIMERA = ("dualpipe", MeshShape(2, 1, 1)), ("chimera", MeshShape(2, 1, 1))
+ROUND_TRIP = ("round-trip", MeshShape(4, 1, 1))
 TWO, REPLICAS, BOTH = (
     ("1f1b", MeshShape(1, 2, 1)),
     ("1f1b", MeshShape(2, 2, 1)),
@@ -50,11 +51,11 @@ def loss_of(out: Tensor, y: Tensor) -> Tensor:
 
 
 def order(schedule: str) -> list[int]:
-    """The microbatches, those of one copy after those of the other; Chimera gives every second pair to each."""
-    if schedule != "chimera":
+    """The microbatches, those of one copy after those of the others, from the first holder on."""
+    if schedule not in ("chimera", "round-trip"):
         return list(range(M))
-    made = build_schedule("chimera", 2, M)
-    ops = [made.op(row) for rank in range(2) for row in range(made.rows(rank).start, made.rows(rank).stop)]
+    made = build_schedule(schedule, {"chimera": 2, "round-trip": 4}[schedule], M)
+    ops = [op for rank in made.placement.holders[0] for op in made.ops(rank)]
     return [op.microbatch for op in ops if op.kind == Kind.F and op.stage == 0]
 
 
@@ -91,7 +92,7 @@ def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, f
 
 @pytest.mark.parametrize(
     ("schedule", "mesh", "momentum", "frozen_after"),
-    [(*DUALPIPE, 0.1, STEPS), (*CHIMERA, None, STEPS), (*DUALPIPE, None, 1)],
+    [(*DUALPIPE, 0.1, STEPS), (*CHIMERA, None, STEPS), (*DUALPIPE, None, 1), (*ROUND_TRIP, 0.1, STEPS)],
 )
 def test_copies_of_batch_norm_have_the_statistics_of_plain_pytorch(schedule, mesh, momentum, frozen_after):
     check([trained(0, schedule, mesh, momentum, frozen_after)], schedule, momentum, frozen_after)
@@ -112,7 +113,9 @@ def check(told: list, schedule: str, momentum: float | None, frozen_after: int) 
     ("ranks", "cases"),
     [
         (2, [(*DUALPIPE, 0.1, STEPS), (*TWO, None, STEPS), (*TWO, 0.1, 1)]),
-        *slow((4, [(*BOTH, 0.1, STEPS), (*REPLICAS, None, STEPS), (*BOTH, None, 1)])),
+        *slow(
+            (4, [(*BOTH, 0.1, STEPS), (*REPLICAS, None, STEPS), (*BOTH, None, 1), (*ROUND_TRIP, None, STEPS)])
+        ),
     ],
 )
 def test_copies_of_batch_norm_in_processes(processes: LocalProcesses, ranks: int, cases: list):

@@ -77,13 +77,16 @@ def assert_close(parts: list) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family"), [(2, "zb-v"), (2, "chimera"), *exhaustive((2, "1f1b"), (4, "zb-h1"))]
+    ("ranks", "family"),
+    [(2, "zb-v"), (2, "chimera"), (4, "round-trip"), *exhaustive((2, "1f1b"), (4, "zb-h1"))],
 )
 def test_threads_update_a_tied_weight_once(ranks, family):
     assert_close([pipelined(0, ranks, family)])
 
 
-@pytest.mark.parametrize(("ranks", "family"), [*slow((2, "1f1b"), (2, "chimera")), *exhaustive((4, "zb-h1"))])
+@pytest.mark.parametrize(
+    ("ranks", "family"), [*slow((2, "1f1b"), (2, "chimera"), (4, "round-trip")), *exhaustive((4, "zb-h1"))]
+)
 def test_processes_update_a_tied_weight_alike(processes: LocalProcesses, ranks, family):
     assert_close(processes.run(ranks, pipelined, ranks, family))
 
