@@ -51,7 +51,9 @@ def test_gathers_and_reductions_have_a_strip_below_the_ops(tmp_path: Path):
     assert "gather of weights" in words_of(tmp_path / "a.svg")
     # Those that cross, as on the link of a store, have one each.
     op, reduction, gather = heights("0F0@0-2 0GATHER@1-4 0REDUCE@2-3")
-    assert (op / alone, gather / alone, reduction / alone) == pytest.approx((0.52 / 0.84, *2 * [0.16 / 0.84]), rel=0.05)
+    assert (op / alone, gather / alone, reduction / alone) == pytest.approx(
+        (0.52 / 0.84, *2 * [0.16 / 0.84]), rel=0.05
+    )
 
 
 def test_numbers_that_do_not_fit_a_block_are_left_out(tmp_path: Path):

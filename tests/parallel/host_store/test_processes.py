@@ -66,7 +66,9 @@ def with_tied_ends(rank: int, store: str | None, schedule: str) -> tuple[list, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])  # whose ranks share a weight, or all stages
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "chimera", "round-trip"]
+)  # whose ranks share a weight, or all stages
 def test_a_weight_that_two_ranks_have_is_trained_as_without_a_store(processes: LocalProcesses, schedule):
     cases = [(store, schedule) for store in (None, "host", "disk")]
     alone, *stored = run_cases(processes, 2, with_tied_ends, cases)

@@ -201,6 +201,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "on two ranks": (half_frozen, {"accumulate": STEPS}, TWICE),
     "on two ranks, main weights": (in_bf16, {"main_weights": True}, TWICE),
     "on two ranks, tied over stages": (tied.model, {}, {**TABLE, **TWICE}),
+    "on all ranks": (parts, {}, {"schedule": "round-trip", "ranks": 4, "virtual_stages": 1}),
     "on two ranks, pairs of ops": (parts, {}, {"schedule": "dualpipe", "virtual_stages": None, "ranks": 2}),
 }
 
