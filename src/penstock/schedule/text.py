@@ -110,12 +110,18 @@ def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None
 
 
 def _in_known_order(placement: Placement) -> Placement:
-    """Return the placement of a family if the copies fit it: a file does not say which copy is the first."""
+    """Return a placement with its first copies where families have them: a file does not say which copy is the first.
+
+    Copies that fit two opposite pipes are those; others begin with the rank that a loop gives the stage, or the next one.
+    """
     ranks, stages = placement.ranks, placement.stages
-    if placement.has_copies and ranks == stages and ranks % 2 == 0:
+    if not placement.has_copies or stages % ranks:
+        return placement
+    if ranks == stages and ranks % 2 == 0:
         pipes = Placement.two_way(ranks)
         if all(set(held) <= set(both) for held, both in zip(placement.holders, pipes.holders, strict=True)):
             return pipes
-    if stages % ranks == 0 and all(len(held) == ranks for held in placement.holders):
-        return Placement.on_all_ranks(ranks, stages // ranks)
-    return placement
+    turns = (sorted((rank - stage) % ranks for rank in held) for stage, held in enumerate(placement.holders))
+    return Placement(
+        ranks, tuple(tuple((stage + turn) % ranks for turn in each) for stage, each in enumerate(turns))
+    )

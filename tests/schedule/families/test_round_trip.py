@@ -118,3 +118,8 @@ def test_a_file_is_read_with_the_same_first_copies(p: int, v: int, tmp_path: Pat
     assert read_csv(tmp_path / "s.csv") == schedule
     assert schedule.placement == Placement.on_all_ranks(p, v)
     assert [held[0] for held in schedule.placement.holders] == [s % p for s in range(p * v)]
+
+
+def test_a_file_of_one_round_has_the_copies_that_it_shows(tmp_path: Path):
+    write_csv(build_schedule("round-trip", 4, 8, 1), tmp_path / "s.csv")
+    assert read_csv(tmp_path / "s.csv").placement.holders == ((0, 2), (1, 3), (2, 0), (3, 1))
