@@ -263,6 +263,7 @@ def test_the_answer_says_what_why_and_what_would_change_it():
     assert any(line.startswith("layout        pp=") for line in lines)
     left_out = next(line for line in lines if line.startswith("Not compared, "))
     assert "dtype=fp8;" in left_out
+    assert "schedule=round-trip;" in left_out
     assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
     few, every = reasons(lines), reasons(invoke(*ASKED, "--why").stdout.splitlines())
     assert len(few) == 4 < len(every)

@@ -51,6 +51,12 @@ def test_1f1b_holds_the_microbatches_that_the_checker_proves(pp: int, batch: int
     assert [rank.messages for rank in prediction.memory] == [20, *[40] * (pp - 2), 20]
 
 
+def test_a_rank_with_all_stages_holds_the_state_of_all():
+    (one,), ranks = predicted("").memory, predicted("pp=4,v=2,schedule=round-trip").memory
+    for rank in ranks:
+        assert (rank.weights, rank.gradients, rank.optimizer) == (one.weights, one.gradients, one.optimizer)
+
+
 # whole backwards, split ones on a V, pairs; the other families differ in their order alone
 @pytest.mark.parametrize("schedule", [*FIRST, *exhaustive(*sorted(FAMILIES.keys() - FIRST))])
 def test_activations_are_the_checkers_peak(schedule: str):

@@ -279,7 +279,8 @@ def test_steps_of_many_microbatches_are_predicted_in_full(monkeypatch: pytest.Mo
 
 # one that repeats from its start, one of a pattern that is searched, one of two pipes
 @pytest.mark.parametrize(
-    "name", ["1f1b", "v-half", "dualpipe", *exhaustive("gpipe", "interleaved-1f1b", "zb-h1", "zb-v")]
+    "name",
+    ["1f1b", "v-half", "dualpipe", *exhaustive("gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "round-trip")],
 )
 def test_an_extrapolated_step_is_near_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
     fixed = {"schedule": name, "pp": 4, "tp": 1, "microbatch": 1, "recompute": "full", "shard": "optimizer"}

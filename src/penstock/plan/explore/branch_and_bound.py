@@ -57,7 +57,7 @@ from penstock.simulate.bounds import lower_bound
 DIVES = 40
 """Choices of degrees that are simulated before the rest is bounded."""
 STEADY = 4
-"""Rounds of as many microbatches as ranks after which a schedule repeats itself."""
+"""Rounds, most of as many microbatches as ranks, after which a schedule repeats itself."""
 LARGE = 40_000
 """Ops of a step beyond which a search simulates fewer microbatches, twice, and draws the line through both."""
 
@@ -578,7 +578,8 @@ class _Search:
             return size_of(order_of_ops(order, layout.pp, m), costs, layout, dtype, self.space.limits(layout))
 
         few = _few(layout.pp, microbatches)
-        if order.family is None or microbatches <= few + layout.pp:
+        # Groups of an order that repeats later grow and shrink with the microbatches, and its peak with them.
+        if order.family is None or order.family.repeats > 1 or microbatches <= few + layout.pp:
             return peak(microbatches)
         first = peak(few)
         if first > self.space.most_bytes:
@@ -589,15 +590,16 @@ class _Search:
 
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""
-        few = _few(layout.pp, microbatches)
+        repeats = layout.pp if order.family is None else layout.pp * order.family.repeats
+        few = _few(repeats, microbatches)
         # As many as with split backwards: F, I and W.
         ops = 3 * layout.pp * (order.v or 1) * microbatches
-        if ops <= LARGE or microbatches <= few + layout.pp or order.family is None:
+        if ops <= LARGE or microbatches <= few + repeats or order.family is None:
             return self._predict(layout)
-        # Beyond the fill, each round of pp microbatches takes the same time.
+        # Beyond the fill, each round of as many microbatches takes the same time.
         share = layout.dp * layout.microbatch
-        first, second = (self._predict(layout, share * m) for m in (few, few + layout.pp))
-        rounds = (microbatches - few) // layout.pp
+        first, second = (self._predict(layout, share * m) for m in (few, few + repeats))
+        rounds = (microbatches - few) // repeats
         seconds = first.step_seconds + rounds * max(0.0, second.step_seconds - first.step_seconds)
         return replace(second, step_seconds=seconds, program=None, trace=None)
 
@@ -613,9 +615,9 @@ def _needed(plan: Prediction) -> float:
     return plan.peak_bytes / (plan.capacity if plan.capacities else 1.0)
 
 
-def _few(pp: int, microbatches: int) -> int:
+def _few(repeats: int, microbatches: int) -> int:
     """Return the microbatches after which a schedule repeats itself, with the same remainder as the step's."""
-    return STEADY * pp + microbatches % pp
+    return STEADY * repeats + microbatches % repeats
 
 
 def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:

@@ -44,6 +44,7 @@ class CatalogueFamily(Family):
     least_virtual_stages: int = 1  # smallest number per rank that the user may choose
     place: Callable[[int, int], Placement] = Placement.loop  # from ranks and stages per rank
     searches: bool = False
+    repeats: int = 1  # times as many microbatches as ranks after which a long order repeats itself
 
     @property
     def default_virtual_stages(self) -> int:
@@ -157,6 +158,7 @@ FAMILIES: dict[str, CatalogueFamily] = {
             source="after RoundPipe, 2604.27085",
             needs="any counts; all stages on every rank",
             place=Placement.on_all_ranks,
+            repeats=2,
         ),
         CatalogueFamily(
             "searched",

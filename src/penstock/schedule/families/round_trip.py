@@ -31,8 +31,9 @@ def round_trip(
     (w(d-1)(F+B) - (w-1)min(B, (d-1)F))/v. With K = p and whole rounds there is none, whatever each stage costs. A rank holds
     at most K·v·N activations.
 
-    K is the smallest divisor of p above 1 unless `in_flight` is given; it must divide p. N is the smallest that needs no
-    more rounds than rounds of 2p microbatches would be, unless `group_size` is given.
+    K is the smallest divisor of p above 1 unless `in_flight` is given; it must divide p. Groups have at most `group_size`
+    microbatches, or 2p/K unless it is given. There are as many rounds as that needs, and all groups differ by one at most;
+    N is the largest.
 
     ::
 
@@ -49,10 +50,10 @@ def round_trip(
             raise ScheduleError(
                 f"round-trip: in_flight must divide the {p} ranks, got {in_flight}; take one of {fit}"
             )
-        size, count = _even_size(p, m, in_flight), in_flight
+        size, count = _even(m, in_flight, 2 * p // in_flight), in_flight
     if group_size is not None:
         require_count("round-trip: group_size", group_size, most=m, kind=ScheduleError)
-        size = group_size
+        size = _even(m, count, group_size)
     return Schedule.from_columns(
         "round-trip",
         Placement.on_all_ranks(p, v),
@@ -63,22 +64,26 @@ def round_trip(
 
 
 def usual_groups(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Return the microbatches of a group, N, and the groups in flight, K, if they are not chosen."""
+    """Return the microbatches of the largest group, N, and the groups in flight, K, if they are not chosen."""
     count = next((k for k in range(2, ranks + 1) if not ranks % k), 1)
-    return _even_size(ranks, microbatches, count), count
+    return _even(microbatches, count, 2 * ranks // count), count
 
 
-def _even_size(ranks: int, microbatches: int, in_flight: int) -> int:
-    """Return the smallest group that needs no more rounds than rounds of 2p microbatches would be."""
-    rounds = -(-microbatches // (2 * ranks))
-    return -(-microbatches // (rounds * in_flight))
+def _even(microbatches: int, in_flight: int, most: int) -> int:
+    """Return the size of the largest group where the rounds that groups of `most` need are divided evenly."""
+    return -(-microbatches // (in_flight * _rounds(microbatches, in_flight, most)))
+
+
+def _rounds(microbatches: int, in_flight: int, size: int) -> int:
+    return -(-microbatches // (in_flight * size))
 
 
 def _rank(
-    rank: int, ranks: int, microbatches: int, virtual_stages: int, group: int, in_flight: int
+    rank: int, ranks: int, microbatches: int, virtual_stages: int, size: int, in_flight: int
 ) -> Columns:
     """Return one rank's list: round by round, stages in ascending order forward and back."""
-    turn, within = np.divmod(np.arange(microbatches) // group, in_flight)
+    groups = in_flight * _rounds(microbatches, in_flight, size)
+    turn, within = np.divmod(np.arange(microbatches) * groups // microbatches, in_flight)
     begin = within * (ranks // in_flight) + turn
     # Of every microbatch, the first of its stages on this rank; the others follow every p stages.
     first = (rank - begin) % ranks
