@@ -235,7 +235,9 @@ class BuiltPipeline(PipelineModel):
         )
 
     def _make_splitter(self, loss: GivenLoss, dims: Mapping[str, object] | None) -> BatchSplitter:
-        takes_whole_batch = self.holds_first and self.holds_last and self.replicas * self.tensor_ranks == 1
+        holders = self.schedule.placement.holders
+        # No other process takes a part of it: with copies of stages, several have both ends.
+        alone = {*holders[0], *holders[-1]} == {self.rank} and self.replicas * self.tensor_ranks == 1
         ignore_index = ignore_index_of(loss.function, self.reduction)
         return BatchSplitter(
             replicas=self.replicas,
@@ -248,7 +250,7 @@ class BuiltPipeline(PipelineModel):
             routes=self._local.routes,
             holds_first=self.holds_first,
             holds_last=self.holds_last,
-            compares=self.in_processes and not takes_whole_batch,
+            compares=self.in_processes and not alone,
             takes_target=not isinstance(loss.function, OutputLoss),
             dims=BatchDims.given(dims, self.layers[0].batch, self._local.routes),
         )

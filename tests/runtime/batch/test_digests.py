@@ -18,10 +18,10 @@ from tests.support.lanes import exhaustive
 STEPS = FULL_STEPS + 3
 
 
-def each_rank_drifts(rank: int, mesh: MeshShape) -> list[str]:
+def each_rank_drifts(rank: int, mesh: MeshShape, schedule: str) -> list[str]:
     """Return what became of equal steps, a different one among them, and two evaluations, of which one is different."""
     texts = []
-    options = {"microbatches": 2, "mesh": mesh, "timeout": 300}
+    options = {"microbatches": 2, "mesh": mesh, "schedule": schedule, "timeout": 300}
     with Pipeline(plain.model(4), nn.functional.mse_loss, **options) as pipe:
         calls = [(pipe.step, 0)] * (STEPS - 1) + [(pipe.step, rank), (pipe.step, 0)]
         for call, seed in [*calls, (pipe.evaluate, rank), (pipe.evaluate, 0)]:
@@ -30,12 +30,18 @@ def each_rank_drifts(rank: int, mesh: MeshShape) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshShape(1, 2, 1), *exhaustive(MeshShape(2, 1, 1), MeshShape(1, 1, 2))], ids=str
+    ("mesh", "schedule"),
+    [
+        (MeshShape(1, 2, 1), "1f1b"),
+        (MeshShape(2, 1, 1), "chimera"),  # each rank has both ends
+        *exhaustive((MeshShape(2, 1, 1), "1f1b"), (MeshShape(1, 1, 2), "1f1b")),
+    ],
+    ids=str,
 )
 def test_a_loader_that_drifts_after_the_first_steps_is_refused_in_training_and_evaluation(
-    processes: LocalProcesses, mesh: MeshShape
+    processes: LocalProcesses, mesh: MeshShape, schedule: str
 ):
-    for texts in processes.run(mesh.ranks, each_rank_drifts, mesh):
+    for texts in processes.run(mesh.ranks, each_rank_drifts, mesh, schedule):
         odd = [text for text in texts if text != "ok"]
         assert [n for n, text in enumerate(texts) if text != "ok"] == [STEPS - 1, STEPS + 1]
         for text, number in zip(odd, (STEPS, STEPS + 2), strict=True):
