@@ -54,7 +54,7 @@ class _TrainCommand(click.Command):
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Override a value of the config. May be repeated, and one --set may be followed by several pairs.",
+    help="Override a value of the config; KEY= unsets one. May be repeated, and one --set may be followed by several pairs.",
 )
 @click.option("--ranks", "-p", type=int, help="Pipeline ranks. Short for --set parallel.pp=RANKS.")
 @click.option(

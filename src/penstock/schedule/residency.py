@@ -92,7 +92,8 @@ class Sharding:
                 raise ScheduleError(f"{name} must be a number of at least 1, or None, got {value!r}")
             if self.shard not in needs and not self.stored:
                 raise ScheduleError(
-                    f"{name} = {value} needs shard = {' or '.join(map(repr, needs))} or a store, and shard is {self.shard!r}"
+                    f"{name} = {value} needs shard = {' or '.join(map(repr, needs))} or a store, and shard is "
+                    f"{self.shard!r} and store {self.store!r}; leave {name} out"
                 )
 
     @property

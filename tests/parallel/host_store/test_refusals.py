@@ -187,9 +187,13 @@ def test_a_refused_batch_leaves_the_gradients_of_earlier_steps():
         plain.require_equal_gradients(net, twin)
 
 
-def test_a_model_that_is_converted_under_the_pipeline_is_refused():
+@pytest.mark.parametrize(
+    "schedule", [{}, {"schedule": "round-trip", "ranks": 2, "virtual_stages": 1}], ids=["once", "twice"]
+)
+def test_a_model_that_is_converted_under_the_pipeline_is_refused(schedule):
     net = plain.model(4)
-    with pipe_of(net) as pipe:
+    with pipe_of(net, **schedule) as pipe:
+        pipe.step(*plain.batch(0, 4))  # whose gradients are of the dtype before
         net.to(torch.bfloat16)
         with pytest.raises(
             PenstockError, match=r"when the pipeline put it into its store, and was made torch\.bfloat16"

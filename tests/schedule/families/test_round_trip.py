@@ -105,7 +105,7 @@ def test_groups_that_cannot_be_are_refused():
     ):
         build_schedule("round-trip", 6, 12, in_flight=4)
     with pytest.raises(
-        ScheduleError, match="round-trip: in_flight must be a whole number from 1 to 6, got 7"
+        ScheduleError, match="round-trip: in_flight must divide the 6 ranks, got 7; take one of 1, 2, 3, 6"
     ):
         build_schedule("round-trip", 6, 12, in_flight=7)
     with pytest.raises(

@@ -37,6 +37,17 @@ def test_a_malformed_override_is_refused(wrong: str):
         load(None, [wrong])
 
 
+def test_an_override_without_a_value_unsets_a_key_that_is_unset_by_default(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text('[parallel]\nstore = "host"\nwindow = 1\n')
+    with pytest.raises(ConfigError, match=r"window = 1 needs .* and store 'none'; leave window out"):
+        load(path, ["parallel.store=none"])
+    assert load(path, ["parallel.store=none", "parallel.window="]).parallel.window is None
+    assert load(path, ["train.name="]).train.name == ""  # text may be empty
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        load(path, ["train.steps="])
+
+
 def test_an_override_goes_through_the_checks():
     with pytest.raises(ConfigError, match=r"no key train.step "):
         load(None, ["train.step=3"])

@@ -174,7 +174,9 @@ class SharedGradients(Participant):
         """Restore the gradients from before a failed step."""
         for group, before in zip(self.shared_groups, self._before, strict=False):
             for parameter, grad in zip(group.parameters, before, strict=True):
-                parameter.grad = grad
+                # A parameter that was given another dtype after its gradient, which the error is about, takes none.
+                fits = grad is None or parameter.grad_dtype in (None, grad.dtype)
+                parameter.grad = grad if fits else None
         self._before = []
 
 

@@ -44,7 +44,7 @@ def round_trip(
     p, m, v = ranks, microbatches, virtual_stages
     size, count = usual_groups(p, m)
     if in_flight is not None:
-        require_count("round-trip: in_flight", in_flight, most=p, kind=ScheduleError)
+        require_count("round-trip: in_flight", in_flight, kind=ScheduleError)
         if p % in_flight:
             fit = ", ".join(str(k) for k in range(1, p + 1) if not p % k)
             raise ScheduleError(

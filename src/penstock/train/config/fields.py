@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from penstock.base.tables import Count, Number
 from penstock.parallel.mesh import AXIS_NAMES
@@ -71,6 +71,8 @@ Options = dict[str, Any]
 Changed = Literal["refuse", "accept"]
 DataFormat = Literal["auto", "text", "tokens", "datasets"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+OptionalCount = Annotated[Count | None, BeforeValidator(lambda given: None if given == "" else given)]
+"""A number, or nothing, which ``parallel.window=`` on the command line means."""
 Recompute = Literal["none", "full", "auto"] | Count
 Split = Literal["even", "measured"] | list[NotNegative]
 Precision = Literal["fp32", "bf16", "bf16-weights", "fp16"]

@@ -22,6 +22,7 @@ from penstock.train.config.fields import (
     Momentum,
     NotNegative,
     NotNegativeNumber,
+    OptionalCount,
     Options,
     Positive,
     Precision,
@@ -120,8 +121,8 @@ class ParallelConfig(Table):
             none.
     """
 
-    pp: Count | None = None
-    virtual_stages: Count | None = None
+    pp: OptionalCount = None
+    virtual_stages: OptionalCount = None
     dp: Count = 1
     cp: Count = 1
     tp: Count = 1
@@ -132,8 +133,8 @@ class ParallelConfig(Table):
     zero: Flag = False
     shard: Sharded = "none"
     store: Stored = "none"
-    window: Count | None = None
-    reduce_every: Count | None = None
+    window: OptionalCount = None
+    reduce_every: OptionalCount = None
     buffers: Buffers = "refuse"
     check_replicas: NotNegative = 100
 
@@ -176,7 +177,7 @@ class ModelConfig(Table):
     hidden: Count = 352
     experts: NotNegative = 0
     experts_per_token: Count = 2
-    expert_hidden: Count | None = None
+    expert_hidden: OptionalCount = None
     shared_hidden: NotNegative = 0
     router: RouterScores = "softmax"
     auxiliary_loss: NotNegativeNumber = 0.0
