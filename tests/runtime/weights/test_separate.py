@@ -168,13 +168,20 @@ def test_stages_keep_no_weak_references_to_parameters():
         assert all(weakref.getweakrefcount(p) == 0 for p in net.parameters())
 
 
-@pytest.mark.parametrize("of_a_layer", [False, True])
-def test_a_changing_buffer_of_a_module_that_two_ranks_use_is_refused_by_name(of_a_layer: bool):
+@pytest.mark.parametrize(
+    ("of_a_layer", "schedule", "virtual_stages"),
+    [(False, "1f1b", 1), (True, "1f1b", 1), (False, "round-trip", 2)],
+)
+def test_a_changing_buffer_of_a_module_that_two_ranks_use_is_refused_by_name(
+    of_a_layer: bool, schedule: str, virtual_stages: int
+):
     norm = nn.BatchNorm1d(WIDTH)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm)
     if of_a_layer:
         net = nn.Sequential(Holder(norm), nn.Linear(WIDTH, WIDTH), Holder(norm), nn.Tanh())
-    with Pipeline(net, F.mse_loss, microbatches=M, schedule="1f1b", ranks=2) as pipe:
+    with Pipeline(
+        net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2, virtual_stages=virtual_stages
+    ) as pipe:
         with pytest.raises(
             StageError,
             match=r"changes buffer [\d.a-z]+\.running_mean, whose module is used at several places",

@@ -120,13 +120,15 @@ class Isolations:
         self._names: dict[int, Foreign] = {
             key: known for layer, module, _ in built for key, known in _foreign(layer, module)
         }
-        holders: dict[int, set[tuple[int, ...]]] = {}
+        # Stages on the same ranks share a module, if each is on one: copies of stages in threads have copies of their own.
+        places: dict[int, set[tuple[int, ...]]] = {}
         uses: list[tuple[int, str, int]] = []
         for layer, module, stage in built:
             for name, buffer in module.named_buffers(remove_duplicate=False):
-                holders.setdefault(id(buffer), set()).add(placement.holders[stage])
+                held = placement.holders[stage]
+                places.setdefault(id(buffer), set()).add(held if len(held) == 1 else (*held, stage))
                 uses.append((id(buffer), f"{layer}.{name}", stage))
-        self._buffers = {(stage, name) for buffer, name, stage in uses if len(holders[buffer]) > 1}
+        self._buffers = {(stage, name) for buffer, name, stage in uses if len(places[buffer]) > 1}
 
     def of(self, stages: Mapping[tuple[int, int], StageModule]) -> dict[tuple[int, int], Isolation]:
         """Return the isolation of every (rank, stage) of this process."""
