@@ -29,7 +29,10 @@ def test_a_number_is_shared_by_the_stages_of_a_rank():
 
 
 def test_a_number_is_not_shared_where_two_ranks_hold_copies_of_a_stage():
-    assert Costs.of(Placement.two_way(4), 2, 4, 6).seconds.tolist() == [[2, 10, 4, 6, 2]] * 4
+    costs = Costs.of(Placement.two_way(4), 2, 4, 6, gather=4, reduce=2)
+    assert costs.seconds.tolist() == [[2, 10, 4, 6, 2]] * 4
+    # But each of the two gathers and reduces the whole stage.
+    assert (costs.gather.tolist(), costs.reduce.tolist()) == ([2] * 4, [1] * 4)
     # A share that is not whole is a float.
     costs = Costs.of(FOUR, 1, 2, 2)
     assert costs.seconds[:, Kind.F].tolist() == [0.5] * 4

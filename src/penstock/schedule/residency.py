@@ -241,8 +241,8 @@ def make_residency(schedule: Schedule, sharding: Sharding) -> Residency:
     window, most = sharding.window, max(map(len, schedule.placement.stages_of))
     if window is not None and window > most:
         raise ScheduleError(
-            f"window must be at most the {plural(most, 'stage')} that {schedule.name} gives a rank, got {window}; use 1 to "
-            f"{most}, None for all of the rank, or more stages (virtual_stages)"
+            f"window must be at most the {plural(most, 'stage')} that {schedule.name} gives a rank, got {window}; use "
+            f"{'1' if most == 1 else f'1 to {most}'}, None for all of the rank, or more stages (virtual_stages)"
         )
     ranks = range(schedule.ranks)
     trains = bool((schedule.kind != Kind.F).any())

@@ -171,6 +171,8 @@ class Costs:
         `reduce`, of weights and gradients that replicas shard, are not of a microbatch, but of one gather and one
         reduction of all stages of the rank.
         """
+        # Ranks share a stage's microbatches, but each of its holders moves all of its weights.
+        held = sum(map(len, placement.holders))
         f = _column("F", forward, placement)
         b = _column("B", input_gradient, placement)
         w = _column("W", weight_gradient, placement)
@@ -186,8 +188,8 @@ class Costs:
             None if pair is None else _column("pair", pair, placement),
             pair_output,
             communication or Communication(),
-            None if gather is None else _column("gather", gather, placement),
-            None if reduce is None else _column("reduce", reduce, placement),
+            None if gather is None else _column("gather", gather, placement, held),
+            None if reduce is None else _column("reduce", reduce, placement, held),
         )
 
     def with_late(self, placement: Placement, late: Mapping[int, float]) -> Costs:
@@ -228,9 +230,14 @@ class Costs:
             )
 
 
-def _column(name: str, cost: Cost, placement: Placement) -> Table:
-    """Return seconds of every stage; whole numbers stay whole where possible."""
+def _column(name: str, cost: Cost, placement: Placement, shared: int | None = None) -> Table:
+    """Return seconds of every stage; whole numbers stay whole where possible.
+
+    Args:
+        shared: number of stages, on all ranks, that share one number of every rank (default: each stage once).
+    """
     stages = placement.stages
+    shared = shared or stages
     if isinstance(cost, Sequence):
         for stage, seconds in enumerate(cost):
             _number(f"{name} of stage {stage}", seconds)
@@ -238,9 +245,9 @@ def _column(name: str, cost: Cost, placement: Placement) -> Table:
         return np.array(cost, np.int64 if all(_whole(seconds) for seconds in cost) else np.float64)
     _number(name, cost)
     total = cost * placement.ranks
-    if _whole(cost) and total % stages == 0:
-        return np.full(stages, total // stages, np.int64)
-    return np.full(stages, total / stages, np.float64)
+    if _whole(cost) and total % shared == 0:
+        return np.full(stages, total // shared, np.int64)
+    return np.full(stages, total / shared, np.float64)
 
 
 def _covers(name: str, count: int, stages: int) -> None:
