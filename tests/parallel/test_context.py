@@ -24,8 +24,10 @@ from penstock import (
 from penstock.base.errors import BatchError, ConfigError, PenstockError
 from penstock.parallel.context import attention as context
 from penstock.parallel.context.attention import SequencePart
+from penstock.parallel.context.samples import divide_samples
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, built_in, plain, require_same, tokens, trained
+from tests.support.beside import SampleExchange, on_parts
 from tests.support.groups import run_cases
 
 CLASSES, WIDTH, HEADS, ROWS, TOKENS = 17, 16, 4, 8, 32
@@ -161,6 +163,31 @@ def test_losses_gradients_and_weights_are_those_of_one_process(
             assert evaluated == pytest.approx(loss_of(logits, y).item(), rel=1e-4), case
 
 
+@pytest.mark.parametrize(
+    ("parts", "causal", "least"), [(2, True, context._LEAST), (2, False, 0), (4, True, 0)]
+)
+def test_layers_with_parts_of_samples_give_what_they_give_for_whole_ones(
+    monkeypatch: pytest.MonkeyPatch, parts: int, causal: bool, least: int
+):
+    """And gradients of each part, which add up to those of whole samples; `least` is the bytes of a group of heads."""
+    monkeypatch.setattr(context, "_LEAST", least)
+    (x, _), whole, *nets = batch(), *(model(causal) for _ in range(parts + 1))
+
+    def computed(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        net = nets[part.index]
+        divide_samples([(str(n), layer) for n, layer in enumerate(net)], part, exchange)
+        out: Tensor = net(part.cut(x))
+        out.sin().sum().backward()
+        return out
+
+    out = torch.stack(on_parts(parts, computed))
+    expected = whole(x)
+    expected.sin().sum().backward()
+    torch.testing.assert_close(SequencePart(0, parts).join(out, 1), expected)
+    for parameter, *others in zip(whole.parameters(), *(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(sum(p.grad for p in others), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_the_built_in_model_has_the_positions_of_whole_samples(processes: LocalProcesses):
     expected = built_in(0, None)
@@ -224,40 +251,55 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-WRONG: list[tuple[str, type[Exception], str]] = [
-    (
-        "Counting",
-        PenstockError,
-        r"layer 2 \(Counting\) gives other values if the tokens of its samples are divided",
-    ),
-    ("Masked", PenstockError, r"a mask of shape \(\d+, \d+\) is not divided"),
-    ("Checkpointed", PenstockError, "attention runs within torch.utils.checkpoint.*recompute='full'"),
-    ("Reentrant", PenstockError, "attention runs within torch.utils.checkpoint.*recompute='full'"),
-    ("length", BatchError, r"a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32"),
-    ("compile", ConfigError, r"compile='block' cannot be used with cp = 2"),
-]
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Counting, r"layer 2 \(Counting\) gives other values if the tokens of its samples are divided"),
+        (Masked, r"a mask of shape \(\d+, \d+\) is not divided"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused_by_name(layer: type[nn.Module], message: str):
+    x = torch.randn(ROWS, TOKENS, WIDTH)
+
+    def first_call(part: SequencePart, exchange: SampleExchange) -> None:
+        made = layer()
+        divide_samples([("2", made)], part, exchange)
+        made(part.cut(x))
+
+    for error in on_parts(2, first_call):
+        assert isinstance(error, PenstockError), error
+        assert re.search(message, str(error)), error
 
 
-def wrong(rank: int, what: str, kind: type[Exception]) -> str:
-    layers = {each.__name__: each for each in (Counting, Masked, Checkpointed, Reentrant)}
+def wrong(rank: int, what: str) -> str:
+    layers = {each.__name__: each for each in (Counting, Checkpointed, Reentrant)}
     net = model(True, *([layers[what]()] if what in layers else []))
-    execution = ExecutionOptions(compile="block") if what == "compile" else ExecutionOptions()
+    execution = ExecutionOptions(compile="block" if what == "compile" else "none")
     try:
         with Pipeline(
             net, loss_of, microbatches=2, mesh=MeshShape(cp=2), timeout=60, execution=execution
         ) as pipe:
             pipe.step(*batch(sequence=30 if what == "length" else TOKENS))
-    except kind as error:
-        return str(error)
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+WRONG = {
+    "Counting": r"layer 2 \(Counting\) gives other values",
+    "Checkpointed": "attention runs within torch.utils.checkpoint.*recompute='full'",
+    "Reentrant": "attention runs within torch.utils.checkpoint.*recompute='full'",
+    "length": "^BatchError: a sequence of 30 tokens does not divide into 2 x cp = 4 chunks; pad it to 32",
+    "compile": "^ConfigError: compile='block' cannot be used with cp = 2",
+}
 
 
 @pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_by_name_on_every_rank(processes: LocalProcesses):
-    cases = [(what, kind) for what, kind, _ in WRONG]
-    for (what, _, message), ranks in zip(WRONG, run_cases(processes, 2, wrong, cases), strict=True):
+    results = run_cases(processes, 2, wrong, [(what,) for what in WRONG])
+    for message, ranks in zip(WRONG.values(), results, strict=True):
         for told in ranks:
-            assert re.search(message, told), (what, told)
+            assert re.search(message, told), told
 
 
 class Recorded:
@@ -345,6 +387,10 @@ def test_parts_of_a_sequence_join_to_the_whole(parts: int):
     cut = torch.stack([part.cut(whole) for part in every])
     assert torch.equal(every[0].join(cut, 1), whole)
     assert torch.equal(every[0].divide(whole, 1), cut)
+    with pytest.raises(
+        BatchError, match=rf"a sequence of 15 tokens .* 2 x cp = {2 * parts} chunks; pad it to 16 with"
+    ):
+        every[0].cut(whole[:, 1:])
     positions = torch.stack([part.positions(16 // parts) for part in every])
     assert torch.equal(positions, torch.stack([part.cut(torch.arange(16)[None])[0] for part in every]))
 

@@ -15,8 +15,14 @@ from torch.nn import functional as F
 from penstock import MeshShape, Pipeline, sequence_positions
 from penstock.base.errors import PenstockError
 from penstock.parallel.context.attention import Division, SequencePart
+from penstock.parallel.context.divided_loss import DividedLoss
+from penstock.parallel.context.samples import divide_samples
+from penstock.parallel.context.tokens import cut_tokens
+from penstock.runtime.batch.loss_weights import counted_by, ignore_index_of
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.rng.isolated_rng import isolated_rng
 from tests.parallel.test_context import CLASSES, ROWS, TOKENS, WIDTH, Attention, Positions, batch
+from tests.support.beside import SampleExchange, on_parts
 from tests.support.groups import outcome, run_cases
 
 PAD = 0
@@ -186,40 +192,55 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], int, str]] = [
     ("40 back", partial(Reaching, 40), 256, r"layer 2 \(Reaching\) .*lets tokens change each other"),
     ("share of 0", TokenShift, TOKENS, r"layer 2 \(TokenShift\) gives other values"),
     ("factor of 1e-6", Convolves, TOKENS, r"layer 2 \(Convolves\) gives other values"),
-    ("python", ByPython, TOKENS, r"layer 2 \(ByPython\) draws from random or numpy.random"),
 ]
 
 
-def refused(rank: int, make: Callable[[], nn.Module], sequence: int) -> tuple[str, bool]:
-    layer = make()
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    try:
-        net = model(layer)
-        net[1].table = nn.Embedding(sequence, WIDTH)
-        first_loss(net, flat, sequence)
-    except PenstockError as error:
-        return str(error), all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-    return "no error", False
+def hidden(sequence: int = TOKENS) -> Tensor:
+    """What a layer gets."""
+    return torch.randn(ROWS, sequence, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize(
+    ("make", "sequence", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
+)
+def test_layers_that_mix_tokens_are_refused_by_name(
+    make: Callable[[], nn.Module], sequence: int, message: str
+):
+    """And keep their state."""
+
+    def first_call(part: SequencePart, exchange: SampleExchange) -> None:
+        layer = layers[part.index]
+        divide_samples([("2", layer)], part, exchange)
+        layer(part.cut(hidden(sequence)))
+
+    layers = [seeded(make), seeded(make)]
+    before = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]
+    for error in on_parts(2, first_call):
+        assert isinstance(error, PenstockError), error
+        assert re.search(message, str(error)), error
+    for layer, state in zip(layers, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+
+
+def mixing(rank: int, make: Callable[[], nn.Module]) -> str:
+    return outcome(first_loss, model(make()), flat)
 
 
 @pytest.mark.slow
-def test_layers_that_mix_tokens_are_refused_by_name(processes: LocalProcesses):
-    cases = [(make, sequence) for _, make, sequence, _ in REFUSED]
-    for (what, _, _, message), ranks in zip(REFUSED, run_cases(processes, 2, refused, cases), strict=True):
-        for told, untouched in ranks:
-            assert re.search(message, told), (what, told)
-            assert untouched, what
-
-
-def unseen(rank: int, name: str, zero: bool) -> str:
-    return outcome(first_loss, model(zero=zero), UNSEEN[name])
-
-
-@pytest.mark.slow
-def test_what_a_loss_counts_unseen_is_found_in_the_first_step(processes: LocalProcesses):
-    """Also with a head of zeros, whose tokens all have the same loss."""
-    for ranks in run_cases(processes, 2, unseen, [(name, zero) for name in UNSEEN for zero in (False, True)]):
-        assert all("the loss function gives another value" in told for told in ranks), ranks
+def test_processes_refuse_layers_that_mix_tokens_or_decide_by_themselves(processes: LocalProcesses):
+    """Threads of one process share the numbers of Python's generator."""
+    cases = {
+        Norms: r"layer 2 \(Norms\) in training lets tokens change each other",
+        ByPython: r"layer 2 \(ByPython\) draws from random or numpy.random",
+    }
+    results = run_cases(processes, 2, mixing, [(make,) for make in cases])
+    for message, ranks in zip(cases.values(), results, strict=True):
+        assert all(re.search(message, told) for told in ranks), ranks
 
 
 def mean_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
@@ -241,19 +262,49 @@ def ratio_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 MIXED: list[Callable[..., Tensor]] = [mean_of_samples, ratio_of_samples, worst_sample]
+ODD = "the loss function gives another value"
 
 
-def mixed(rank: int, number: int) -> str:
+def told_of(loss: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> list[str]:
+    """Return what the parts say of a loss."""
+    weight = counted_by(loss, ignore_index_of(loss, "mean"))
+
+    def computed(part: SequencePart, exchange: SampleExchange) -> str:
+        divided = DividedLoss(loss, part, exchange, weight)
+        return outcome(divided, part.cut(logits), part.cut(labels))
+
+    return on_parts(2, computed)
+
+
+@pytest.mark.parametrize("loss", UNSEEN.values(), ids=[*UNSEEN])
+@pytest.mark.parametrize("zero", [False, True])
+def test_what_a_loss_counts_unseen_is_found_at_the_first_loss(loss: Callable[..., Tensor], zero: bool):
+    """Also with a head of zeros, whose tokens all have the same loss."""
+    x, y = padded()
+    assert all(ODD in told for told in told_of(loss, model(zero=zero)(x), y))
+
+
+@pytest.mark.parametrize("loss", MIXED)
+def test_losses_that_weigh_samples_by_themselves_are_refused(loss: Callable[..., Tensor]):
     x, y = batch()
     y[1::2, 12:] = -100  # the first sample counts whole
-    with Pipeline(model(), MIXED[number], microbatches=2, mesh=MeshShape(cp=2), timeout=60) as pipe:
-        return outcome(pipe.step, x, y)
+    assert all(ODD in told for told in told_of(loss, model()(x), y))
+
+
+@pytest.mark.parametrize("loss", KNOWN.values(), ids=[*KNOWN])
+def test_losses_of_which_all_is_known_are_taken(loss: Callable[..., Tensor]):
+    x, y = padded()
+    assert told_of(loss, model()(x), y) == ["ok", "ok"]
+
+
+def odd(rank: int) -> str:
+    return outcome(first_loss, model(), unseen_padding)
 
 
 @pytest.mark.slow
-def test_losses_that_weigh_samples_by_themselves_are_refused(processes: LocalProcesses):
-    for ranks in run_cases(processes, 2, mixed, [(n,) for n in range(len(MIXED))]):
-        assert all("the loss function gives another value" in told for told in ranks), ranks
+def test_processes_refuse_a_loss_that_is_not_divided(processes: LocalProcesses):
+    for told in processes.run(2, odd):
+        assert ODD in told
 
 
 class ByLength(nn.Module):
@@ -322,33 +373,37 @@ NAMED: dict[str, tuple[type[nn.Module], Tensor, str]] = {
 }  # fmt: skip
 
 
-def by_name(name: str, **options: object) -> tuple[str, float]:
+@pytest.mark.parametrize("name", NAMED)
+def test_layers_may_use_named_values_of_their_own_tokens_alone(name: str):
+    """Also where the first sample's are plain, or those of all samples in the first step."""
+    kind, keep, message = NAMED[name]
+    x = hidden(keep.shape[-1])
+
+    def first_call(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        layer = kind()
+        divide_samples([("2", layer)], part, exchange)
+        out: Tensor = layer(part.cut(x), keep=cut_tokens(keep, part, keep.shape[-1], "keep"))
+        return out
+
+    found = on_parts(2, first_call)
+    if message:
+        assert all(re.search(message, str(error)) for error in found), found
+    else:
+        torch.testing.assert_close(SequencePart(0, 2).join(torch.stack(found), 1), kind()(x, keep))
+
+
+def by_name(rank: int, name: str, **options: object) -> float:
     kind, keep, _ = NAMED[name]
-    sequence = keep.shape[-1]
-    net = model(kind())
-    net[1].table = nn.Embedding(sequence, WIDTH)
-    x, y = batch(sequence=sequence)
-    with Pipeline(net, flat, microbatches=2, timeout=60, **options) as pipe:
-        try:
-            return "", float(pipe.step(x, y, keep=keep).loss)
-        except PenstockError as error:
-            return str(error), 0.0
-
-
-def divided_by_name(rank: int, name: str) -> tuple[str, float]:
-    return by_name(name, mesh=MeshShape(cp=2))
+    net, (x, y) = model(kind()), batch()
+    with Pipeline(net, flat, microbatches=2, timeout=60, **(options or {"mesh": MeshShape(cp=2)})) as pipe:
+        return float(pipe.step(x, y, keep=keep).loss)
 
 
 @pytest.mark.slow
-def test_layers_may_use_named_values_of_their_own_tokens_alone(processes: LocalProcesses):
-    """Also where the first sample's are plain, or those of all samples in the first step."""
-    results = run_cases(processes, 2, divided_by_name, [(name,) for name in NAMED])
-    for (name, (_, _, message)), ranks in zip(NAMED.items(), results, strict=True):
-        for told, loss in ranks:
-            assert re.search(message, told), (name, told)
-            if not message:
-                assert told == "", name
-                assert loss == pytest.approx(by_name(name, ranks=1)[1], rel=1e-6), name
+def test_processes_cut_named_values_as_samples(processes: LocalProcesses):
+    names = "by token", "own queries"
+    for name, ranks in zip(names, run_cases(processes, 2, by_name, [(name,) for name in names]), strict=True):
+        assert ranks == pytest.approx([by_name(0, name, ranks=1)] * 2, rel=1e-6), name
 
 
 class DropPath(nn.Module):
@@ -377,6 +432,27 @@ def test_decisions_about_samples_are_those_of_one_process(processes: LocalProces
         for found, gradient in ranks:
             assert found == pytest.approx(expected.item(), rel=1e-6)
             torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_sample_has_the_same_numbers_in_all_of_its_parts():
+    """Of two samples' parts, in the last of three microbatches, those of the second sample."""
+    x, seeds = hidden(), range(3)
+    whole, *layers = (seeded(DropPath) for _ in range(3))
+
+    def drawn(layer: nn.Module, own: Tensor, microbatch: int) -> Tensor:
+        out = []
+        for seed in seeds:
+            with isolated_rng(seed, 1, microbatch, "2"):
+                out.append(layer(own))
+        return torch.stack(out)
+
+    def computed(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        layer = layers[part.index]
+        divide_samples([("2", layer)], part, exchange)
+        return drawn(layer, part.cut(x), 3 * (2 + part.index) + 2)
+
+    parts = torch.stack(on_parts(2, computed, microbatches=3))
+    torch.testing.assert_close(SequencePart(0, 2).join(parts, 2), drawn(whole, x, 3 * 1 + 2))
 
 
 def mismatched(rank: int) -> str:
@@ -423,7 +499,7 @@ class Tables(nn.Module):
         self.register_buffer("angles", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        turned = self.angles[self.positions(x)]
+        turned = self.angles[sequence_positions(x.shape[1])]
         table = torch.cat([turned.real, turned.imag], -1)
         x = self.embed(x)
         for block in self.blocks:
@@ -431,39 +507,41 @@ class Tables(nn.Module):
         out: Tensor = self.head(x)
         return out
 
-    def positions(self, x: Tensor) -> Tensor:
-        return sequence_positions(x.shape[1])
+
+LENGTHS = WIDTH * 2, ROWS * 2  # a part has as many tokens as a table is wide, or as there are rows
 
 
-class Miscounted(Tables):
-    def positions(self, x: Tensor) -> Tensor:
-        return torch.arange(x.shape[1])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tables_of_tokens_without_rows_are_taken(length: int):
+    whole, *layers = (seeded(Rotary) for _ in range(3))
+    x, turned = torch.randn(ROWS, length, WIDTH), Tables().angles[:length]
+    table = torch.cat([turned.real, turned.imag], -1)
+
+    def computed(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        layer = layers[part.index]
+        divide_samples([("2", layer)], part, exchange)
+        out: Tensor = layer(part.cut(x), part.cut(table, 0), part.cut(turned, 0))
+        return out
+
+    out = torch.stack(on_parts(2, computed))
+    torch.testing.assert_close(SequencePart(0, 2).join(out, 1), whole(x, table, turned))
 
 
-def with_tables(rank: int, kind: type[Tables], sequence: int) -> tuple[float, str]:
+def with_tables(rank: int, length: int) -> float:
     torch.manual_seed(0)
-    net = kind()
-    try:
-        with Pipeline(net, flat, microbatches=1, mesh=MeshShape(cp=2), timeout=60) as pipe:
-            loss = pipe.step(*batch(sequence=sequence)).loss
-            return (0.0 if loss is None else loss.item()), ""
-    except PenstockError as error:
-        return 0.0, str(error)
+    with Pipeline(Tables(), flat, microbatches=1, mesh=MeshShape(cp=2), timeout=60) as pipe:
+        return float(pipe.step(*batch(sequence=length)).loss)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the first step did not check")
-def test_tables_of_tokens_without_rows_are_taken(processes: LocalProcesses):
-    """Also where there are as many tokens in a part as rows, or as the table is wide."""
-    lengths = TOKENS, ROWS * 2, WIDTH * 2
-    cases = [*((Tables, length) for length in lengths), (Miscounted, TOKENS)]
-    *right, wrong = run_cases(processes, 2, with_tables, cases)
-    for length, ranks in zip(lengths, right, strict=True):
+def test_a_model_may_make_tables_of_its_tokens(processes: LocalProcesses):
+    for length, ranks in zip(
+        LENGTHS, run_cases(processes, 2, with_tables, [(n,) for n in LENGTHS]), strict=True
+    ):
         torch.manual_seed(0)
         net, (x, y) = Tables(), batch(sequence=length)
-        for found, told in ranks:
-            assert found == pytest.approx(flat(net(x), y).item(), rel=1e-6), told
-    assert all("(Miscounted)" in told and "gives other values" in told for _, told in wrong), wrong
+        assert ranks == pytest.approx([flat(net(x), y).item()] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +20,19 @@ from penstock import Checkpoints, ExpertLoad, MeshShape, Pipeline, PipelineOptim
 from penstock.base.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.experts.axis import require_same_stacks
-from penstock.parallel.experts.layers import TensorRanks, _Joined, _Part
+from penstock.parallel.experts.exchange import ExpertExchange
+from penstock.parallel.experts.layers import (
+    DividedExperts,
+    TensorRanks,
+    _Joined,
+    _Part,
+    _require_separable,
+    divide_experts,
+)
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.ops import Kind
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
+from tests.support.beside import Line
 from tests.support.groups import outcome, run_cases
 from tests.support.mixtures import CLASSES, LoopedExperts, MixtureBlock, batch, loss_of, mixture
 
@@ -70,6 +81,63 @@ def test_processes_give_what_one_gives(processes: LocalProcesses, ranks: int, ca
         parts = MICROBATCHES * case.sizes.get("dp", 1)
         require_same(case, by_rank, plain(mixture(lone=case.lone), loss_of, batch(), parts, clip=1.0))
         assert all(case.zero or result.gradients for result in by_rank), case
+
+
+class Beside(ExpertExchange):
+    """The exchange of a thread with those that have the other experts.
+
+    Attributes:
+        counted: tokens that came to each expert of this thread.
+    """
+
+    def __init__(self, line: Line, rank: int) -> None:
+        self._line, self._rank = line, rank
+        self.step = SimpleNamespace(op=lambda: SimpleNamespace(kind=Kind.F, microbatch=0))
+        self.counted: list[int] = []
+
+    @property
+    def size(self) -> int:
+        return self._line.size
+
+    def count(self, name: str, tokens: Tensor) -> None:
+        self.counted = tokens.tolist()
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        got = [parts[self._rank] for parts in self._line.swap(self._rank, values.detach().split(sent))]
+        assert [len(rows) for rows in got] == received
+        return torch.cat(got)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lone", [False, True], ids=["all experts", "two experts alone"])
+def test_each_token_is_computed_by_its_experts_wherever_they_are(size: int, lone: bool):
+    """Outputs and gradients are those of whole stacks, also where some processes' experts get no tokens."""
+    torch.manual_seed(0)
+    whole, line, each = LoopedExperts(), Line(size), 4 // size
+    scores = torch.randn(13, 4) + 100.0 * lone * torch.arange(4)
+    (weights, index), rows = scores.softmax(-1).topk(2), torch.randn(13, 8)
+    given = rows.requires_grad_(), index, weights.detach().requires_grad_()
+    expected = whole(*given)
+    wanted = torch.autograd.grad(expected.sin().sum(), (given[0], given[2], *whole.parameters()))
+
+    def computed(rank: int) -> tuple[Tensor, tuple[Tensor, ...], list[int]]:
+        exchange, own = Beside(line, rank), LoopedExperts(each)
+        own.num_experts = 4
+        for share, stack in zip(own.parameters(), whole.parameters(), strict=True):
+            share.data = stack.detach()[rank * each :][:each]
+        exchange.prepare(["the forward of a", "the backward of a"], each)
+        experts = DividedExperts("a", own, exchange, None, lambda share: share, None)
+        mine = [x.detach().tensor_split(size)[rank] for x in given]
+        mine = [x.requires_grad_(x.is_floating_point()) for x in mine]
+        out = experts(*mine)
+        grads = torch.autograd.grad(out.sin().sum(), (mine[0], mine[2], *own.parameters()))
+        return out, grads, exchange.counted
+
+    outs, grads, counted = zip(*line.run(computed), strict=True)
+    torch.testing.assert_close(torch.cat(outs), expected)
+    for parts, gradient in zip(zip(*grads, strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.cat(parts), gradient)
+    assert [n for each in counted for n in each] == torch.bincount(index.flatten(), minlength=4).tolist()
 
 
 COUNTED = [
@@ -178,44 +246,70 @@ class Tempered(LoopedExperts):
         self.temperature = nn.Parameter(torch.ones(1))
 
 
-OWN: dict[str, Callable[[], LoopedExperts]] = {
-    "a buffer": Scaled,
-    "a capacity": Limited,
-    "a capacity of 20 tokens": partial(Limited, 20),
-    "a capacity behind zeros": Closed,
-    "a capacity in training": Training,
-    "a pair": Paired,
-    "a temperature": Tempered,
-}
+def hooked() -> LoopedExperts:
+    experts = LoopedExperts()
+    experts.register_forward_hook(lambda *_: None)
+    return experts
+
+
+OTHERS = r"1.experts gives other values{} if its experts are divided"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Scaled, OTHERS.format("")),
+        (Limited, OTHERS.format("")),
+        (partial(Limited, 20), OTHERS.format("")),
+        (Closed, OTHERS.format("")),
+        (Training, OTHERS.format(" in training")),
+        (Paired, "1.experts returns a tuple"),
+        (
+            partial(LoopedExperts, 3),
+            "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",
+        ),
+        (hooked, "has a hook, which would see one process's share"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_by_name(make: Callable[[], LoopedExperts], message: str):
+    """And are left as they were."""
+    torch.manual_seed(0)
+    experts = make()
+    before = {name: value.clone() for name, value in experts.state_dict().items()}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        divide_experts(
+            [("1", nn.ModuleDict({"experts": experts}))], None, SimpleNamespace(size=2), None, lambda p: p
+        )
+    assert all(torch.equal(value, before[name]) for name, value in experts.state_dict().items())
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_experts_whose_outputs_add_up_may_be_divided(parts: int):
+    _require_separable("1.experts", LoopedExperts(), parts)
+
+
 WRONG = {
-    "a buffer": "1.experts gives other values if its experts are divided",
-    "a capacity": "1.experts gives other values if its experts are divided",
-    "a capacity of 20 tokens": "1.experts gives other values if its experts are divided",
-    "a capacity behind zeros": "1.experts gives other values if its experts are divided",
-    "a capacity in training": "1.experts gives other values in training if its experts are divided",
-    "a pair": "1.experts returns a tuple",
+    "a capacity": OTHERS.format(""),
     "a temperature": "1.experts has num_experts, but other parameters or another forward",
-    "three experts": "has 3 experts, which do not divide over ep = 2; take an ep that divides 3",
     "no experts": "no layer has a module with stacks of them",
-    "a hook": "has a hook, which would see one process's share",
     "another order": "differ between the processes that divide them",
 }
 
 
 def refused(rank: int, wrong: str) -> str:
-    net = mixture(experts=3 if wrong == "three experts" else 4)
-    if wrong == "no experts":
-        net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES))
-    if wrong in OWN:
-        for block in net[1:-1]:
-            block.experts = OWN[wrong]()
-    experts = net[1].experts if wrong != "no experts" else nn.Identity()
-    if wrong == "a hook":
-        experts.register_forward_hook(lambda *_: None)
-    if wrong == "another order" and rank == 1:
-        with torch.no_grad():
-            for stack in experts.parameters():
-                stack.copy_(stack.flip(0).clone())
+    net = mixture()
+    match wrong:
+        case "a capacity":
+            net[1].experts = Limited()
+        case "a temperature":
+            for block in net[1:-1]:
+                block.experts = Tempered()
+        case "no experts":
+            net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES))
+        case "another order" if rank == 1:
+            with torch.no_grad():
+                for stack in net[1].experts.parameters():
+                    stack.copy_(stack.flip(0).clone())
     try:
         Pipeline(net, loss_of, microbatches=2, mesh=MeshShape(dp=2, ep=2), timeout=60).close()
     except ConfigError as error:

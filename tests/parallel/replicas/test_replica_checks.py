@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 import torch
 
-from penstock.base.errors import ConfigError, PeerError, PenstockError
+from penstock.base.errors import ConfigError, PeerError
 from penstock.parallel.replicas.replica_checks import (
     StepReport,
     exchange_reports,
@@ -17,35 +15,25 @@ from penstock.parallel.replicas.replica_checks import (
     require_equal_models,
     require_same_step,
 )
+from tests.support.beside import Line
 
 
 class Reducer:
-    """The exchange of numbers, over memory that two threads share."""
+    """The exchange of numbers between two replicas."""
 
-    def __init__(self, rank: int, rows: list, barrier: Barrier) -> None:
-        self.rank, self.size = rank, 2
-        self._rows, self._barrier = rows, barrier
+    def __init__(self, line: Line, rank: int) -> None:
+        self.rank, self.size = rank, line.size
+        self._line = line
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
-        self._rows[self.rank] = numbers
-        self._barrier.wait(60)
-        every = [*self._rows]
-        self._barrier.wait(60)
+        every = self._line.swap(self.rank, numbers)
         return lambda: every
 
 
 def on_both(call: Callable[[Reducer], object]) -> list[object]:
     """Return what a call returns on each replica, or the error that it raises."""
-    rows, barrier = [None, None], Barrier(2)
-
-    def run(rank: int) -> object:
-        try:
-            return call(Reducer(rank, rows, barrier))
-        except PenstockError as error:
-            return error
-
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))
+    line = Line(2)
+    return line.run(lambda rank: call(Reducer(line, rank)))
 
 
 ONE = [("a", torch.zeros(2, 3)), ("b", torch.ones(4))]
