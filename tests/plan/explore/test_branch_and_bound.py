@@ -134,18 +134,20 @@ def test_schedules_with_one_order_are_one_plan():
     assert shown == [["zb-h1"], ["zb-h1"], ["zb-h1", "1f1b"]]
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 4])
 def test_a_step_takes_at_least_the_ranks_work_and_the_wait_for_the_first_op(pp: int):
-    given = {"pp": pp, "dp": 2 // pp, "recompute": "none", "schedule": "gpipe"}
+    given = {"pp": pp, "dp": 4 // pp, "recompute": "none", "schedule": "gpipe"}
     space = make_space(
-        medium(4), read_cluster("h100*2"), sequence=512, batch=4, fixed=given, schedules=None, devices=None
+        medium(4), read_cluster("h100*4"), sequence=512, batch=8, fixed=given, schedules=None, devices=None
     )
     for point in space.points():
         times = layer_times(space.profile, space.cluster, point.layout, space.sequence)
         backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
         work = point.microbatches * float((times.forward + backward).sum()) / pp
-        # One of two ranks waits for the embedding of the first microbatch, at least.
-        wait = float(times.forward[: times.table.roles.index("block")].sum()) / 2 if pp == 2 else 0.0
+        # A rank waits for the stages before its own: the embedding, at least, and then a block of each.
+        front = times.table.roles.index("block")
+        embedding, block = float(times.forward[:front].sum()), float(times.forward[front])
+        wait = sum(embedding + (rank - 1) * block for rank in range(1, pp)) / pp
         least = least_seconds(space, point, times)
         assert least == pytest.approx(work + wait, rel=1e-12)
         layout = replace(point.layout, schedule="gpipe", v=1)
