@@ -205,6 +205,11 @@ def test_an_edge_holds_all_messages_that_may_be_under_way(name, ranks, capacitie
     assert {key: edge.capacity for key, edge in edges.items()} == capacities
 
 
+def test_an_edge_holds_as_many_messages_of_each_value_that_skips_stages():
+    program = replace(lower(build_schedule("interleaved-1f1b", 2, 8)), skips=((0, 3),))
+    assert {key: edge.capacity for key, edge in program.edges.items()} == {(0, 1): 10, (1, 0): 10}
+
+
 def test_an_edge_of_forwards_alone_holds_the_messages_that_are_awaited():
     schedule = Schedule.from_ops("forwards", TWO, 8, [[Op(s, Kind.F, n) for n in range(8)] for s in range(2)])
     (edge,) = lower(schedule).edges.values()

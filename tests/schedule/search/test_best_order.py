@@ -238,6 +238,16 @@ def test_a_search_ends_at_the_bound():
     assert (found.ended, found.makespan) == ("proved", first.makespan)
 
 
+def test_of_orders_that_take_equally_long_the_last_is_kept():
+    """Annealing walks on from it, also where many orders take equally long."""
+    schedule = FAMILIES["1f1b"].build(3, 6)
+    problem = order_problem(schedule.placement, 6, stage_costs(schedule.placement, 1, 2, 0), "full")
+    slower = problem.schedule(problem.one_by_one(), "slower")
+    given = [("first", schedule), ("second", schedule), ("slower", slower)]
+    found = OrderSearch(problem, lambda _: given).run(60)
+    assert (found.ended, found.start) == ("proved", "second")
+
+
 def test_control_c_returns_the_best_so_far():
     problem = small_problem(PLACEMENTS["v"], 6, "split", 4)
 
