@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.parallel.fully_sharded import FullyShardedLayers
+from penstock.parallel.participant import StepFailure
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
@@ -272,6 +276,28 @@ def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
     assert all("in the step did not reach" in text for text in unreached)
     assert clipped == 4 * ["ok"]
     assert all("step 2: since the last step, the gradients were scaled by another" in t for t in by_stage)
+
+
+def abandoned(rank: int) -> tuple[list[bool], Tensor, Tensor]:
+    """Return whether each weight is sharded after a step that ends in its forwards, and outputs in it and after it."""
+    net = placed("fsdp", init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")))
+    named = [(str(n), layer) for n, layer in enumerate(net)]
+    layers = FullyShardedLayers(
+        [SimpleNamespace(index=0, module=SimpleNamespace(named_layers=lambda: named))]
+    )
+    x, error = plain.batch(0, 4)[0], ValueError("it has to fail")
+    layers.begin(None)
+    out = net(x)
+    layers.abandon(StepFailure(error, error, ran=True, told=False))
+    sharded = [isinstance(p, DTensor) for p in net.parameters()]
+    layers.begin(None)
+    return sharded, out.detach(), net(x).detach()
+
+
+def test_layers_within_layers_drop_their_weights_once_where_a_step_ends_early(processes: LocalProcesses):
+    for sharded, out, again in processes.run(2, abandoned):
+        assert all(sharded)
+        assert torch.equal(out, again)
 
 
 @pytest.mark.slow
