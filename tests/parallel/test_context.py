@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -361,6 +362,34 @@ def test_the_next_heads_keys_come_while_attention_is_computed(monkeypatch: pytes
         *["gather", "gathered"] * 2, *["gather", "attention", "gathered"] * 3, "attention",
         *["backward", "sum"] * 4, *["summed"] * 4,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("least", "groups"), [(768, 4), (769, 2), (1536, 2), (1537, 1)])
+def test_heads_are_divided_as_far_as_each_group_is_worth_a_message(
+    monkeypatch: pytest.MonkeyPatch, least: int, groups: int
+):
+    """Keys and values of both parts are 2 x 4 heads x 12 tokens x 8 numbers of 4 bytes: 3072."""
+    monkeypatch.setattr(context, "_LEAST", least)
+    exchange = Recorded()
+    query, key, value = torch.zeros(2, 8, 6, 4), torch.zeros(2, 4, 6, 4), torch.zeros(2, 4, 6, 4)
+    attention = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    context.Division(SequencePart(0, 2), exchange).attend(query, key, value, None, attention, -3)
+    assert exchange.told.count("gather") == 1 + groups  # the first one is of the place
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_a_layer_may_ask_for_all_tokens_and_their_gradients_add_up(dim: int):
+    whole = torch.randn(8, 8, 8)
+
+    def asked(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        own = part.cut(whole, dim).requires_grad_()
+        out = context.Division(part, exchange).whole(own, dim)
+        (gradient,) = torch.autograd.grad((out * whole * (part.index + 1)).sum(), own)
+        torch.testing.assert_close(gradient, part.cut(3 * whole, dim))  # of both parts
+        return out
+
+    for out in on_parts(2, asked):
+        assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])

@@ -227,6 +227,24 @@ def test_layers_that_mix_tokens_are_refused_by_name(
         assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
 
 
+class Rounds(nn.Module):
+    """Lets tokens change each other by no more than another order of sums does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-6 * x.mean(1, keepdim=True)
+
+
+def test_what_rounding_explains_is_taken():
+    def first_call(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        layer = Rounds()
+        divide_samples([("2", layer)], part, exchange)
+        out: Tensor = layer(part.cut(hidden()))
+        return out
+
+    out = torch.stack(on_parts(2, first_call))
+    torch.testing.assert_close(SequencePart(0, 2).join(out, 1), hidden(), rtol=0, atol=1e-5)
+
+
 def mixing(rank: int, make: Callable[[], nn.Module]) -> str:
     return outcome(first_loss, model(make()), flat)
 
@@ -525,6 +543,27 @@ def test_tables_of_tokens_without_rows_are_taken(length: int):
 
     out = torch.stack(on_parts(2, computed))
     torch.testing.assert_close(SequencePart(0, 2).join(out, 1), whole(x, table, turned))
+
+
+class Adds(nn.Module):
+    """Adds numbers of all tokens to each sample."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + (table[:, None] if table.dim() == 1 else table.reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (TOKENS, WIDTH), (1, TOKENS, WIDTH), (1, 1, TOKENS, WIDTH)])
+def test_tables_of_any_shape_are_of_their_tokens(shape: tuple[int, ...]):
+    x, table = hidden(), torch.randn(shape)
+
+    def computed(part: SequencePart, exchange: SampleExchange) -> Tensor:
+        layer = Adds()
+        divide_samples([("2", layer)], part, exchange)
+        out: Tensor = layer(part.cut(x), part.cut(table, shape.index(TOKENS)))
+        return out
+
+    out = torch.stack(on_parts(2, computed))
+    assert torch.equal(SequencePart(0, 2).join(out, 1), Adds()(x, table))
 
 
 def with_tables(rank: int, length: int) -> float:
