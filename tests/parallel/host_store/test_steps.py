@@ -99,6 +99,10 @@ def test_weight_halves_add_to_sums_that_have_left_since_their_input_half(schedul
         for each in (pipe, whole):
             each.step(*plain.batch(0, 12))
         plain.require_equal_gradients(net, twin)
+        # The halves are computed where they are placed, as what they read is held until then.
+        one, other = pipe.trace(), whole.trace()
+        for rank in range(2):
+            assert one.held[one.rank == rank].tolist() == other.held[other.rank == rank].tolist()
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
