@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import penstock
 from penstock.base.errors import ConfigError, DataError, SplitError
+from penstock.huggingface.from_transformers import config_from
 from penstock.stage.layers import whole_name
 from tests.support import hf_models
 from tests.support.lanes import exhaustive
@@ -309,6 +310,15 @@ def test_a_config_does_not_choose_a_kernel_that_would_be_downloaded(tmp_path: Pa
 def test_more_blocks_than_the_weights_have_are_refused_before_they_are_made(tmp_path: Path, layers: int):
     with pytest.raises(DataError, match=rf"{layers:,}"):
         penstock.from_transformers(changed(tmp_path, num_hidden_layers=layers))
+
+
+@pytest.mark.parametrize(("family", "key"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_a_model_has_ten_thousand_blocks_at_most(family: str, key: str):
+    """The library makes lists of so many entries."""
+    table = hf_models.config(family).to_dict()
+    assert config_from(table | {key: 10_000}, "a config").num_hidden_layers == 10_000
+    with pytest.raises(DataError, match=rf"a config has {key} 10,001; a model has at most 10,000 blocks"):
+        config_from(table | {key: 10_001}, "a config")
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "num_attention_heads"])

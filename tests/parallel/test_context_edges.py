@@ -75,6 +75,11 @@ def unseen_weights(logits: Tensor, labels: Tensor) -> Tensor:
     return flat(logits, labels, weight=WEIGHTS)
 
 
+def unseen_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The largest loss; of equal ones, gradients are those of their mean."""
+    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").amax()
+
+
 KNOWN: dict[str, Callable[..., Tensor]] = {
     "module": Flat(ignore_index=PAD),
     "keyword": partial(flat, ignore_index=PAD),
@@ -82,7 +87,11 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
     "both": Flat(weight=WEIGHTS, ignore_index=PAD),
     "weights of a partial": partial(flat, weight=WEIGHTS),
 }
-UNSEEN: dict[str, Callable[..., Tensor]] = {"padding": unseen_padding, "weights": unseen_weights}
+UNSEEN: dict[str, Callable[..., Tensor]] = {
+    "padding": unseen_padding,
+    "weights": unseen_weights,
+    "losses": unseen_losses,
+}
 
 
 def first_loss(
@@ -234,15 +243,18 @@ class Rounds(nn.Module):
         return x + 1e-6 * x.mean(1, keepdim=True)
 
 
-def test_what_rounding_explains_is_taken():
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_what_rounding_explains_is_taken(scale: float):
+    x = hidden() * scale
+
     def first_call(part: SequencePart, exchange: SampleExchange) -> Tensor:
         layer = Rounds()
         divide_samples([("2", layer)], part, exchange)
-        out: Tensor = layer(part.cut(hidden()))
+        out: Tensor = layer(part.cut(x))
         return out
 
     out = torch.stack(on_parts(2, first_call))
-    torch.testing.assert_close(SequencePart(0, 2).join(out, 1), hidden(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(SequencePart(0, 2).join(out, 1), x, rtol=0, atol=1e-5 * scale)
 
 
 def mixing(rank: int, make: Callable[[], nn.Module]) -> str:
@@ -300,6 +312,26 @@ def test_what_a_loss_counts_unseen_is_found_at_the_first_loss(loss: Callable[...
     """Also with a head of zeros, whose tokens all have the same loss."""
     x, y = padded()
     assert all(ODD in told for told in told_of(loss, model(zero=zero)(x), y))
+
+
+def test_a_loss_is_compared_with_padding_that_the_first_batch_has_none_of():
+    x, y = batch()
+    assert all(ODD in told for told in told_of(unseen_padding, model()(x), y.clamp(min=1)))
+
+
+def test_a_loss_of_one_sample_is_compared_again_with_several():
+    x, y = batch()
+    y[1::2, 12:] = -100
+    logits = model()(x)
+
+    def twice(part: SequencePart, exchange: SampleExchange) -> list[str]:
+        divided = DividedLoss(mean_of_samples, part, exchange, counted_by(mean_of_samples, -100))
+        given = ((part.cut(logits[:rows]), part.cut(y[:rows])) for rows in (1, ROWS))
+        return [outcome(divided, *each) for each in given]
+
+    for alone, several in on_parts(2, twice):
+        assert alone == "ok"
+        assert ODD in several
 
 
 @pytest.mark.parametrize("loss", MIXED)
