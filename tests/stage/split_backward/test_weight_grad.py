@@ -354,6 +354,17 @@ def test_parameters_have_their_own_class_again_and_threads_do_not_disturb_each_o
     assert {type(p) for p in parameters} == {nn.Parameter}
 
 
+class Own(nn.Parameter):
+    """A parameter of another class, as DTensors are."""
+
+
+def test_a_weight_of_another_class_is_deferred_and_keeps_its_class():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    net[0].weight = Own(randn(16, 16))
+    assert halves(net, [randn(4, 16) for _ in range(3)], contextlib.nullcontext, [*net.parameters()]) == 2
+    assert [type(p) for p in net.parameters()] == [Own, nn.Parameter, nn.Parameter, nn.Parameter]
+
+
 def kept_in_float32(net: nn.Module) -> nn.Module:
     """Weights in bfloat16, gradients in float32."""
     for parameter in net.bfloat16().parameters():
