@@ -383,3 +383,15 @@ def test_generators_of_a_gpu_that_is_first_used_meanwhile_have_drawn_only_if_the
     assert advanced((b"cpu",), (b"cpu", (17, 0), (17, 4)))
     assert advanced((b"cpu", (17, 4)), (b"cpu", (17, 8)))
     assert advanced((b"cpu",), (b"other",))
+
+
+def test_a_layer_draws_nothing_only_once_it_has_run_in_the_step():
+    """Between steps it may get other settings."""
+    random, plain, drops = RandomState(0), nn.Linear(4, 4), nn.Dropout(0.5)
+    x = torch.ones(2, 4)
+    for step in (1, 2):
+        for name, layer in (("plain", plain), ("drops", drops)):
+            assert not random.is_rng_free(layer, step)
+            random.run(name, layer, step, 0, lambda layer=layer: layer(x))
+        assert random.is_rng_free(plain, step)
+        assert not random.is_rng_free(drops, step)
