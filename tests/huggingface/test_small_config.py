@@ -37,6 +37,15 @@ def test_heads_of_mamba_2_divide_its_expanded_state(expand: int):
     assert small.num_heads * small.head_dim == expand * small.hidden_size
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl_text", "qwen3_vl_text"])
+def test_positions_in_images_divide_half_of_a_head(kind: str):
+    small = small_config(CONFIG_MAPPING[kind]())
+    section = small.rope_parameters["mrope_section"]
+    assert len(section) == 3
+    assert min(section) > 0
+    assert sum(section) == small.hidden_size // small.num_attention_heads // 2
+
+
 def test_the_rotated_part_of_a_latent_head_and_its_keys_stay_in_step():
     large = CONFIG_MAPPING["deepseek_v3"]()
     small = small_config(large)

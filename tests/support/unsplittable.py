@@ -37,6 +37,11 @@ class HandsItselfOn(InARow):
         return self.head(self.blocks(x))
 
 
+class CalledByKeyword(InARow):
+    def forward(self, x):
+        return self.head(self.blocks(input=self.embedding(x)))
+
+
 class ReturnsEarly(Parts):
     def forward(self, x):
         x = self.embedding(x)
@@ -423,6 +428,7 @@ class UnknownRounds(Parts):
 REFUSED = {
     SetsAttributeInMethod: r"sets self\.kept",
     HandsItselfOn: r"hands on the model itself",
+    CalledByKeyword: r"no loop over modules",
     ReturnsEarly: r"a return leaves its loop",
     ReadsBlocksAfterwards: r"uses self\.blocks as a whole",
     ReadsAnAttributeLater: r"an attribute or a method of self\.router",
