@@ -34,6 +34,7 @@ from penstock.schedule.ops import Kind
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.beside import Line
 from tests.support.groups import outcome, run_cases
+from tests.support.lanes import slow
 from tests.support.mixtures import CLASSES, LoopedExperts, MixtureBlock, batch, loss_of, mixture
 
 
@@ -55,12 +56,11 @@ def divided(rank: int, case: Case) -> Result:
         return trained(pipe, optimizer, batch())
 
 
+FEW = [Case({"dp": 2, "ep": 2}), Case({"tp": 2, "ep": 2})]
 TWO = [
-    Case({"dp": 2, "ep": 2}),
     Case({"dp": 2, "ep": 2}, zero=True),
     Case({"dp": 2, "ep": 2}, lone=True),
     Case({"dp": 2, "ep": 2}, schedule="zb-h1", recompute="full"),
-    Case({"tp": 2, "ep": 2}),
 ]
 FOUR = [
     Case({"pp": 2, "dp": 2, "ep": 2}),
@@ -73,8 +73,7 @@ FOUR = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), *slow((2, TWO), (4, FOUR))])
 def test_processes_give_what_one_gives(processes: LocalProcesses, ranks: int, cases: list[Case]):
     results = run_cases(processes, ranks, divided, [(case,) for case in cases])
     for case, by_rank in zip(cases, results, strict=True):
@@ -172,10 +171,12 @@ def chosen(lone: bool) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.slow
-def test_tokens_of_experts_are_counted_once_and_over_all_processes(processes: LocalProcesses):
-    results = run_cases(processes, 2, counted, [(case,) for case in COUNTED])
-    for case, by_rank in zip(COUNTED, results, strict=True):
+@pytest.mark.parametrize("cases", [COUNTED[:1], *slow(COUNTED[1:])], ids=["one", "others"])
+def test_tokens_of_experts_are_counted_once_and_over_all_processes(
+    processes: LocalProcesses, cases: list[Case]
+):
+    results = run_cases(processes, 2, counted, [(case,) for case in cases])
+    for case, by_rank in zip(cases, results, strict=True):
         expected = chosen(case.lone)
         for before, load in by_rank:
             assert before is None

@@ -216,6 +216,12 @@ def test_an_edge_of_forwards_alone_holds_the_messages_that_are_awaited():
     assert edge.capacity == edge.slots == 1 + JITTER_SLOTS
 
 
+def test_an_edge_where_nothing_is_ahead_has_its_slots():
+    ops = [[Op(s, kind, n) for n in range(8) for kind in (Kind.F, Kind.B)] for s in range(2)]
+    edges = lower(Schedule.from_ops("one by one", TWO, 8, ops)).edges
+    assert {(edge.capacity, edge.slots) for edge in edges.values()} == {(1 + JITTER_SLOTS,) * 2}
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_every_skip_is_given_once_and_taken_once_and_fits_its_edge(name):
     schedule = build_schedule(name, 4, 8)
