@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -146,15 +147,16 @@ COUNTED = [
 ]
 
 
-def counted(rank: int, case: Case) -> tuple[ExpertLoad | None, ExpertLoad | None]:
+def counted(rank: int, case: Case) -> tuple[ExpertLoad | None, ExpertLoad | None, float]:
+    """Return the load before all steps and of the last of two, and the seconds of both."""
     with Pipeline(
         mixture(lone=case.lone), loss_of, microbatches=MICROBATCHES, mesh=MeshShape(**case.sizes), timeout=120,
         schedule=case.schedule, recompute=case.recompute,
     ) as pipe:  # fmt: skip
-        before = pipe.gather_expert_load()
+        before, began = pipe.gather_expert_load(), perf_counter()
         for _ in range(2):
             pipe.step(*batch())
-        return before, pipe.gather_expert_load()
+        return before, pipe.gather_expert_load(), perf_counter() - began
 
 
 def chosen(lone: bool) -> dict[str, list[int]]:
@@ -171,21 +173,22 @@ def chosen(lone: bool) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("cases", [COUNTED[:1], *slow(COUNTED[1:])], ids=["one", "others"])
+@pytest.mark.parametrize("cases", [COUNTED[:2], *slow(COUNTED[2:])], ids=["some", "others"])
 def test_tokens_of_experts_are_counted_once_and_over_all_processes(
     processes: LocalProcesses, cases: list[Case]
 ):
     results = run_cases(processes, 2, counted, [(case,) for case in cases])
     for case, by_rank in zip(cases, results, strict=True):
         expected = chosen(case.lone)
-        for before, load in by_rank:
+        for before, load, _ in by_rank:
             assert before is None
             assert load is not None
             assert load.tokens == expected, case
             halves = [[sum(t[:2]), sum(t[2:])] for t in expected.values()]
             assert load.computed == [sum(half[0] for half in halves), sum(half[1] for half in halves)]
             assert load.imbalance == pytest.approx(fmean(2 * max(half) / sum(half) for half in halves))
-            assert all(seconds > 0 for seconds in load.exchange_seconds)
+            for seconds, (*_, both_steps) in zip(load.exchange_seconds, by_rank, strict=True):
+                assert 0 < seconds < both_steps
         assert by_rank[0][1] == by_rank[1][1]
 
 
