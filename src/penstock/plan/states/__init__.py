@@ -1,6 +1,6 @@
 """Where a layout keeps weights, gradients and the optimizer's state, and what that takes of devices, hosts and time.
 
-    states.py      what a plan asks, and what both answers share
+    states.py      questions of a plan, and what both answers share
     on_devices.py  on the devices, whole or divided over replicas
     in_store.py    in host memory or on disk, while no op needs them
 

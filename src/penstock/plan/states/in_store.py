@@ -87,7 +87,7 @@ class InStore(States):
         return shared / self._ranks_of_host(cluster)
 
     def store_room(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> StoreRoom:
-        """Return the bytes in a store, of which the process of each rank has its own."""
+        """Return the bytes in a store; the process of each rank has its own."""
         counts = rank_parameters(costs, schedule.placement)
         moving = self.moving_weights(costs)
         weights = np.array([moving[list(stages)].sum() for stages in schedule.placement.stages_of])

@@ -1,4 +1,4 @@
-"""What a plan asks of the place where a layout keeps weights, gradients and the optimizer's state."""
+"""Questions of a plan to the place where a layout keeps weights, gradients and the optimizer's state."""
 
 from __future__ import annotations
 
