@@ -248,7 +248,8 @@ def measure(options: argparse.Namespace) -> Figures:
         )
     yield f"largest difference {max(abs(row['difference']) for row in rows):.1%}; quickest of {options.rounds} steps"
     runs = {}
-    for processes, limit in ((1, None), (1, LIMIT), (2, LIMIT)):
+    sizes: list[tuple[int, int | None]] = [(1, LIMIT), (2, LIMIT)]
+    for processes, limit in sizes if options.quick else [(1, None), *sizes]:
         with LocalProcesses(processes) as pool:  # new ones, which have no freed memory to use again
             size = f"{limit >> 20} MiB" if limit else "any size"
             runs[f"{processes} of {size}"] = pool.run(processes, limited, processes, limit, timeout=600)[0]

@@ -63,6 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     "classifier, own loss": {"kind": "classes"},
     "QLoRA, 4 bits": {"quantised": "base of width 32", "lora": True},
 }
+QUICK = ("full training", "QLoRA, 4 bits")
+"""Cases with --quick: the tests compare the others with plain trainers, too."""
 LAYOUTS = {"threads 2": (1, 2), "processes 2": (2, 2), "pp 2 x dp 2": (4, 2)}
 """Name of a layout → number of processes, and of ranks of a pipeline."""
 TIMED = ("plain", "threads 2", "processes 2")
@@ -321,6 +323,8 @@ def measure(options: argparse.Namespace) -> Figures:
         make_tokenizer(Path(tokenizer))
         yield f"{'largest difference from plain Trainer':41} {'loss':>8} {'grad norm':>10} {'weights':>8}"
         for case, changes in CASES.items():
+            if options.quick and case not in QUICK:
+                continue
             expected = run(pool, "plain", tokenizer, root / case / "plain", steps, **changes)
             for layout in LAYOUTS:
                 found = run(pool, layout, tokenizer, root / case / layout, steps, **changes)

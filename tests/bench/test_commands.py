@@ -156,14 +156,12 @@ LINES = {
     "bench.families": [r"llama +equal", r"mixtral +equal", r"rwkv +refused +RwkvForCausalLM cannot be cut: .*"],
     "bench.hf_trainer": [
         *(
-            rf"{case} +{layout} +\d\.\de-0[7-9] +(0\.0e\+00|\d\.\de-0[7-9]) +\d\.\de-0[7-9]"
-            for case in ("full training", "LoRA", "chats, assistant masks", "accumulation 2")
+            line
             for layout in ("threads 2", "processes 2", "pp 2 x dp 2")
-        ),
-        *(
-            rf"{case} +{layout}( +\d\.\de[-+]\d\d){{3}}"
-            for case in ("chats, packed", "rewards", "preferences, LoRA", "classifier, own loss", "QLoRA, 4 bits")
-            for layout in ("threads 2", "processes 2", "pp 2 x dp 2")
+            for line in (
+                rf"full training +{layout} +\d\.\de-0[7-9] +(0\.0e\+00|\d\.\de-0[7-9]) +\d\.\de-0[7-9]",
+                rf"QLoRA, 4 bits +{layout}( +\d\.\de[-+]\d\d){{3}}",
+            )
         ),
         r"stage after stage +N +1\.00", r"8 microbatches +N +N",
         r"plain +N +1.00", r"threads 2 +N +N", r"processes 2 +N +N",

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.functional import mse_loss
 from penstock import LinearCrossEntropy
 from penstock.base.errors import BatchError, ConfigError, PeerError, PenstockError, ScheduleError, StageError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
@@ -167,8 +169,31 @@ def leaves(rank: int) -> str:
         return "left" if rank == 1 else outcome(pipe.step, *plain.batch(1, 8))
 
 
+def a_replica_tells_its_failure(rank: int) -> tuple[str, list[float]]:
+    """Return what is said, and for how many seconds it was looked for processes that have ended."""
+    looked, find = [], PeerRegistry.find_failed
+
+    def found(registry: PeerRegistry, patience: float = 0.0) -> str | None:
+        looked.append(patience)
+        return find(registry, patience)
+
+    net, bomb = failing(0, 0)
+    bomb.armed = rank == 1
+    with (
+        mock.patch.object(PeerRegistry, "find_failed", found),
+        Pipeline(net, mse_loss, microbatches=4, mesh=MeshShape(1, 2), timeout=300) as pipe,
+    ):
+        return outcome(pipe.step, *plain.batch(0, 8)), looked
+
+
 def call(rank: int, function: Callable[[int], Any]) -> Any:
     return function(rank)
+
+
+def test_nobody_looks_for_an_end_of_a_replica_that_told_its_failure(processes: LocalProcesses):
+    (said, looked), _ = processes.run(2, a_replica_tells_its_failure)
+    assert said.startswith("PeerError: replica 1 failed")
+    assert not any(looked)
 
 
 def test_what_one_of_two_processes_does_is_refused_on_both_and_the_next_step_runs(processes: LocalProcesses):

@@ -108,11 +108,13 @@ class PeerError(TransportError):
 
     Attributes:
         failure: the other rank's report, for passing on; None if the connection itself broke.
+        told: whether another replica has told its failure, so that no connection broke.
     """
 
-    def __init__(self, message: str, failure: object = None) -> None:
+    def __init__(self, message: str, failure: object = None, told: bool = False) -> None:
         super().__init__(message)
         self.failure = failure
+        self.told = told
 
 
 class WaitTimeoutError(TransportError):

@@ -66,7 +66,7 @@ class LayerExchange(Participant):
     def _require_none_failed(self) -> None:
         if self._store.check([self._note()]):
             why = self._store.get(self._note()).decode()
-            raise PeerError(f"another replica failed, {self._waited_for}: {why}")
+            raise PeerError(f"another replica failed, {self._waited_for}: {why}", told=True)
 
     def start(
         self, start: Callable[[], Any], out: Tensor, group: dist.ProcessGroup, action: str

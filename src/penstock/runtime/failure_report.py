@@ -53,7 +53,8 @@ def explain_error(
         text = f"{error}{awaited} (at {where})"
         if channel is not None:
             # A connection may break a moment before its process has ended.
-            failed = channel.find_failed(1.0 if isinstance(error, PeerError) else 0.0)
+            broke = isinstance(error, PeerError) and not error.told
+            failed = channel.find_failed(1.0 if broke else 0.0)
             text += _describe_blocker(program, channel, progress, str(error), failed)
         return type(error)(text)
     row, shapes = progress[ROW], ""

@@ -145,7 +145,7 @@ class ReplicaReduction(Participant):
             )
         )
         if told := [row for row in rows if isinstance(row, str)]:
-            raise PeerError(f"another replica failed: {told[0]}")
+            raise PeerError(f"another replica failed: {told[0]}", told=True)
         require_same_number(row[-1] for row in rows)
         outcome.losses = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
         for total, parts, weights, _, flags, _ in rows:

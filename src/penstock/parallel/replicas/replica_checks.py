@@ -103,7 +103,7 @@ def raise_failure(reducer: GroupReducer, failed: Sequence[int], message: str = "
     text = b"".join(number.to_bytes(8, "little", signed=True) for number in row)
     if reducer.rank not in failed:
         raise PeerError(
-            f"replica {failed[0]} failed: {text.rstrip(chr(0).encode()).decode(errors='replace')}"
+            f"replica {failed[0]} failed: {text.rstrip(chr(0).encode()).decode(errors='replace')}", told=True
         )
 
 
