@@ -52,11 +52,11 @@ def test_an_own_schedule_is_verified_with_what_its_order_allows():
 @pytest.mark.parametrize(
     "words",
     [
-        "--dp 2 --shard optimizer",
+        # Each axis once, with the options that reach other parts of a recording.
         "--cp 2 --schedule zb-h1",
         "--ep 2 --recompute full --autocast bf16",
-        "--tp 2 --dp 2 -p 1",
         "--dp 2 --shard weights --tp 2 -p 1",
+        *exhaustive("--dp 2 --shard optimizer", "--tp 2 --dp 2 -p 1"),
         *exhaustive("--ep 2 --schedule zb-v", "--dp 2 --shard gradients"),
         *exhaustive("--dp 2 --cp 2 -p 1", "--dp 2 --autocast bf16", "--tp 2", "--cp 2 --recompute full"),
     ],

@@ -65,10 +65,10 @@ def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 ALL_QLORA = [command for command in COMMANDS if command.endswith("qlora.py")]
-FIRST, *OTHERS = [command for command in COMMANDS if command.endswith(" tune.py")]
+TUNE = [command for command in COMMANDS if command.endswith(" tune.py")]
 
 
-@pytest.mark.parametrize("command", [*ALL_QLORA[:1], FIRST, *exhaustive(*ALL_QLORA[1:], *OTHERS)])
+@pytest.mark.parametrize("command", [*ALL_QLORA[:1], *exhaustive(*ALL_QLORA[1:], *TUNE)])
 def test_the_script_runs_as_printed(tmp_path: Path, command: str):
     small_model(tmp_path)
     launcher, *words = command.split()

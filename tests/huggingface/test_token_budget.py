@@ -110,8 +110,7 @@ def test_it_trains_as_trainer_does(
     assert min(numbers) >= 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [*slow(True), *exhaustive(False)])
 def test_processes_and_replicas_train_as_trainer_does(tmp_path: Path, processes: LocalProcesses, own: bool):
     job = partial(make, own=own)
     plain = hf_trainer.run(0, job, tmp_path / "plain", None, {})

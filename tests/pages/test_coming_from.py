@@ -19,6 +19,7 @@ from penstock.base.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.config import Config, from_mapping
 from tests.support.documentation import DOCS
+from tests.support.lanes import exhaustive
 from tests.support.page import Reader, require_options
 
 PAGES = {
@@ -28,8 +29,9 @@ PAGES = {
 """Pages, each with the least number of our names in its tables."""
 
 
+# The first has programs of both sides, torch's and ours, and accelerate.md those of a trainer.
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*list(PAGES)[:2], *exhaustive(*list(PAGES)[2:])])
 def test_programs_and_commands_of_a_page_run_and_both_programs_print_the_same_losses(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

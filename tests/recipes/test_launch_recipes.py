@@ -145,6 +145,7 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the pod of a TrainJob starts torchrun as well
 def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     task = skypilot()
     port = free_port()

@@ -103,6 +103,7 @@ def test_eight_processes_have_the_curve_of_one(tmp_path: Path, reference):
     assert_like(reference, tmp_path / "runs" / "tiny")
 
 
+@pytest.mark.exhaustive  # tests/train/test_torchrun.py starts runs by it, too
 def test_two_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
     (tmp_path / "run.toml").write_text(config_file.dump(on_a_mesh(tmp_path)))
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "penstock", "train"]

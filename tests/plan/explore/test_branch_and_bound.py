@@ -36,8 +36,8 @@ def found(small: SmallSpace, top: int = 3) -> SearchResult:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "least_part"),
-    [*((seed, None) for seed in range(6)), *((seed, 32) for seed in (0, 2)),
-     *exhaustive(*((seed, None) for seed in range(6, 20)), *((seed, 32) for seed in (6, 7, 10)))],
+    [*((seed, None) for seed in range(3)), (0, 32),
+     *exhaustive(*((seed, None) for seed in range(3, 20)), *((seed, 32) for seed in (2, 6, 7, 10)))],
 )  # fmt: skip
 def test_no_layout_of_a_small_space_is_quicker(
     seed: int, least_part: int | None, monkeypatch: pytest.MonkeyPatch
