@@ -21,7 +21,7 @@ LAYOUTS = st.builds(
     pp=DEGREE, dp=DEGREE, tp=DEGREE, ep=DEGREE, microbatch=DEGREE, imbalance=st.floats(1, 10),
     v=st.none() | DEGREE,
     schedule=st.sampled_from(["1f1b", "zb-v", "my schedule.csv"]),
-    recompute=st.sampled_from(["none", "selective", "full"]) | st.integers(1, 9),
+    recompute=st.sampled_from(["none", "selective", "full", "moe_act", "layernorm+mla_up_proj"]) | st.integers(1, 9),
     sequence_parallel=st.booleans(), overlap=st.none() | st.booleans(),
     split=st.sampled_from(["even", "cost"]) | st.lists(DEGREE, min_size=1, max_size=4).map(tuple),
     attention=st.sampled_from([None, "fused", "unfused"]), dtype=st.sampled_from([None, "bf16", "fp8", "fp32"]),
@@ -49,6 +49,26 @@ def test_keys_have_defaults_and_other_names():
     assert Layout.parse("overlap=FALSE,recompute=full") == Layout(overlap=False, recompute="full")
     assert Layout(tp=2, sequence_parallel=True).sequence_parallel
     assert not Layout(sequence_parallel=True).sequence_parallel
+
+
+def test_modules_of_recompute_have_one_order_and_selective_is_one():
+    """Megatron-LM's option has blanks between modules, and core_attn alone is its default."""
+    for text in ("moe_act+mla_up_proj", "mla_up_proj moe_act", " mla_up_proj + moe_act+moe_act"):
+        layout = Layout.parse(f"pp=2,recompute={text}")
+        assert (layout.recompute, layout.modules) == ("mla_up_proj+moe_act", ("mla_up_proj", "moe_act"))
+        assert layout == Layout(pp=2, recompute="mla_up_proj+moe_act")
+        assert layout.recomputes_all
+        assert layout.recomputes_parts
+    assert Layout(recompute="core_attn") == Layout(recompute="selective")
+    assert Layout(recompute="selective+moe_act").modules == ("core_attn", "moe_act")
+    for recompute, every, parts in (
+        ("none", False, False),
+        ("selective", True, True),
+        ("full", True, False),
+        (2, False, False),
+    ):
+        layout = Layout(recompute=recompute)
+        assert (layout.recomputes_all, layout.recomputes_parts, layout.modules) == (every, parts, ())
 
 
 @pytest.mark.parametrize(
@@ -79,6 +99,14 @@ def test_keys_have_defaults_and_other_names():
         ("sharding-strategy=weights", "did you mean 'shard=weights'?"),
         ("recompute=ful", r"recompute must be none, selective, full or a number .* got 'ful' \(did you mean 'full'"),
         ("recompute=0", "recompute must be .* got 0"),
+        ("recompute=layernorm+moe_atc", r"or modules, as in layernorm\+moe_act, of .* got 'layernorm\+moe_atc' "
+         r"\(did you mean 'moe_act'"),
+        ("recompute=moe_act+full", r"got 'moe_act\+full'$"),
+        ("recompute=", "recompute must be .* got ''"),
+        ("recompute=+", "recompute must be .* got '\\+'"),
+        ("recompute=moe+moe_act+shared_experts", "moe computes all of the experts again; leave out moe_act and sha"),
+        ("recompute_modules=moe_act", "did you mean 'recompute=moe_act'?"),
+        ("recompute-granularity=selective", "did you mean 'recompute=selective'?"),
         ("recompute=" + "9" * 5_000, "recompute must be"),
         ("split=evn", r"split must be even, cost or .* got 'evn' \(did you mean 'even'"),
         ("split=2+-1", r"split must be .* got \(2, -1\)"),

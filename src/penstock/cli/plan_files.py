@@ -95,7 +95,9 @@ def run_tables(
     if layout.optimizer == "muon":
         config.setdefault("optim", {})["matrices"] = "Muon"
     runtime = config.setdefault("runtime", {})
-    runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
+    # All of a block keeps less than its modules, so the run fits where they do.
+    whole = "full" if layout.modules else layout.recompute
+    runtime["recompute"] = "none" if layout.recompute == "selective" else whole
     runtime["precision"] = _PRECISION[plan.dtype]
     return config
 
@@ -146,6 +148,11 @@ def differences(layout: Layout) -> list[str]:
     if layout.recompute == "selective":
         sentences.append(
             "recompute=selective: attention of the run never stores its scores, so there are none to recompute."
+        )
+    if layout.modules:
+        sentences.append(
+            f"recompute={layout.recompute}: the run recomputes whole blocks (full), so it needs no more memory than "
+            "predicted, and is slower."
         )
     if layout.attention == "unfused":
         sentences.append(

@@ -10,10 +10,13 @@ from typing import Any
 
 from penstock.base.counts import is_count, require_count
 from penstock.base.errors import ConfigError, ScheduleError, nearest
+from penstock.profile.selective import MODULES
 from penstock.schedule.residency import Shard, Sharding, Store
 
 Recompute = str | int
-"""``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
+"""``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), k (every k-th block of a stage), or modules
+of every block with ``+`` between, as in ``"layernorm+moe_act"``: see `penstock.profile.selective`."""
+_RECOMPUTES = ("none", "selective", "full")
 
 # Negative numbers, too, so that the error says that they are too small.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
@@ -34,7 +37,8 @@ OTHER_NAMES = {
     "overlap": "overlap_grad_reduce overlap_reduce",
     "pp": "num_stages pipeline pipeline_model_parallel_size pipeline_parallel pp_degree pp_size stages",
     "recompute": "activation_checkpoint activation_checkpointing activation_recompute checkpointing "
-    "gradient_checkpointing recomputation remat",
+    "gradient_checkpointing recomputation recompute_granularity recompute_modules remat",
+    "recompute=selective": "recompute_activations",
     "schedule": "order pipeline_schedule schedule_name",
     "shard": "sharding sharding_strategy zero_stage",
     "shard=gradients": "shard_grad_op zero2 zero_2 zero=2",
@@ -148,13 +152,9 @@ class Layout:
             raise ConfigError(
                 f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
             )
-        if not is_count(self.recompute):
-            _one_of(
-                "recompute",
-                self.recompute,
-                ("none", "selective", "full"),
-                "a number k from 1: every k-th block",
-            )
+        if self.recompute not in _RECOMPUTES and not is_count(self.recompute):
+            # Layouts that run alike are equal, so modules have one order.
+            object.__setattr__(self, "recompute", _modules_text(self.recompute))
         _one_of("optimizer", self.optimizer, ("adamw", "muon"))
         if self.attention is not None:
             _one_of("attention", self.attention, ("fused", "unfused"))
@@ -177,6 +177,23 @@ class Layout:
     def replicas(self) -> int:
         """Number of devices with the same parameters, whose gradients are summed: dp * cp."""
         return self.dp * self.cp
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules of every block that are computed again, if they are chosen by name."""
+        if isinstance(self.recompute, int) or self.recompute in _RECOMPUTES:
+            return ()
+        return tuple(self.recompute.split("+"))
+
+    @property
+    def recomputes_all(self) -> bool:
+        """True if every block is computed again, all of it or parts."""
+        return isinstance(self.recompute, str) and self.recompute != "none"
+
+    @property
+    def recomputes_parts(self) -> bool:
+        """True if parts of every block are computed again: the scores of attention, or modules."""
+        return self.recompute == "selective" or bool(self.modules)
 
     @property
     def expert_replicas(self) -> int:
@@ -286,6 +303,24 @@ def _value(key: str, text: str) -> Any:
         except ValueError:
             return text
     raise ConfigError(f"layout: {key} must be a whole number, got {text!r}")
+
+
+def _modules_text(value: object) -> str:
+    """Return modules of recompute in their order, from text with + between, or with blanks as in Megatron-LM's options."""
+    names = set(value.replace("+", " ").split()) if isinstance(value, str) else set()
+    names = {"core_attn" if name == "selective" else name for name in names}
+    wrong = sorted(names - {*MODULES})
+    if wrong or not names:
+        near = nearest(wrong[0], [*_RECOMPUTES, *MODULES]) if wrong and wrong[0] not in _RECOMPUTES else ""
+        raise ConfigError(
+            "layout: recompute must be none, selective, full or a number k from 1: every k-th block; or modules, as in "
+            f"layernorm+moe_act, of {', '.join(MODULES)}; got {value!r}{near}"
+        )
+    if "moe" in names and (within := names & {"moe_act", "shared_experts"}):
+        raise ConfigError(
+            f"layout: recompute=moe computes all of the experts again; leave out {' and '.join(sorted(within))}"
+        )
+    return "selective" if names == {"core_attn"} else "+".join(name for name in MODULES if name in names)
 
 
 def _one_of(key: str, value: object, allowed: tuple[str, ...], others: str = "") -> None:

@@ -89,6 +89,7 @@ def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) 
         ep=layout.ep,
         imbalance=layout.imbalance,
         cp=layout.cp,
+        modules=layout.modules,
         chunked_loss=layout.chunked_loss,
     )
 
@@ -161,7 +162,7 @@ def _times_on(cluster: Cluster, table: LayerTable, layout: Layout, dtype: str) -
         return np.where(given > 0, seconds(works), default)
 
     forward, input_grad, weight_grad = seconds("forward"), seconds("input_grad"), seconds("weight_grad")
-    selective = layout.recompute == "selective"
+    selective = layout.recomputes_parts
     return LayerTimes(
         table=table,
         forward=forward,
@@ -169,7 +170,7 @@ def _times_on(cluster: Cluster, table: LayerTable, layout: Layout, dtype: str) -
         weight_grad=weight_grad,
         backward=other("backward", input_grad + weight_grad),
         again=seconds("selective") if selective else other("again", forward),
-        repeats=column("attention_flops") if selective else column("model_flops"),
+        repeats=column("selective_flops") if selective else column("model_flops"),
         saved=column("saved_bytes"),
         kept=column("selective_bytes") if selective else column("input_bytes"),
         waiting=column("waiting_bytes"),
@@ -318,7 +319,7 @@ def stage_costs(
         }
         times = replace(times, **seconds)
     again = np.zeros(len(times.forward), np.bool_)
-    if layout.recompute in ("full", "selective"):
+    if layout.recomputes_all:
         again[:] = times.recomputes
     elif isinstance(layout.recompute, int):
         for start, stop in pairwise(starts):
@@ -372,7 +373,7 @@ def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout:
     """Return 1 for the layers that begin a segment of their stage: recomputed layers, and kept ones after them."""
     begins = np.zeros(len(again))
     begins[list(starts[:-1])] = 1.0
-    if layout.recompute != "selective":
+    if not layout.recomputes_parts:
         begins[again] = 1.0
         begins[1:][again[:-1]] = 1.0
     return begins
@@ -444,7 +445,7 @@ def _balanced(
     No other numbers of equal blocks have a busiest rank with less work: with fewer blocks on this one, another rank has more
     than here, and each would then be busy for as long. First, ranks with more blocks than they may have give these away.
     """
-    repeats = layout.recompute in ("full", "selective")
+    repeats = layout.recomputes_all
     roles = times.table.roles
     first, last = roles.index("block"), len(roles) - 1 - roles[::-1].index("block")
     groups = times.of_groups or (times,)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
@@ -64,6 +64,7 @@ class Workload:
     ep: int = 1  # devices that divide the experts
     imbalance: float = 1.0  # rows of experts on the fullest of them, over the mean
     cp: int = 1  # devices that divide the tokens of each sample
+    modules: tuple[str, ...] = ()  # of every block that are computed again; see `penstock.profile.selective`
     chunked_loss: bool = (
         False  # the loss goes through the logits in chunks, and computes their gradients at once
     )
@@ -128,13 +129,13 @@ def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
     value = load.tokens * shape.hidden * e
     shard = value / (t if load.sequence_parallel else 1)
     lookups = DeviceWork("memory", 2 * value)
-    collect = _collectives("reduce", value, load) if t > 1 else ()
+    collect = collectives("reduce", value, load) if t > 1 else ()
     return LayerCost(
         forward=(lookups, *collect),
         weight_grad=(
             # Reads the gradient and the rows of the table's gradient, and writes the rows.
             DeviceWork("memory", 3 * value),
-            *(_collectives("gather", value, load) if t > 1 else ()),
+            *(collectives("gather", value, load) if t > 1 else ()),
         ),
         # The backward needs the tokens, int64, and the dropout's mask of one byte an element.
         saved_bytes=load.tokens * 8 + (shard / e if shape.dropout else 0),
@@ -158,16 +159,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         *((tokens, rows, columns / t) for rows, columns in to_heads),
         (tokens, attended / t, hidden),
     ]
-    matmuls = (*(matmul(*sizes) for sizes in products), *_feed_forward(shape, load, ups))
-    # Rows of experts: a copy of a token for each of its experts, read and written when they are sorted, and read when they
-    # are weighted and summed. Divided experts also sort the rows that arrive, and sort them back.
-    sent = shape.experts_per_token * hidden
-    arriving = load.imbalance if load.ep > 1 else 1.0
-    copies = arriving * sent
-    moved = 3 * sent + (4 * copies if load.ep > 1 else 0)
-    active_ffn = arriving * (shape.active_ffn - shape.shared_ffn) + shape.shared_ffn
-    # Devices that divide matrices have the same tokens, and each sends its share of them to the experts.
-    exchange = (DeviceWork("all_to_all", 2 * tokens / t * copies * e, calls=2),) if load.ep > 1 else ()
+    matmuls = (*(matmul(*sizes) for sizes in products), *feed_forward(shape, load))
+    arriving, copies, moved, active_ffn, exchange = rows_of_experts(shape, load)
     attention_flops = 2 * tokens * load.sequence * (query + attended) / t
     scores = tokens * load.sequence * shape.heads / t
 
@@ -200,8 +193,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     gathered, gather, scatter = _context(shape, load)
     value = tokens * hidden * e
     pairs = 1 if shape.experts else 2  # of matrices: attention's, and a feed-forward's without experts
-    into = pairs * _collectives("gather", value, load) if t > 1 else ()
-    out = pairs * _collectives("reduce", value, load) if t > 1 else ()
+    into = pairs * collectives("gather", value, load) if t > 1 else ()
+    out = pairs * collectives("reduce", value, load) if t > 1 else ()
     if shape.experts and t > 1:
         # The experts' outputs of all tokens are joined; in the backward, the gradients of their inputs.
         out = (*out, DeviceWork("all_gather", value))
@@ -228,7 +221,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     mean = (
         matmuls
         if arriving == 1
-        else (*matmuls[: len(products)], *_feed_forward(shape, replace(load, imbalance=1.0), ups))
+        else (*matmuls[: len(products)], *feed_forward(shape, replace(load, imbalance=1.0)))
     )
     return LayerCost(
         forward=(*matmuls, *attention, elementwise, *into, *out, *exchange, *gather),
@@ -247,7 +240,40 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         + router,
         model_flops=t * load.cp * (sum(work.amount for work in mean) - again + attention_flops),
         attention_flops=t * load.cp * attention_flops,
+        selective_flops=t * load.cp * attention_flops if load.attention == "unfused" else 0,
     )
+
+
+class ExpertRows(NamedTuple):
+    """Values of the fullest device for each of its own tokens; without experts, of a feed-forward alone.
+
+    Attributes:
+        arriving: rows that arrive there, over the mean.
+        copies: values of the rows that its experts take.
+        moved: values that are read and written when rows are sorted, weighted and summed.
+        inner: values between the two matrices of experts, of the shared expert too, or of a feed-forward.
+        exchange: the exchange of tokens.
+    """
+
+    arriving: float
+    copies: float
+    moved: float
+    inner: float
+    exchange: tuple[DeviceWork, ...]
+
+
+def rows_of_experts(shape: ModelShape, load: Workload) -> ExpertRows:
+    # A copy of a token for each of its experts, read and written when they are sorted, and read when they are weighted and
+    # summed. Divided experts also sort the rows that arrive, and sort them back.
+    sent = shape.experts_per_token * shape.hidden
+    arriving = load.imbalance if load.ep > 1 else 1.0
+    copies = arriving * sent
+    moved = 3 * sent + (4 * copies if load.ep > 1 else 0)
+    inner = arriving * (shape.active_ffn - shape.shared_ffn) + shape.shared_ffn
+    # Devices that divide matrices have the same tokens, and each sends its share of them to the experts.
+    size = 2 * load.tokens / load.tp * copies * load.element
+    exchange = (DeviceWork("all_to_all", size, calls=2),) if load.ep > 1 else ()
+    return ExpertRows(arriving, copies, moved, inner, exchange)
 
 
 def _context(
@@ -264,9 +290,9 @@ def _context(
     return gathered, (copies, gather), (copies, scatter)
 
 
-def _feed_forward(shape: ModelShape, load: Workload, ups: int) -> list[DeviceWork]:
-    """Return the products of a feed-forward, or of a router and experts with equally many tokens each."""
-    tokens, hidden, ffn = load.tokens, shape.hidden, shape.ffn / load.tp
+def feed_forward(shape: ModelShape, load: Workload) -> list[DeviceWork]:
+    """Return the products of a feed-forward, or of a router, experts with equally many tokens each, and a shared expert."""
+    tokens, hidden, ffn, ups = load.tokens, shape.hidden, shape.ffn / load.tp, 2 if shape.gated else 1
     if not shape.experts:
         return [matmul(tokens, hidden, ups * ffn), matmul(tokens, ffn, hidden)]
     # A device has the rows of `ep` devices' tokens for its share of the experts.
@@ -294,8 +320,8 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
         DeviceWork("memory", (e + 36) * logits, calls=6),
         DeviceWork("memory", (8 + e) * logits, calls=2),
     )
-    collect = _collectives("gather", value, load) if t > 1 else ()
-    spread = _collectives("reduce", value, load) if t > 1 else ()
+    collect = collectives("gather", value, load) if t > 1 else ()
+    spread = collectives("reduce", value, load) if t > 1 else ()
     if load.chunked_loss:
         return _chunked(shape, load, (norm, loss, loss_grad, *collect), (norm, *spread))
     # Inputs of the norm and of the product, and the logits, which the loss casts to 32 bits.
@@ -354,7 +380,7 @@ def _width(*sizes: float) -> float:
     return len(sizes) / sum(1 / size for size in sizes)
 
 
-def _collectives(half: Literal["gather", "reduce"], value: float, load: Workload) -> tuple[DeviceWork, ...]:
+def collectives(half: Literal["gather", "reduce"], value: float, load: Workload) -> tuple[DeviceWork, ...]:
     """Return one direction of communication around a pair of matrices: an all-reduce has nothing to do on the other side."""
     if load.sequence_parallel:
         return (DeviceWork("all_gather" if half == "gather" else "reduce_scatter", value),)

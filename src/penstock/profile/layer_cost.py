@@ -61,7 +61,7 @@ class LayerCost(Table):
         backward: operations of a backward that is not split; empty (default) if it runs the operations of its halves.
         again: operations that full recompute adds to the backward; empty (default) if it repeats the whole forward.
         saved_bytes: bytes that the forward keeps for the backward, without recompute.
-        selective_bytes: the same if the scores of attention are recomputed.
+        selective_bytes: the same with selective recompute: of the scores of attention, or of the modules that were chosen.
         waiting_bytes: bytes that wait from the first half of a split backward to the second: inputs of the matrices and
             gradients of their outputs. The first half drops all else.
         input_bytes: bytes of the value that the layer takes; with full recompute, all that is kept.
@@ -74,7 +74,8 @@ class LayerCost(Table):
         frozen_bytes: bytes of these.
         model_flops: FLOPs of the forward over all devices of tp and cp, in the usual convention: matrix products only,
             attention in full although a causal mask leaves half.
-        attention_flops: part of `model_flops` that selective recompute does again.
+        attention_flops: part of `model_flops` that is attention's products of queries, keys and values.
+        selective_flops: part of `model_flops` that selective recompute does again.
         frozen_flops: FLOPs that gradients of frozen weights would take, in the convention of `model_flops`.
         recomputes: True if the layer runs again with full recompute.
     """
@@ -98,5 +99,6 @@ class LayerCost(Table):
     frozen_bytes: Amount = 0
     model_flops: Amount = 0
     attention_flops: Amount = 0
+    selective_flops: Amount = 0
     frozen_flops: Amount = 0
     recomputes: Flag = True

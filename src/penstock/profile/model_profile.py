@@ -31,6 +31,7 @@ from penstock.profile.closed_form import (
 from penstock.profile.layer_cost import Amount, LayerCost
 from penstock.profile.model_shape import ModelShape
 from penstock.profile.read_shape import read_shape
+from penstock.profile.selective import require_modules, with_modules
 
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]
@@ -172,25 +173,34 @@ class Profile(Table):
         if self.shape is not None:
             require_divisible(self.shape, load.tp, load.ep)
             require_positions(self.shape, load.sequence)
+            require_modules(self.shape, load.modules)
             n, dense = self.shape.layers, self.shape.dense_layers
             blocks: list[Role] = ["block"] * n
-            costs = (
+            costs: tuple[LayerCost, ...] = (
                 embedding_cost(self.shape, load),
-                block_cost(self.shape, load),
+                with_modules(self.shape, block_cost(self.shape, load), load),
                 head_cost(self.shape, load),
             )
             if self.shape.adapter_rank:
                 first, block, last = costs
                 ends = (frozen(self.shape, each, load) for each in (first, last))
                 costs = (next(ends), with_adapters(self.shape, block, load), next(ends))
+            if dense:
+                alone = replace(load, ep=1)
+                costs = (*costs, with_modules(self.shape.dense, block_cost(self.shape.dense, alone), alone))
             return LayerTable(
-                (*costs, block_cost(self.shape.dense, replace(load, ep=1))) if dense else costs,
+                costs,
                 (0, *(3 if k < dense else 1 for k in range(n)), 2),
                 ("embedding", *blocks, "head"),
                 ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
                 self.shape.hidden * self.shape.vocabulary / load.tp
                 if self.shape.tied and not self.shape.adapter_rank
                 else 0,
+            )
+        if load.modules:
+            raise ConfigError(
+                f"recompute={'+'.join(load.modules)}: the profile of {self.name} is of whole layers, which does not tell "
+                "modules apart; take none, full or a number"
             )
         if load.ep != 1:
             raise ConfigError(

@@ -31,7 +31,7 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
     """Return the seconds that a step takes at least, whatever the schedule: the ranks' mean work and mean wait."""
     layout = point.layout
-    again = times.again[times.recomputes].sum() if layout.recompute in ("full", "selective") else 0.0
+    again = times.again[times.recomputes].sum() if layout.recomputes_all else 0.0
     # A measured backward may take less than its two halves.
     backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
     work = float((times.forward + backward).sum() + again)

@@ -22,6 +22,7 @@ from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtyp
 from penstock.plan.states.in_store import require_storable
 from penstock.profile.closed_form import require_divisible
 from penstock.profile.model_profile import Profile
+from penstock.profile.selective import OUTPUTS, modules_of
 from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -338,7 +339,18 @@ class Space:
             attention_of(self.profile, self.cluster, Layout(attention=self.fixed.get("attention")))
             == "unfused"
         )
-        return ("none", "selective", 2, "full") if unfused else ("none", 2, "full")
+        usual: tuple[Recompute, ...] = ("none", "selective", 2, "full") if unfused else ("none", 2, "full")
+        if (modules := self.modules) and unfused:
+            modules = f"{modules}+core_attn"
+        return (*usual, modules) if modules else usual
+
+    @property
+    def modules(self) -> str:
+        """Modules that are recomputed together, of a model with experts or latent attention."""
+        shape = self.profile.shape
+        if shape is None or shape.adapter_rank or not (shape.experts or shape.kv_rank):
+            return ""
+        return "+".join(name for name in OUTPUTS if name in modules_of(shape))
 
     def _sequence_parallel(self, tp: int, cp: int) -> tuple[bool, ...]:
         # `Pipeline` refuses it beside cp, which divides the same tokens.
@@ -455,7 +467,8 @@ def not_compared(space: Space) -> tuple[str, ...]:
     if "microbatch" not in fixed and space.batch > MAX_MICROBATCH:
         found.append(f"microbatch above {MAX_MICROBATCH}")
     if "recompute" not in fixed:
-        found.append("recompute=3 and more")
+        others = ", and of other modules" if space.modules else ""
+        found.append(f"recompute=3 and more{others}")
     if "split" not in fixed:
         found.append("split by numbers")
     if "schedule" not in fixed:
