@@ -147,8 +147,9 @@ def experts(quick: bool) -> Comparison:
         "hybridep sends a token once to each node, so the network counts as wider by the rows that this saves. How often "
         "kernels read and write sorted rows was chosen with these rows in view: 7 times, as fused ones do; with the 13 of "
         "eager ones Qwen3_30B would be 7 % to 34 % too slow. "
-        "The remark has the predicted peak. Not here are rows with hidden exchanges, which a plan does not have, tp > 1, "
-        "FSDP over several nodes, hybrids of Mamba, and GB200 and GB300, which have no preset.",
+        "What DeepSeekV3 recomputes on B200s is that of Megatron-Bridge's recipes for these layouts. The remark has the "
+        "predicted peak. Not here are rows with hidden exchanges, which a plan does not have, but for one, tp > 1, FSDP "
+        "over several nodes, hybrids of Mamba, and GB200 and GB300, which have no preset.",
         tuple(expert_rows(quick)),
     )
 

@@ -117,8 +117,9 @@ def open_question(run: Run, plan: Prediction) -> str:
     """Return what a run leaves open that its step depends on; empty if nothing is."""
     if "canonical recipe" in run.notes:
         return "exchange and its overlap not published"
-    # Only rows without recompute, or with all of it, say what they recompute.
-    if run.memory is None and not plan.fits:
+    if "exchange is hidden" in run.notes:
+        return "exchange hidden by its recipe"
+    if run.memory is None and run.layout.recompute == "none" and not plan.fits:
         return "recompute not published, and it does not fit without"
     return ""
 
