@@ -326,7 +326,7 @@ def stage_costs(
             again[start + layout.recompute - 1 : stop : layout.recompute] = True
         again &= times.recomputes
     saved = np.where(again, times.kept, times.saved)
-    # A fully recomputed layer is back in memory during its backward.
+    # What is recomputed of a layer is back in memory during its backward.
     back = np.where(again, times.saved - times.kept, 0.0)
 
     transient = np.maximum(back, times.transient)
