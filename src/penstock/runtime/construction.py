@@ -56,7 +56,7 @@ from penstock.schedule.residency import make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import Policy
-from penstock.stage.compute.runner import LossFunction
+from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.layers import Layer, require_values
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
@@ -131,18 +131,7 @@ class BuiltPipeline(PipelineModel):
         layers_of_stages = self._split(split, loss.function, autocast)
         layer_check = self._make_layer_check(layers_of_stages, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
-        self._local = LocalStages(
-            program,
-            layers_of_stages,
-            local_ranks=self.local_ranks,
-            device=self.device,
-            loss_fn=loss.function,
-            settings=settings,
-            compile=execution.compile,
-            world=self.world,
-            options=parallel,
-            own_names=own_names,
-        )
+        self._local = self._make_stages(program, layers_of_stages, loss.function, settings, own_names)
         self.stages, self.store = self._local.stages_by_number, self._local.store
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         rank = self.rank if self.in_processes else None
@@ -219,6 +208,27 @@ class BuiltPipeline(PipelineModel):
             world=self.world,
             checker=self.schedule.placement.holders[-1][0],
             autocast=autocast,
+        )
+
+    def _make_stages(
+        self,
+        program: Program,
+        layers_of_stages: Sequence[Sequence[Layer]],
+        loss_fn: LossFunction,
+        settings: Settings,
+        own_names: Sequence[str],
+    ) -> LocalStages:
+        return LocalStages(
+            program,
+            layers_of_stages,
+            local_ranks=self.local_ranks,
+            device=self.device,
+            loss_fn=loss_fn,
+            settings=settings,
+            compile=self.execution.compile,
+            world=self.world,
+            options=self.parallel,
+            own_names=own_names,
         )
 
     def _make_engine(self, program_of: Callable[[int], Program]) -> Engine:

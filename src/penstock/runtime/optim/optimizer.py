@@ -125,13 +125,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             "scaler": scaler is not None, "main_weights": main_weights, "zero": zero, "optimizer": optimizer, **defaults,
         }  # fmt: skip
         _compare(pipe, given, groups)
-        require_count("accumulate", accumulate)
-        if zero not in (False, True, "overlap"):
-            raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
-        if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-            raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
-        if lr_factor is not None and lr_scheduler is not None:
-            raise ConfigError("give lr_factor or lr_scheduler, not both")
+        _require_options(accumulate, clip, zero, lr_factor, lr_scheduler)
         self.pipe = pipe
         self.accumulate = accumulate
         self.clip = clip
@@ -383,6 +377,18 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def parts(self, rank: int) -> list[Named]:
         """Return a rank's (name, parameter) pairs by group."""
         return self._groups[rank]
+
+
+def _require_options(
+    accumulate: int, clip: object, zero: object, lr_factor: object, lr_scheduler: object
+) -> None:
+    require_count("accumulate", accumulate)
+    if zero not in (False, True, "overlap"):
+        raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
+    if lr_factor is not None and lr_scheduler is not None:
+        raise ConfigError("give lr_factor or lr_scheduler, not both")
 
 
 def _compare(pipe: Pipeline, given: dict[str, Any], groups: object) -> None:
