@@ -28,6 +28,8 @@ _UPDATE, AFTER = 1e-4, 2e-2
 
 Weights that differ make the next step's gradients differ more, so the second is allowed once for each step until then.
 """
+NOISE = 0.1
+"""Part of a gradient that is rounding from which on its update tells nothing of the optimizer: Adam divides by the size."""
 AFTER_ROUNDING = 100.0
 """Factor on `ROUNDING` once a gradient has other bits: an optimizer such as Adam divides by its size."""
 _GRADIENTS = (Kind.OUTPUT_GRADIENT, Kind.SHARE, Kind.GRADIENT)
@@ -88,7 +90,7 @@ class Bounds:
         allowed = min(allowed, _MOST)
         if key.kind in _GRADIENTS:
             # A gradient that is a small difference of large numbers, such as that of a key's bias, is rounding of these.
-            allowed += allowed * self._largest(key) / r.norm
+            allowed += allowed * self.largest(key) / r.norm
         return allowed
 
     def of_update(self, key: Key, update: list[float], same_gradient: bool) -> float:
@@ -108,6 +110,23 @@ class Bounds:
             apart = [a - b for a, b in zip(difference(exact, begun), update, strict=True)]
             return rounding + SLACK * max(size_of(apart) / size, _UPDATE)
         return rounding + (_UPDATE if same_gradient else AFTER * (key.step + 1))
+
+    def rounding_of(self, gradient: Key, usual: float) -> float:
+        """Return how large the rounding of a parameter's gradient is, relative to its norm.
+
+        A bias before a normalization has a gradient of zero, so what is computed of it is rounding alone.
+
+        Args:
+            usual: what gradients of this step usually differ by, relative to the largest one beside each.
+        """
+        r = self._reference[gradient]
+        if not r.norm:
+            return 0.0
+        if gradient in self._exact:
+            return SLACK * distance(r, self._exact[gradient])
+        # Sums of 16 bits are rounded more, unless the other gradients show that these are not in another order.
+        rounding = max(SLACK * ROUNDING.get(r.dtype, 0.0), min(SLACK * usual, self._least_precise))
+        return rounding * self.largest(gradient) / r.norm
 
     @cached_property
     def _usual(self) -> dict[tuple[int, Kind], float]:
@@ -132,7 +151,7 @@ class Bounds:
         dtypes = {of.dtype for of in self._reference.values()}
         return max((ROUNDING[dtype] for dtype in dtypes & ROUNDING.keys()), default=0.0)
 
-    def _largest(self, key: Key) -> float:
+    def largest(self, key: Key) -> float:
         """Return the largest norm of a gradient of the same step and microbatch near a module."""
         return self._norms.get(_near(key), 0.0)
 

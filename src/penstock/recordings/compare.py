@@ -30,6 +30,7 @@ from penstock.recordings.likeness import (
     size_of,
     sums_in_words,
 )
+from penstock.recordings.noise import Noise
 
 Verdict = Literal["same", "rounded", "different"]
 
@@ -209,6 +210,7 @@ class _Compared:
         self._parts: Counter[str] = Counter()
         self._require_common()
         self._bounds = Bounds(reference.whole, exact)
+        self._noise = Noise(reference, run, self._bounds, self._run_is_cut)
 
     def _require_common(self) -> None:
         if any(key.name for key in self._reference.entries.keys() & self._run.entries.keys()):
@@ -233,11 +235,17 @@ class _Compared:
         self._look_past_a_common_factor()
         self._look_for_a_module_that_was_not_called()
         self._look_for_gradients_like_the_first()
-        loose = sum(v == "rounded" and k.kind == Kind.PARAMETER for k, v in found.verdicts.items())
+        updated = {k for k, v in found.verdicts.items() if v == "rounded" and k.kind == Kind.PARAMETER}
+        loose = len(updated - self._noise.updates)
         if loose and self._exact is None and not self._bits and not found.differences:
             found.notes.append(
                 f"{loose} updates have other bits, and without --exact may differ by {AFTER:.0%} of their size in each "
                 "step so far: what a wrong setting of an optimizer changes may be less; record the reference in float64, too"
+            )
+        if self._noise.updates:
+            found.notes.append(
+                "updates differ as their gradients do, which are rounding alone, and show no wrong setting of an optimizer: "
+                f"{few(sorted(self._noise.names))}"
             )
         if self._own_buffers:
             found.notes.append(
@@ -444,13 +452,15 @@ class _Compared:
             )
             of_update = self._bounds.of_update(key, theirs, same_gradient)
             factor = factor_in_words(ours, theirs, of_update)
-            if size <= allowed:
+            if size <= allowed or key.name in self._noise.names:
                 size = size_of([a - b for a, b in zip(ours, theirs, strict=True)]) / size_of(theirs)
                 allowed = of_update
         comparable = q.shape == r.shape and q.dtype == r.dtype and not (q.nonfinite or r.nonfinite)
         if comparable and size <= allowed and not self._bits:
             if key.kind == Kind.GRADIENT:
                 self._rounded_gradients.add(key.name)
+            return "rounded"
+        if comparable and not self._bits and self._noise.explains(key, q, r, updates):
             return "rounded"
         # What a difference looks like is told of the first alone; the others follow from it.
         what = _UNTOLD
