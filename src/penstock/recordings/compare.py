@@ -210,7 +210,7 @@ class _Compared:
         self._parts: Counter[str] = Counter()
         self._require_common()
         self._bounds = Bounds(reference.whole, exact)
-        self._noise = Noise(reference, run, self._bounds, self._run_is_cut)
+        self._noise = Noise(reference, run, self._bounds)
 
     def _require_common(self) -> None:
         if any(key.name for key in self._reference.entries.keys() & self._run.entries.keys()):

@@ -20,14 +20,10 @@ from penstock.recordings.likeness import difference, distance, size_of
 
 
 class Noise:
-    """Parameters whose updates the rounding of their gradients explains.
+    """Parameters whose updates the rounding of their gradients explains."""
 
-    Args:
-        cut: whether processes of the run have a part of the model each, so that the model's own output is not compared.
-    """
-
-    def __init__(self, reference: Recording, run: Recording, bounds: Bounds, cut: bool) -> None:
-        self._reference, self._run, self._bounds, self._cut = reference, run, bounds, cut
+    def __init__(self, reference: Recording, run: Recording, bounds: Bounds) -> None:
+        self._reference, self._run, self._bounds = reference, run, bounds
         self.updates: set[Key] = set()
 
     @property
@@ -36,11 +32,7 @@ class Noise:
         return {key.name for key in self.updates}
 
     def explains(
-        self,
-        key: Key,
-        q: Fingerprint,
-        r: Fingerprint,
-        updates: tuple[Sequence[float], Sequence[float]] | None,
+        self, key: Key, q: Fingerprint, r: Fingerprint, updates: tuple[list[float], list[float]] | None
     ) -> bool:
         """Return whether a tensor differs by no more than the rounding of such gradients makes of it.
 
@@ -59,7 +51,7 @@ class Noise:
         self.updates.add(key)
         return True
 
-    def _explains_update(self, key: Key, ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    def _explains_update(self, key: Key, ours: list[float], theirs: list[float]) -> bool:
         # An optimizer's state has the gradients before, too.
         apart = [self._apart(Key(step, Kind.GRADIENT, -1, key.name)) for step in range(key.step + 1)]
         if apart[-1] is None:
@@ -74,7 +66,8 @@ class Noise:
         q, r = self._run.whole.get(gradient), self._reference.whole.get(gradient)
         if q is None or r is None:
             return None
-        rounding, apart = self._bounds.rounding_of(gradient, self._usual[gradient.step]), distance(q, r)
+        rounding = self._bounds.rounding_of(gradient, self._usual.get(gradient.step, 0.0))
+        apart = distance(q, r)
         return apart if rounding >= NOISE and apart <= rounding else None
 
     def _follows(self, key: Key, q: Fingerprint, r: Fingerprint) -> bool:
@@ -119,15 +112,13 @@ class Noise:
 
     @cached_property
     def _outputs(self) -> dict[tuple[int, int], list[Key]]:
-        """Outputs that are compared of each microbatch of a step, in the order in which the reference made them."""
+        """Outputs that both have of each microbatch of a step, in the order in which the reference made them."""
         found: dict[tuple[int, int], list[Key]] = defaultdict(list)
-        for key in sorted(self._reference.whole.keys() & self._run.whole, key=self._order):
-            if key.kind == Kind.OUTPUT and (key.name or not self._cut):
+        entries = self._reference.entries
+        for key in sorted(self._reference.whole.keys() & self._run.whole, key=lambda k: entries[k][0].order):
+            if key.kind == Kind.OUTPUT:
                 found[key.step, key.microbatch].append(key)
         return found
-
-    def _order(self, key: Key) -> int:
-        return self._reference.entries[key][0].order
 
     @cached_property
     def _usual(self) -> dict[int, float]:
