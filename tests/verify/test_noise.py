@@ -131,6 +131,11 @@ def test_an_update_of_a_bias_before_a_normalization_is_explained(
     assert found.good, str(found)
     (note,) = [note for note in found.notes if "rounding alone" in note]
     assert note.endswith(": 2.bias, 6.bias")
+    (other,) = [note for note in found.notes if "updates have other bits" in note]
+    rounded = [
+        key for key, verdict in found.verdicts.items() if verdict == "rounded" and key.kind == Kind.PARAMETER
+    ]
+    assert 0 < int(other.split()[0]) < len(rounded)
     bits = penstock.compare(tmp_path / "right", tmp_path / "run", bits=True)
     sizes = {d.key: d.size for d in bits.differences}
     # What follows is far larger than rounding, and explained with it.
@@ -283,3 +288,13 @@ def test_in_16_bits_the_other_gradients_tell_how_much_is_rounding(others: float,
     found = compared(tmp_path, {"change": change}, **options)
     small = [d for d in found.differences if d.key.step == 1 and d.key.name == "9.small"]
     assert bool(small) == (others == 0.0), str(found)
+
+
+def test_other_bits_of_equal_numbers_are_not_explained(tmp_path: Path):
+    for name, zero in (("right", 0.0), ("run", -0.0)):
+        with penstock.record(tmp_path / name, make(1.0), steps=1) as recording:
+            recording.note("value", torch.tensor([zero, 1.0]), microbatch=0)
+            recording.note("later", 1.0, microbatch=0)
+    assert penstock.compare(tmp_path / "right", tmp_path / "run").good
+    found = penstock.compare(tmp_path / "right", tmp_path / "run", bits=True)
+    assert str(found).startswith("step 0, microbatch 0: value, output, has other bits")
