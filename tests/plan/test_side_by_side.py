@@ -40,7 +40,7 @@ def test_every_figure_has_a_name():
     rows = dict(figures(plan))
     assert list(rows) == ["layout", "step", "tokens/s", "fullest rank", "bubble", "messages", "devices"]
     assert (rows["layout"], rows["bubble"], rows["devices"]) == (str(plan.layout), f"{plan.bubble:.1%}", "4")
-    tight = dict(figures(replace(plan, capacity=1.0)))
+    tight = dict(figures(replace(plan, capacities=(1.0,) * len(plan.memory))))
     assert tight["fullest rank"].endswith(", does NOT fit in 1 B")
 
 

@@ -24,11 +24,11 @@ from penstock.plan.cluster import (
     sized_name,
     with_memory,
 )  # fmt: skip
-from penstock.plan.device_groups import arrangements
 from penstock.plan.explore.branch_and_bound import distinct, search
 from penstock.plan.explore.outlook import changes, headline
 from penstock.plan.plan_page import write_plan
 from penstock.plan.prediction import predict
+from penstock.plan.rank_devices import arrangements
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import layer_times, split_counts
 from penstock.schedule.placement import Placement

@@ -36,7 +36,7 @@ from penstock.cli.plan_text import (
     reasons_text,
     summary,
 )
-from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, GroupedCluster, read_cluster, with_memory
+from penstock.plan.cluster import DATA_SHEETS, PRESETS, Cluster, read_cluster, with_memory
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.outlook import headline, left_out_text, limits_text
 from penstock.plan.explore.search_result import SearchResult
@@ -224,10 +224,6 @@ def command(
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
     comparison = None
-    if run is not None and isinstance(cluster, GroupedCluster):
-        raise ConfigError(
-            f"--from-run corrects the rates of alike devices, got {cluster.name}; give the cluster of one group, and its run"
-        )
     if run is not None:
         comparison = compare(profile, cluster, run, sequence)
         cluster, sequence, batch = comparison.cluster, comparison.sequence, batch or comparison.batch

@@ -8,14 +8,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError, os_errors_as
 from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed, signed_kind
-from penstock.plan.cluster import Cluster, GroupedCluster
-from penstock.plan.device_groups import cluster_ranks
+from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction
+from penstock.plan.rank_devices import RankDevices
 from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import Profile
 from penstock.schedule.text import is_csv
@@ -230,7 +231,7 @@ def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str
     Ranks fill the nodes one after the other, as in the prediction.
     """
     cluster = plan.cluster or cluster
-    if isinstance(cluster, GroupedCluster):
+    if len(cluster.groups) > 1:
         return _start_on_groups(script, plan, cluster)
     each = cluster.ranks_per_node
     nodes, rest = divmod(plan.layout.devices, each)
@@ -252,10 +253,11 @@ def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str
     ]
 
 
-def _start_on_groups(script: str, plan: Prediction, cluster: GroupedCluster) -> list[str]:
+def _start_on_groups(script: str, plan: Prediction, cluster: Cluster) -> list[str]:
     """Return the lines that start a script on groups of unlike devices, whose order is that of the pipeline's ranks."""
-    places, width = cluster_ranks(cluster, plan.layout), plan.layout.replicas * plan.layout.tp
-    used = [(group, count * width) for n, group in enumerate(cluster.groups) if (count := places.count(n))]
+    ranks = np.bincount(RankDevices(cluster, plan.layout).places, minlength=len(cluster.groups))
+    width = plan.layout.replicas * plan.layout.tp
+    used = [(group, int(n) * width) for group, n in zip(cluster.groups, ranks, strict=True) if n]
     if cluster.between.same_host:
         order = ", ".join(f"{count} x {group.name}" for group, count in used)
         return [

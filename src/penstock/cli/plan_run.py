@@ -78,6 +78,10 @@ class RunComparison:
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
     """Compare the prediction of a run's step with its metrics and its trace of usual length."""
+    if len(cluster.groups) > 1:
+        raise ConfigError(
+            f"--from-run corrects the rates of alike devices, got {cluster.name}; give the cluster of one group, and its run"
+        )
     config = config_of(run)
     layout, length, batch = _layout_of(run, config)
     _require_same_model(profile, run, config)

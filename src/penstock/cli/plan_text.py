@@ -7,10 +7,10 @@ from rich.table import Table
 
 from penstock.cli.output import table_console
 from penstock.plan.cluster import Cluster
-from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, experts_text, grouped_reasons
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction
+from penstock.plan.rank_devices import devices_text
 from penstock.plan.side_by_side import side_by_side
 from penstock.profile.model_profile import Profile
 from penstock.show.units import (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster, GroupedCluster, groups_of
-from penstock.plan.device_groups import device_names
+from penstock.plan.cluster import ERROR_BEYOND, PRESETS, UNSTEADY, Cluster
+from penstock.plan.rank_devices import RankDevices
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import attention_of, dtype_of
 from penstock.plan.states import states_of
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
-from penstock.show.units import time_text
 
 
 def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
@@ -57,14 +56,13 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
         )
     if layout.overlap is None and not cluster.overlap and layout.replicas > 1:
-        fitted = next(group.name for group in groups_of(cluster) if not group.overlap)
+        fitted = next(group.name for group in cluster.groups if not group.overlap)
         sentences.append(
             f"Gradients are reduced after the backward, as in the published runs that {fitted} is fitted to; "
             "overlap=true predicts reductions that hide behind it."
         )
-    if isinstance(cluster, GroupedCluster):
-        sentences.append(_groups_text(cluster, layout))
-    for name, sheet in dict.fromkeys((group.name, group.data_sheet) for group in groups_of(cluster)):
+    sentences += RankDevices(cluster, layout).sentences()
+    for name, sheet in dict.fromkeys((group.name, group.data_sheet) for group in cluster.groups):
         if sheet:
             sentences.append(
                 f"Rates of {name} are those of its data sheet ({sheet}) times the shares that fitted "
@@ -76,30 +74,10 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     return tuple(sentences)
 
 
-def _groups_text(cluster: GroupedCluster, layout: Layout) -> str:
-    """Return a sentence about the devices of the pipeline ranks, and the link between groups."""
-    names = device_names(cluster, layout)
-    first = [rank for rank in range(layout.pp) if rank == 0 or names[rank] != names[rank - 1]]
-    spans = [
-        f"{names[start]} has {f'rank {start}' if stop == start + 1 else f'ranks {start} to {stop - 1}'}"
-        for start, stop in zip(first, [*first[1:], layout.pp], strict=True)
-    ]
-    link = cluster.link_between
-    return (
-        f"Of the pipeline, {', '.join(spans)}; a message between groups takes {time_text(link.latency)} and "
-        f"{link.bandwidth / 1e9:.3g} GB/s. Replicas, and devices that divide layers, are of one group."
-    )
-
-
 def interval(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[float | None, str]:
     """Return the error that a prediction may have, None if nothing is known of it, and a sentence about its interval."""
-    if why := states_of(layout, dtype_of(profile, cluster, layout)).no_interval:
-        return None, f"There is no interval: {why}."
-    if isinstance(cluster, GroupedCluster):
-        return None, "There is no interval: no step on unlike devices has been compared with a prediction."
-    if cluster.error is None:
-        compared = f"no step on {cluster.name} has been compared with a prediction"
-        why = compared if cluster.data_sheet else f"the file of the cluster {cluster.name} has no error"
+    why = states_of(layout, dtype_of(profile, cluster, layout)).no_interval or cluster.no_interval
+    if why or cluster.error is None:
         return None, f"There is no interval: {why}."
     name, shape = cluster.name, profile.shape
     again = "; measure again on a quiet machine"

@@ -59,7 +59,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -231,8 +231,40 @@ class Cluster(Table):
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes."""
-        return self.ranks_per_node * self.nodes
+        """Number of devices of all groups."""
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of devices of every group."""
+        return tuple(group.ranks_per_node * group.nodes for group in self.groups)
+
+    def ranks(self, width: int) -> int:
+        """Return the number of pipeline ranks that there are devices for: so many for each, which are of one group."""
+        return sum(size // width for size in self.sizes)
+
+    @property
+    def groups(self) -> tuple[Cluster, ...]:
+        """The groups of alike devices, each a cluster, in the order in which pipeline ranks are placed on them."""
+        return (self,)
+
+    @property
+    def between(self) -> Between:
+        """The link between two groups, as it was given."""
+        return Between()
+
+    @property
+    def link_between(self) -> LinkSpeed:
+        """The link between two groups."""
+        return self.network
+
+    @property
+    def no_interval(self) -> str:
+        """Reason why a step has no interval; empty if it may have one."""
+        if self.error is not None:
+            return ""
+        compared = f"no step on {self.name} has been compared with a prediction"
+        return compared if self.data_sheet else f"the file of the cluster {self.name} has no error"
 
     def beyond(self, tp: int, sequence: int) -> str:
         """Return which of a layout's values are beyond the cluster's reach, as text; empty if none is."""
@@ -300,24 +332,14 @@ class GroupedCluster(Cluster):
     """Groups of unlike devices, in the order in which pipeline ranks are placed on them; made by `joined`.
 
     Attributes:
-        groups: the groups, each a cluster of alike devices; other attributes that all must share are those of the first.
-        between: as it was given.
-        link_between: link between two groups.
+        groups, between, link_between: as of any cluster; other attributes that all must share are those of the first group.
     """
 
-    groups: tuple[Cluster, ...]
-    between: Between
-    link_between: LinkSpeed
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of all groups."""
-        return sum(group.devices for group in self.groups)
-
-
-def groups_of(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the groups of a cluster, each of alike devices; one if all are alike."""
-    return cluster.groups if isinstance(cluster, GroupedCluster) else (cluster,)
+    # Without defaults, the properties of `Cluster` would be taken for them.
+    groups: tuple[Cluster, ...] = ()
+    between: Between = Between()
+    link_between: LinkSpeed = LinkSpeed()
+    no_interval: ClassVar[str] = "no step on unlike devices has been compared with a prediction"
 
 
 def common_dtypes(groups: Sequence[Cluster]) -> list[str]:
@@ -329,14 +351,12 @@ def sized_name(cluster: Cluster) -> str:
     """Return the name of a cluster with its size, such as ``h100*8x4``; of groups, of each of them."""
     return "+".join(
         f"{group.name}*{group.ranks_per_node}{f'x{group.nodes}' if group.nodes > 1 else ''}"
-        for group in groups_of(cluster)
+        for group in cluster.groups
     )
 
 
 def each_group(cluster: Cluster, change: Callable[[Cluster], Cluster]) -> Cluster:
     """Return a cluster in which a change is made to every group."""
-    if not isinstance(cluster, GroupedCluster):
-        return change(cluster)
     return joined([change(group) for group in cluster.groups], cluster.between)
 
 
@@ -350,7 +370,7 @@ def joined(groups: Sequence[Cluster], between: Between) -> Cluster:
     if len(groups) == 1:
         return first
     name = "+".join(map(sized_name, groups))
-    if any(isinstance(group, GroupedCluster) for group in groups):
+    if any(len(group.groups) > 1 for group in groups):
         raise ConfigError(f"{name}: a group has alike devices; write all groups into one file")
     if same_host and any(group.nodes > 1 for group in groups):
         raise ConfigError(f"{name}: same_host is for groups of one machine; leave out same_host, or nodes")
@@ -531,15 +551,17 @@ def rated_flops(device: str, dtype: str) -> float | None:
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return a cluster on whose devices a plan may use so many bytes of memory, without a reserve."""
-    if isinstance(cluster, GroupedCluster):
-        return each_group(cluster, lambda group: with_memory(group, memory))
-    most = cluster.device.memory
-    if not 0 < memory <= most:
-        raise ConfigError(
-            f"the memory limit must be above 0 and at most {most / 1e9:.4g} GB, the memory of a device of {cluster.name}, "
-            f"got {memory / 1e9:.4g} GB"
-        )
-    return replace(cluster, device=replace(cluster.device, memory=float(memory), reserve=0.0))
+
+    def limited(group: Cluster) -> Cluster:
+        most = group.device.memory
+        if not 0 < memory <= most:
+            raise ConfigError(
+                f"the memory limit must be above 0 and at most {most / 1e9:.4g} GB, the memory of a device of {group.name}, "
+                f"got {memory / 1e9:.4g} GB"
+            )
+        return replace(group, device=replace(group.device, memory=float(memory), reserve=0.0))
+
+    return each_group(cluster, limited)
 
 
 def _from_table(table: dict[str, Any], name: str) -> Cluster:

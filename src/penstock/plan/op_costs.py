@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Cluster, GroupedCluster
-from penstock.plan.device_groups import boundary_links, cluster_ranks, on_groups
+from penstock.plan.cluster import Cluster
+from penstock.plan.rank_devices import RankDevices
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
 from penstock.profile.model_profile import Profile, RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
-from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
 from penstock.trace.beside import time_beside
 from penstock.trace.events import Trace
@@ -45,7 +45,8 @@ def op_costs(
     `overhead` is seconds of each op, in addition to `runtime` and the cluster's overhead.
     """
     seconds = np.zeros((len(costs.forward), len(Kind)))
-    of_cluster = on_groups(cluster, stage_groups(costs, cluster, layout), lambda group: group.op_overhead)
+    devices = RankDevices(cluster, layout)
+    of_cluster = devices.each(lambda group: group.op_overhead, costs.ranks)
     for kind, name in _KINDS.items():
         added = 0.0 if runtime is None else getattr(runtime, name)
         seconds[:, kind] = getattr(costs, name) + of_cluster + overhead + added
@@ -54,23 +55,8 @@ def op_costs(
     seconds[:, Kind.I] += costs.again
     if runtime is not None:
         seconds[:, Kind.F] += runtime.segment * (costs.segments - 1)
-    span = layout.replicas * layout.tp
-    near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
-    message = [round(size) for size in costs.messages[:-1]]
-    if isinstance(cluster, GroupedCluster):
-        return Costs(
-            seconds,
-            communication=Communication(message, boundaries=boundary_links(cluster, layout, costs.ranks)),
-        )
-    # A rank of the simulator is a pipeline rank, which stands for dp x cp x tp devices of a node.
-    communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
-    return Costs(seconds, communication=communication)
-
-
-def stage_groups(costs: StageCosts, cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """Return the group of devices of every stage."""
-    places = cluster_ranks(cluster, layout)
-    return tuple(places[rank] for rank in costs.ranks)
+    messages = [round(size) for size in costs.messages[:-1]]
+    return Costs(seconds, communication=devices.communication(messages, costs.ranks))
 
 
 def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.device_groups import devices_text
 from penstock.plan.explore.outlook import change_text, changes, grouped_reasons, headline, left_out_text
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.prediction import Prediction
+from penstock.plan.rank_devices import devices_text
 from penstock.plan.rank_memory import RankMemory
 from penstock.profile.model_profile import Profile
 from penstock.show.analysis import StepAnalysis
@@ -60,7 +60,7 @@ def _memory_figure(plan: Prediction) -> Any:
     from bokeh.models import HoverTool, Range1d
 
     ranks = len(plan.memory)
-    most = max(plan.capacity, *plan.capacities, *(rank.total for rank in plan.memory)) / GIGABYTE
+    most = max(*plan.capacities, *(rank.total for rank in plan.memory)) / GIGABYTE
     plot = plain_figure(
         "memory-parts",
         Range1d(start=0, end=1.04 * most),
@@ -90,7 +90,7 @@ def _memory_figure(plan: Prediction) -> Any:
     )
     tip = '<div class="tip"><b>@part</b>: @size<br>rank @rank, @total in all, most at @op</div>'
     plot.add_tools(HoverTool(renderers=[bars], tooltips=tip, point_policy="follow_mouse"))
-    limits = sorted({plan.capacity, *plan.capacities})
+    limits = sorted(set(plan.capacities))
     plot.vspan(x=[limit / GIGABYTE for limit in limits], line_color=_LIMIT, line_width=2, line_dash="8 4")
     return plot
 

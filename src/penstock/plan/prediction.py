@@ -6,7 +6,7 @@ the gradients' reduction that is exposed, and the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,15 +16,9 @@ import numpy as np
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError
 from penstock.plan.assumptions import assumptions, interval
-from penstock.plan.cluster import Cluster, groups_of, sized_name
-from penstock.plan.device_groups import (
-    cluster_ranks,
-    device_names,
-    mean_peak,
-    require_supported,
-    usable_bytes,
-)
+from penstock.plan.cluster import Cluster, sized_name
 from penstock.plan.op_costs import simulate_layout
+from penstock.plan.rank_devices import RankDevices, why_not_planned
 from penstock.plan.rank_memory import RankMemory, fitting_costs, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
@@ -35,7 +29,6 @@ from penstock.plan.stage_costs import (
     require_inputs,
 )
 from penstock.plan.states import states_of
-from penstock.plan.states.in_store import require_storable
 from penstock.plan.states.states import SimulatedStep, StoreRoom
 from penstock.profile.model_profile import Profile, default_sequence
 from penstock.schedule.check import check
@@ -64,10 +57,8 @@ class Prediction:
         hardware_tflops_per_device: the same with what is recomputed.
         mfu, hfu: these two over the device's rated FLOP/s.
         memory: peak bytes of a device of every pipeline rank.
-        capacity: bytes of a device's memory that a layout may use; of unlike devices, of the fullest one.
-        reserved: bytes of its memory besides, which are left free.
-        devices: name of the device of every pipeline rank, and capacities: bytes of it that a layout may use, if devices are
-            unlike; empty otherwise.
+        capacities, reserves: bytes of every pipeline rank's device that a layout may use, and that are left free.
+        devices: name of the device of every pipeline rank, if devices are unlike; empty otherwise.
         store_room: bytes that a store takes of the fullest host's memory and disks.
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
@@ -90,17 +81,16 @@ class Prediction:
     mfu: float
     hfu: float
     memory: tuple[RankMemory, ...]
-    capacity: float
+    capacities: tuple[float, ...]
+    reserves: tuple[float, ...]
     bubble: float
     causes: Mapping[str, float]
     parts: Mapping[str, float]
     dtype: str = "bf16"
     unit: str = "tokens"
-    reserved: float = 0.0
     store_room: StoreRoom = field(default_factory=StoreRoom)
     assumptions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    capacities: tuple[float, ...] = ()
     cluster: Cluster | None = field(default=None, repr=False, compare=False)
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
@@ -108,8 +98,20 @@ class Prediction:
 
     @property
     def fullest(self) -> int:
-        """Pipeline rank whose device is the fullest, by its share of what a layout may use."""
-        return _fullest(self.memory, self.capacities or (self.capacity,) * len(self.memory))
+        """Pipeline rank whose device is the fullest, by its share of what a layout may use, and then by its bytes."""
+        sizes = [rank.total for rank in self.memory]
+        shares = [(size / limit, size) for size, limit in zip(sizes, self.capacities, strict=True)]
+        return shares.index(max(shares))
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of the fullest device that a layout may use."""
+        return self.capacities[self.fullest]
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of the fullest device that a layout leaves free."""
+        return self.reserves[self.fullest]
 
     @property
     def peak_bytes(self) -> float:
@@ -137,7 +139,7 @@ class Prediction:
             "hfu": self.hfu,
             "memory": [rank.as_dict() for rank in self.memory],
             "devices": list(self.devices),
-            "capacities": [round(capacity) for capacity in self.capacities],
+            "capacities": [round(capacity) for capacity in self.capacities if self.devices],
             "capacity": round(self.capacity),
             "reserved": round(self.reserved),
             "store_room": {name: round(size) for name, size in self.store_room._asdict().items()},
@@ -181,8 +183,8 @@ def predict(
     batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch
     for name, count in (("sequence", sequence), ("batch", batch)):
         require_count(name, count, most=_LARGEST)
-    require_storable(profile, layout.store)
-    require_supported(profile, cluster, layout.store)
+    if why := why_not_planned(profile, cluster, layout.store):
+        raise ConfigError(why)
     microbatches = count_microbatches(layout, cluster, batch)
     if order is None:
         program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
@@ -193,8 +195,8 @@ def predict(
     layout = layout.with_values(v=schedule.stages // layout.pp)
     times = layer_times(profile, cluster, layout, sequence)
     dtype = dtype_of(profile, cluster, layout)
-    limits = usable_bytes(cluster, layout)
-    costs = fitting_costs(times, layout, schedule, dtype, limits)
+    devices = RankDevices(cluster, layout)
+    costs = fitting_costs(times, layout, schedule, dtype, devices)
     if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
         layout = layout.with_values(split="even")
     trace = simulate_layout(program, costs, profile, cluster, layout)
@@ -215,17 +217,13 @@ def predict(
     trained = 3 * forward - float(costs.frozen_flops.sum())
     model = trained * replicas / per_device
     hardware = (trained + repeated) * replicas / per_device
-    peak_rate = mean_peak(cluster, layout, dtype) / 1e12
+    peak_rate = devices.mean_peak(dtype) / 1e12
     error, _ = interval(profile, cluster, layout, sequence)
     room = states.store_room(schedule, costs, cluster)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     memory = rank_memory(schedule, costs, layout, dtype)
-    capacities = () if limits is None else tuple(limits.tolist())
-    groups = groups_of(cluster)
-    fullest = _fullest(memory, capacities or (groups[0].device.usable,) * layout.pp)
-    device = groups[cluster_ranks(cluster, layout)[fullest]].device
     return Prediction(
         layout=layout,
         step_seconds=seconds,
@@ -237,8 +235,8 @@ def predict(
         mfu=model / peak_rate,
         hfu=hardware / peak_rate,
         memory=memory,
-        capacity=device.usable,
-        reserved=device.reserved,
+        capacities=tuple(devices.usable.tolist()),
+        reserves=tuple(devices.each(lambda group: group.device.reserved).tolist()),
         store_room=room,
         bubble=sum(causes.values()),
         causes=causes,
@@ -255,18 +253,12 @@ def predict(
             *assumptions(profile, cluster, layout, sequence),
             *states.sentences(schedule, cluster, room),
         ),
-        devices=device_names(cluster, layout),
-        capacities=capacities,
+        devices=devices.names,
         cluster=cluster,
         costs=costs,
         program=program,
         trace=trace,
     )
-
-
-def _fullest(memory: Sequence[RankMemory], limits: Sequence[float]) -> int:
-    sizes = [(rank.total / limit, rank.total) for rank, limit in zip(memory, limits, strict=True)]
-    return sizes.index(max(sizes))
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
@@ -277,12 +269,18 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
             f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp}{context} x tp={layout.tp}), and "
             f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
         )
-    cluster_ranks(cluster, layout)
-    if (stage := layout.replicas * layout.tp) % layout.ep:
+    width = layout.replicas * layout.tp
+    if (ranks := cluster.ranks(width)) < layout.pp:
+        sizes = " + ".join(map(str, cluster.sizes))
+        raise ConfigError(
+            f"the layout needs pp={layout.pp} ranks of {plural(width, 'device')} (dp x cp x tp) that are of one group, and "
+            f"groups of {sizes} devices have {ranks}; take smaller degrees"
+        )
+    if width % layout.ep:
         product = "dp x tp" if layout.cp == 1 else "dp x cp x tp"
         raise ConfigError(
-            f"ep={layout.ep} does not divide {product} = {stage}, the devices of a stage, over which experts "
-            f"are divided; take a divisor of {stage}"
+            f"ep={layout.ep} does not divide {product} = {width}, the devices of a stage, over which experts "
+            f"are divided; take a divisor of {width}"
         )
     if layout.ep > 1 and layout.sharding.comes_and_goes:
         raise ConfigError(

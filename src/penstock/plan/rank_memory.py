@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.op_costs import merged_backwards
+from penstock.plan.rank_devices import RankDevices
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import LayerTimes, StageCosts, rank_parameters, stage_costs
 from penstock.plan.states import states_of
@@ -103,9 +104,9 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
             moving = gradients + (weights if layout.sharding.weights_come_and_go else 0.0)
         ranks.append(
             RankMemory(
-                weights=weights + states.frozen_on_device(float(costs.frozen_bytes[mine].sum())),
+                weights=weights + states.on_device(float(costs.frozen_bytes[mine].sum())),
                 gradients=gradients,
-                optimizer=float(states.optimizer_on_device(counts)),
+                optimizer=float(states.on_device(states.optimizer_bytes(counts))),
                 activations=peak,
                 recompute=back,
                 logits=logits,
@@ -124,31 +125,30 @@ def fitting_costs(
     layout: Layout,
     schedule: Schedule,
     dtype: str,
-    limits: npt.NDArray[np.float64] | None,
+    devices: RankDevices,
     quickest: StageCosts | None = None,
 ) -> StageCosts:
     """Return the stages' costs, with ``split="cost"`` of the quickest split whose ranks all fit on their devices.
 
     A rank that does not fit gets fewer blocks, and the split is found again: with as many blocks it would not fit in any
-    other. If no split fits, it is the quickest one.
+    other. If no split fits, it is the quickest one. Alike devices have a split by time alone.
 
     Args:
-        limits: bytes of each rank's device; None for alike devices, whose split is by time alone.
         quickest: costs with the quickest split, if they are known.
     """
     costs = quickest = quickest or stage_costs(times, layout, schedule.placement)
-    if limits is None or layout.split != "cost":
+    if devices.alike or layout.split != "cost":
         return costs
     blocks, stages_of = sum(costs.counts), schedule.placement.stages_of
-    most = np.full(len(limits), blocks)
+    most = np.full(layout.pp, blocks)
     while True:
         sizes = np.array([rank.total for rank in rank_memory(schedule, costs, layout, dtype)])
         counts = np.array([sum(costs.counts[stage] for stage in mine) for mine in stages_of])
         if (counts > most).any():
             return quickest
-        if (sizes <= limits).all():
+        if (sizes <= devices.usable).all():
             return costs
-        most = np.where(sizes > limits, counts - 1, most)
+        most = np.where(sizes > devices.usable, counts - 1, most)
         if most.min() < 0 or most.sum() < blocks:
             return quickest
         costs = stage_costs(times, layout, schedule.placement, most.tolist())
@@ -163,7 +163,7 @@ def bound_sharded(
 ) -> float:
     """Return bytes that the fullest device needs at least, whether weights or gradients alone are sharded.
 
-    Each rank's bytes are divided by `limits`, of shape (ranks,) or one number.
+    Each rank's bytes are divided by `limits`, one number or of shape (ranks,).
 
     Of these it has its share, and in full what the op itself reads or adds to: a bound that is sooner found than the peak.
     """
@@ -178,8 +178,8 @@ def bound_sharded(
     full = np.minimum(weights, weights / layout.replicas + read)
     full += gradient * size * ((kind != Kind.F) & (kind != Kind.R))
     state = states.device_bytes(counts) - weight * total / layout.replicas
-    of_rows = limits if isinstance(limits, float) else limits[rank_column(schedule)]
-    return float(((inside + full + state[rank_column(schedule)]) / of_rows).max())
+    state, limits = state[rank_column(schedule)], np.broadcast_to(limits, counts.shape[1:])
+    return float(((inside + full + state) / limits[rank_column(schedule)]).max())
 
 
 def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:

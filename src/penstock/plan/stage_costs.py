@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from penstock.base.counts import plural
 from penstock.base.errors import ConfigError
-from penstock.plan.cluster import Cluster, Device, LinkSpeed, groups_of
-from penstock.plan.device_groups import rank_groups, stage_ranks
+from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.plan.rank_devices import stage_groups
 from penstock.plan.run_layout import Layout
 from penstock.profile.closed_form import Workload
 from penstock.profile.layer_cost import DeviceWork
@@ -56,10 +56,14 @@ class LayerTimes:
     model_flops: Table
     frozen_flops: Table
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
-    # Of groups of unlike devices: the times on each group's devices, and the groups' numbers of devices. The columns above
-    # are then the least seconds of any group.
+    # Times on the devices of each group, and the groups' numbers of devices. The columns above are the least of any group.
     of_groups: tuple[LayerTimes, ...] = ()
     sizes: tuple[int, ...] = ()
+
+    @cached_property
+    def seconds(self) -> Table:
+        """Columns that depend on the device, of each group, shape (columns, groups, layers)."""
+        return np.array([[getattr(each, name) for each in self.of_groups] for name in _SECONDS])
 
 
 _SECONDS = ("forward", "input_grad", "weight_grad", "backward", "again")
@@ -115,7 +119,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"the profile of {profile.name} is in {profile.dtype}, so a layout's dtype must be that, got {layout.dtype}; "
             f"profile the layers in {layout.dtype}"
         )
-    for group in groups_of(cluster):
+    for group in cluster.groups:
         if profile.shape is None and load.dtype not in group.device.matmul:
             raise ConfigError(
                 f"the profile of {profile.name} is in {load.dtype}, and {group.name} has rates for "
@@ -133,15 +137,10 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     if layout.cp > 1:
         _require_divided(profile, layout, sequence)
     table = profile.table(load)
-    every = tuple(_times_on(group, table, layout, load.dtype) for group in groups_of(cluster))
-    if len(every) == 1:
-        return every[0]
-    least: dict[str, Any] = {
-        name: np.minimum.reduce([getattr(each, name) for each in every]) for name in _SECONDS
-    }
-    return replace(
-        every[0], **least, of_groups=every, sizes=tuple(group.devices for group in groups_of(cluster))
-    )
+    every = tuple(_times_on(group, table, layout, load.dtype) for group in cluster.groups)
+    times = replace(every[0], of_groups=every, sizes=cluster.sizes)
+    least: dict[str, Any] = dict(zip(_SECONDS, times.seconds.min(axis=1), strict=True))
+    return replace(times, **least)
 
 
 def _times_on(cluster: Cluster, table: LayerTable, layout: Layout, dtype: str) -> LayerTimes:
@@ -294,8 +293,7 @@ class StageCosts:
     model_flops: Table
     frozen_flops: Table
     repeated_flops: Table
-    # Pipeline rank of every stage, of groups of unlike devices.
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...]  # pipeline rank of every stage, the first of those with copies of it
 
     @property
     def work(self) -> Table:
@@ -309,15 +307,8 @@ def stage_costs(
     """Sum the layers' costs over the stages of a layout; with ``split="cost"``, a rank has at most so many blocks."""
     counts = split_counts(times, layout, placement, most)
     starts = _starts(times, counts)
-    ranks = stage_ranks(placement) if times.of_groups else ()
-    if ranks:
-        of_layer = np.repeat(_stage_groups(times, layout, ranks), np.diff(starts))
-        layers = np.arange(len(of_layer))
-        seconds: dict[str, Any] = {
-            name: np.stack([getattr(each, name) for each in times.of_groups])[of_layer, layers]
-            for name in _SECONDS
-        }
-        times = replace(times, **seconds)
+    of_layer = np.repeat(_stage_groups(times, layout, placement), np.diff(starts))
+    seconds = times.seconds[:, of_layer, np.arange(len(of_layer))]
     again = np.zeros(len(times.forward), np.bool_)
     if layout.recomputes_all:
         again[:] = times.recomputes
@@ -330,12 +321,9 @@ def stage_costs(
     back = np.where(again, times.saved - times.kept, 0.0)
 
     transient = np.maximum(back, times.transient)
-    columns = {
-        "forward": times.forward,
-        "input_grad": times.input_grad,
-        "weight_grad": times.weight_grad,
-        "backward": times.backward,
-        "again": np.where(again, times.again, 0.0),
+    columns = dict(zip(_SECONDS, seconds, strict=True))
+    columns |= {
+        "again": np.where(again, columns["again"], 0.0),
         "segments": _segment_starts(again, starts, layout),
         "saved": saved,
         "waiting": times.waiting,
@@ -360,13 +348,13 @@ def stage_costs(
         transient=largest[0],
         logits=largest[1],
         messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
-        ranks=ranks,
+        ranks=tuple(ranks[0] for ranks in placement.holders),
     )
 
 
-def _stage_groups(times: LayerTimes, layout: Layout, ranks: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Return the group of every stage, from the ranks of the stages."""
-    return np.array(rank_groups(times.sizes, layout), np.intp)[list(ranks)]
+def _stage_groups(times: LayerTimes, layout: Layout, placement: Placement) -> npt.NDArray[np.intp]:
+    """Return the group of every stage."""
+    return stage_groups(times.sizes, layout.replicas * layout.tp, placement)
 
 
 def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout: Layout) -> Table:
@@ -448,21 +436,15 @@ def _balanced(
     repeats = layout.recomputes_all
     roles = times.table.roles
     first, last = roles.index("block"), len(roles) - 1 - roles[::-1].index("block")
-    groups = times.of_groups or (times,)
-    stages = np.arange(placement.stages)
-    of_stage = (
-        _stage_groups(times, layout, stage_ranks(placement))
-        if times.of_groups
-        else np.zeros(len(stages), np.intp)
-    )
-    blocks, fixed = np.zeros(len(groups)), np.zeros((len(groups), placement.stages))
-    for group, each in enumerate(groups):
+    of_stage = _stage_groups(times, layout, placement)
+    blocks, fixed = np.zeros(len(times.sizes)), np.zeros((len(times.sizes), placement.stages))
+    for group, each in enumerate(times.of_groups):
         work = each.forward + each.backward + (each.again * each.recomputes if repeats else 0.0)
         blocks[group] = work[first : last + 1].mean()
         fixed[group, 0] += work[:first].sum()
         fixed[group, -1] += work[last + 1 :].sum()
     # Seconds of a block, and of the layers beside the blocks, on the devices of each stage.
-    block, beside = blocks[of_stage], fixed[of_stage, stages]
+    block, beside = blocks[of_stage], fixed[of_stage, np.arange(placement.stages)]
     shares = work_shares(placement)
     of_rank = placement.stages_of
     step = np.array([block[mine[0]] for mine in of_rank])

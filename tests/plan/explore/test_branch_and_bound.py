@@ -376,7 +376,7 @@ def test_where_no_plan_fits_after_a_change_the_space_is_searched_anew():
         top=1,
         memory=1.02 * everything.best.peak_bytes,
     )
-    limited = with_memory(cluster, tight.capacity)
+    limited = with_memory(cluster, tight.best.capacity)
     assert tight.best.peak_bytes > 0.75 * limited.device.usable
     found = dict(changes(profile, limited, tight, 2048, 16))["3/4 of the memory"]
     assert found is not None

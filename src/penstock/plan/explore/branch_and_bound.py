@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import ConfigError, PenstockError, ScheduleError
-from penstock.plan.cluster import Cluster, GroupedCluster, sized_name, with_memory
-from penstock.plan.device_groups import arrangements, require_supported, usable_bytes
+from penstock.plan.cluster import Cluster, sized_name, with_memory
 from penstock.plan.explore.layout_bounds import (
     least_bytes,
     least_placed_bytes,
     least_seconds,
     seconds_after_pipeline,
 )
-from penstock.plan.explore.rejections import GROUPS, SAME, Reason, Rejections, Smallest, needs_text
+from penstock.plan.explore.rejections import GROUPS, SAME, Reason, Rejections, Smallest
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, not_compared, order_of_ops
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict
+from penstock.plan.rank_devices import RankDevices, arrangements, needs_text, why_not_planned
 from penstock.plan.rank_memory import bound_sharded, fitting_costs, rank_memory
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
@@ -98,11 +98,12 @@ def search(
     """
     require_inputs(profile, cluster)
     cluster = cluster if memory is None else with_memory(cluster, memory)
-    if devices is not None and isinstance(cluster, GroupedCluster):
+    if devices is not None and len(cluster.groups) > 1:
         raise ConfigError(
             f"devices are chosen by group: write the groups of {cluster.name} with as many as you use, got {devices}"
         )
-    require_supported(profile, cluster, (fixed or {}).get("store", "none"))
+    if why := why_not_planned(profile, cluster, (fixed or {}).get("store", "none")):
+        raise ConfigError(why)
     spaces, empty = _spaces(
         profile,
         cluster,
@@ -125,14 +126,12 @@ def search(
     )
     run, space = best.run, best.run.space
     plans = tuple(distinct(plan for each in covered for plan in each.run.plans())[:top])
-    reasons = run.rejections.reasons(plans[0], space.most_bytes) if plans else {}
-    if plans and isinstance(cluster, GroupedCluster):
+    reasons = run.rejections.reasons(plans[0], space.cluster) if plans else {}
+    others = [each.run for each in covered if each is not best]
+    if plans and (others or empty):
         reasons[GROUPS] = {
-            sized_name(each.run.space.cluster): _reason_of(each.run, plans[0])
-            for each in covered
-            if each is not best
+            sized_name(other.space.cluster): _reason_of(other, plans[0]) for other in others
         } | dict.fromkeys(empty, Reason("cannot run"))
-    unlike = isinstance(space.cluster, GroupedCluster)
     return SearchResult(
         plans=plans,
         evaluated=sum(each.run.evaluated for each in covered),
@@ -143,8 +142,6 @@ def search(
         smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
         outcomes=run.outcomes(),
         not_compared=not_compared(space),
-        capacity=space.most_bytes,
-        reserved=0.0 if unlike else space.cluster.device.reserved,
         space=space,
         needs_store=bool(stored),
     )
@@ -194,7 +191,7 @@ def _reason_of(run: _Search, best: Prediction) -> Reason:
         slower = run.leader.step_seconds / best.step_seconds - 1
         return Reason(f"{slower:.1%} slower" if slower > SAME else "as fast", slower, True)
     if (smallest := run.rejections.smallest) is not None:
-        return Reason(f"does not fit: at least {needs_text(smallest.size, run.space.most_bytes)}")
+        return Reason(f"does not fit: at least {needs_text(run.space.cluster, smallest.size)}")
     return Reason("cannot run")
 
 
@@ -261,12 +258,12 @@ class _Candidate:
 _WHOLE: dict[str, Any] = {"shard": "none", "window": None, "reduce_every": None}
 _UNTIMED = {**_WHOLE, "pp": 1, "dp": 1, "v": None, "schedule": Layout.schedule, "split": "even"}
 """Values of a layout's keys that the layers' times do not depend on."""
-_Limits = npt.NDArray[np.float64] | float
+_Limits = npt.NDArray[np.float64]
 _Sizes = Callable[[Schedule, StageCosts, Layout, str, _Limits], float]
 
 
 def _fullest(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str, limits: _Limits) -> float:
-    """Return the peak bytes of the fullest device; of unlike ones, its share."""
+    """Return the peak bytes of the fullest device, each rank's divided by its limit."""
     sizes = np.array([rank.total for rank in rank_memory(schedule, costs, layout, dtype)])
     return float((sizes / limits).max())
 
@@ -376,7 +373,7 @@ class _Search:
             self._simulations[plan.layout] = plan
             self.rejections.add_plan(plan)
         else:
-            self.rejections.add_too_large(plan.layout, _needed(plan))
+            self.rejections.add_too_large(plan.layout, _needed(self.space, plan))
 
     def _ranked(self) -> list[Prediction]:
         """Return the plans so far, the quickest first; see `distinct`."""
@@ -455,28 +452,28 @@ class _Search:
 
         On unlike devices, the quickest split that fits depends on what a schedule holds in memory.
         """
-        times, limits = self._times_of(layout), usable_bytes(self.space.cluster, layout)
-        few = _few(layout.pp, microbatches)
+        times, devices = self._times_of(layout), RankDevices(self.space.cluster, layout)
+        few, even = _few(layout.pp, microbatches), even_counts(self.space.profile.blocks, placement.stages)
         for at, quickest in self.space.with_splits(layout, placement, times):
-            if limits is None or at.split != "cost":
+            if at.split != "cost":
                 yield at, quickest, orders
                 continue
             dtype = dtype_of(self.space.profile, self.space.cluster, at)
             least = next(iter(self.space.variants(at)), at)
             found: dict[tuple[int, ...], tuple[StageCosts, Sequence[Order]]] = {}
             work = microbatches * float((work_shares(placement) @ quickest.work).max())
-            if work >= self._threshold():
+            if devices.alike or work >= self._threshold():
                 found[quickest.counts] = quickest, orders  # other splits take longer still
             for order in orders if not found else ():
                 try:
                     schedule = order_of_ops(order, at.pp, min(microbatches, few))
                 except ScheduleError:
                     continue  # the family does not allow the counts
-                costs = fitting_costs(times, least, schedule, dtype, limits, quickest)
+                costs = fitting_costs(times, least, schedule, dtype, devices, quickest)
                 found[costs.counts] = costs, [*found.get(costs.counts, (costs, ()))[1], order]
-            even = even_counts(self.space.profile.blocks, placement.stages)
             for counts, (costs, those) in found.items():
-                yield replace(at, split="even" if counts == even else counts), costs, those
+                split = "even" if counts == even else "cost" if devices.alike else counts
+                yield at if split == "cost" else replace(at, split=split), costs, those
 
     def _bound_orders(self, candidate: _Candidate) -> list[_Candidate]:
         """Bound the schedules of one placement by `lower_bound`, which they share, and estimate each."""
@@ -610,9 +607,9 @@ class _Search:
         )
 
 
-def _needed(plan: Prediction) -> float:
-    """Return the bytes of the fullest device; of unlike ones, its share of what a layout may use."""
-    return plan.peak_bytes / (plan.capacity if plan.capacities else 1.0)
+def _needed(space: Space, plan: Prediction) -> float:
+    """Return the bytes of the fullest device, as if it were one of the first group."""
+    return plan.peak_bytes / (plan.capacity / space.most_bytes)
 
 
 def _few(repeats: int, microbatches: int) -> int:
@@ -633,6 +630,6 @@ def smallest_layout(space: Space, rejections: Rejections) -> Smallest | None:
             plan = predict(space.profile, space.cluster, layout, sequence=space.sequence, batch=space.batch)
         except PenstockError:
             continue  # the schedule does not allow the counts
-        if known is None or not known.exact or _needed(plan) < known.size:
-            known = Smallest(plan.layout, _needed(plan), True)
+        if known is None or not known.exact or _needed(space, plan) < known.size:
+            known = Smallest(plan.layout, _needed(space, plan), True)
     return known

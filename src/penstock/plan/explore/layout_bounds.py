@@ -22,10 +22,8 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
     counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
     states = states_of(layout, dtype)
-    held = states.frozen_on_device(float(times.frozen_bytes.sum())) + float(kept.sum())
-    limits = space.limits(layout)
-    ranks = layout.pp if isinstance(limits, float) else limits.sum()
-    return float((float(states.device_bytes(counts)) + held) / ranks)
+    held = states.on_device(float(times.frozen_bytes.sum())) + float(kept.sum())
+    return float((float(states.device_bytes(counts)) + held) / space.limits(layout).sum())
 
 
 def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
@@ -63,7 +61,7 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     held = work_shares(placement) > 0
     counts = (costs.parameters, costs.expert_parameters, costs.matrix_parameters)
     sharding, states = layout.sharding, states_of(layout, dtype)
-    state = held @ (states.device_bytes(counts) + states.frozen_on_device(costs.frozen_bytes))
+    state = held @ (states.device_bytes(counts) + states.on_device(costs.frozen_bytes))
     if sharding.comes_and_goes:
         # The stage of the first backward has its weights and gradients in full.
         full = states.gradient * costs.parameters

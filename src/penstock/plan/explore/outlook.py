@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
+from typing import TypeVar
 
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.plan.cluster import Cluster, GroupedCluster, LinkSpeed, each_group, joined, sized_name
+from penstock.plan.cluster import Between, Cluster, Host, LinkSpeed, each_group, joined, sized_name
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.rejections import GROUPS, SAME, Reason, value_text
 from penstock.plan.explore.search_result import SearchResult
@@ -17,6 +18,7 @@ from penstock.plan.stage_costs import layer_times, stage_costs
 from penstock.profile.model_profile import Profile
 from penstock.show.units import size_text, time_text
 
+_Speed = TypeVar("_Speed", LinkSpeed, Between, Host)
 # Share of a step from which its limit is named.
 _SHOWN_SHARE = 0.001
 # Least seconds of a search under other conditions.
@@ -108,7 +110,7 @@ def headline(
         sentences = (found.with_store, found.without_devices, found.without_pipeline)
         first = [each for each in sentences if each]
         layout = f"Use {plan.layout}"
-        if isinstance(cluster, GroupedCluster) and plan.cluster is not None:
+        if GROUPS in found.rejections and plan.cluster is not None:
             layout += f" on {', then '.join(sized_name(plan.cluster).split('+'))}"
     else:
         plan, first, layout = found, [], str(found.layout)
@@ -170,13 +172,13 @@ def _best_under(
             continue  # this layout does not allow the change
     best = min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
     space = result.space
-    if best is not None or space is None:
+    if best is not None:
         return best
     limit = max(_AGAIN, result.seconds)
     try:
         again = search(
             profile, change(cluster), sequence=sequence, batch=batch, fixed=space.fixed, schedules=space.schedules,
-            devices=None if isinstance(cluster, GroupedCluster) else space.devices, top=1, limit=limit,
+            devices=None if space.devices == space.cluster.devices else space.devices, top=1, limit=limit,
         )  # fmt: skip
     except ConfigError:
         return None  # no layout of the space allows the batch
@@ -214,16 +216,12 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
 
 
 def _with_links(cluster: Cluster, factor: float) -> Cluster:
-    if isinstance(cluster, GroupedCluster):
-        between = cluster.between
-        if between.bandwidth is not None:
-            between = replace(between, bandwidth=between.bandwidth * factor)
-        return joined([_with_links(group, factor) for group in cluster.groups], between)
-    host = replace(cluster.host, bandwidth=cluster.host.bandwidth * factor)
-    node, network = _faster(cluster.node, factor), _faster(cluster.network, factor)
-    return replace(cluster, node=node, network=network, host=host)
+    def faster(link: _Speed) -> _Speed:
+        rates = {name: getattr(link, name, None) for name in ("bandwidth", "reduce_bandwidth")}
+        return replace(link, **{name: rate * factor for name, rate in rates.items() if rate is not None})
 
-
-def _faster(link: LinkSpeed, factor: float) -> LinkSpeed:
-    reduce_bandwidth = None if link.reduce_bandwidth is None else link.reduce_bandwidth * factor
-    return replace(link, bandwidth=link.bandwidth * factor, reduce_bandwidth=reduce_bandwidth)
+    groups = [
+        replace(group, node=faster(group.node), network=faster(group.network), host=faster(group.host))
+        for group in cluster.groups
+    ]
+    return joined(groups, faster(cluster.between))

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.plan.cluster import Cluster
 from penstock.plan.explore.search_space import Order
 from penstock.plan.prediction import Prediction
+from penstock.plan.rank_devices import needs_text
 from penstock.plan.run_layout import Layout
 
 _SHARDING = ("shard", "window", "sequence_parallel", "split")
@@ -38,7 +40,7 @@ class Smallest(NamedTuple):
 
     Attributes:
         layout: the layout.
-        size: bytes that its fullest device needs.
+        size: bytes that its fullest device needs; of unlike ones, as if it were of the first group.
         exact: False if the bytes are a lower bound.
     """
 
@@ -105,12 +107,12 @@ class Rejections:
             for seen in self._values(chosen):
                 seen.bound = min(seen.bound, bound)
 
-    def reasons(self, best: Prediction, capacity: float) -> dict[str, dict[str, Reason]]:
+    def reasons(self, best: Prediction, cluster: Cluster) -> dict[str, dict[str, Reason]]:
         """Return, for every dimension, the reason against each value other than the best plan's."""
         chosen = vars(best.layout)
         return {
             dimension: {
-                value_text(value): _reason(seen, best.step_seconds, capacity)
+                value_text(value): _reason(seen, best.step_seconds, cluster)
                 for value, seen in sorted(self._seen[dimension].items(), key=lambda item: _order(item[0]))
                 if value != chosen[dimension] and None not in (value, chosen[dimension])
             }
@@ -133,25 +135,18 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def needs_text(size: float, capacity: float) -> str:
-    """Return what a device needs of what it has; where devices are unlike, both are shares of their memory."""
-    if capacity == 1.0:
-        return f"{size:.0%} of a device's memory"
-    return f"{size / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
-
-
 def _order(value: Any) -> tuple[bool, float, str]:
     """Return a key that sorts numbers by size, and before text."""
     number = isinstance(value, int) and not isinstance(value, bool)
     return (not number, value if number else 0, str(value))
 
 
-def _reason(seen: _Seen, best: float, capacity: float) -> Reason:
+def _reason(seen: _Seen, best: float, cluster: Cluster) -> Reason:
     slower = min(seen.seconds, seen.bound) / best - 1
     if seen.seconds < math.inf and seen.seconds <= seen.bound:
         return Reason(f"{slower:.1%} slower" if slower > SAME else "as fast", slower, True)
     if seen.bound < math.inf:
         return Reason(f"at least {slower:.1%} slower", slower)
     if seen.smallest < math.inf:
-        return Reason(f"does not fit: at least {needs_text(seen.smallest, capacity)}")
+        return Reason(f"does not fit: at least {needs_text(cluster, seen.smallest)}")
     return Reason("cannot run")

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
 from penstock.plan.cluster import sized_name
-from penstock.plan.explore.rejections import GROUPS, Reason, Smallest, needs_text
+from penstock.plan.explore.rejections import GROUPS, Reason, Smallest
 from penstock.plan.explore.search_space import Space
 from penstock.plan.prediction import Prediction
+from penstock.plan.rank_devices import needs_text
 from penstock.plan.run_layout import Layout
 
 _WORTH = 0.01
@@ -41,8 +42,6 @@ class SearchResult:
         smallest: of the layouts that do not fit, the one that needs the least memory.
         outcomes: every simulated layout that fits.
         not_compared: what the search left out, each with the value that asks for it with ``--fix`` or ``--layout``.
-        capacity, reserved: bytes of a device's memory that a layout may use, and that are left free; 1 and 0 of unlike ones,
-            whose sizes in `smallest` are shares.
         space: the layouts that were searched.
         needs_store: True if they have a store because no layout without one fits.
     """
@@ -56,9 +55,7 @@ class SearchResult:
     smallest: Smallest | None = None
     outcomes: tuple[SimulatedLayout, ...] = ()
     not_compared: tuple[str, ...] = ()
-    capacity: float = math.inf
-    reserved: float = 0.0
-    space: Space | None = field(default=None, repr=False, compare=False)
+    space: Space = field(repr=False, compare=False)
     needs_store: bool = False
 
     @property
@@ -137,16 +134,9 @@ class SearchResult:
             )
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
-        needs = f"{_text(size)} of {_text(self.capacity)} per device"
-        if self.capacity == 1.0:
-            needs = needs_text(size, self.capacity)
-        reserved = (
-            f" besides the {_text(self.reserved)} in reserve, which --memory-limit can allow"
-            if self.reserved
-            else ""
-        )
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{needs}{reserved}: {layout}. "
+            f"no layout fits in memory; the smallest needs {least}{needs_text(self.space.cluster, size, reserve=True)}: "
+            f"{layout}. "
             "Take more devices, devices with more memory, or a smaller batch or sequence; "
             "a chunked loss (--fix chunked_loss=true); or train an adapter (--lora, --base-bits)"
         )
@@ -168,7 +158,3 @@ class SearchResult:
             "without_pipeline": self.without_pipeline,
             "without_devices": self.without_devices,
         }
-
-
-def _text(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from penstock.base.counts import plural, require_count
 from penstock.base.errors import ConfigError, ScheduleCodeError, ScheduleError
-from penstock.plan.cluster import Cluster, GroupedCluster, common_dtypes, groups_of
-from penstock.plan.device_groups import usable_bytes
+from penstock.plan.cluster import Cluster, common_dtypes
 from penstock.plan.prediction import family_schedule, step_program
+from penstock.plan.rank_devices import RankDevices, why_not_planned
 from penstock.plan.run_layout import Layout, Recompute, require_key
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, dtype_of, even_counts, stage_costs
-from penstock.plan.states.in_store import require_storable
 from penstock.profile.closed_form import require_divisible
 from penstock.profile.model_profile import Profile
 from penstock.profile.selective import OUTPUTS, modules_of
@@ -82,13 +81,12 @@ class Space:
 
     @property
     def most_bytes(self) -> float:
-        """Bytes of a device that a layout may use, or 1 for all of it if devices are unlike."""
-        return 1.0 if isinstance(self.cluster, GroupedCluster) else self.cluster.device.usable
+        """Bytes that a layout may use of a device of the first group."""
+        return self.cluster.device.usable
 
-    def limits(self, layout: Layout) -> npt.NDArray[np.float64] | float:
-        """Return by which numbers the bytes of pipeline ranks are divided for `most_bytes`, of shape (ranks,) or 1."""
-        limits = usable_bytes(self.cluster, layout)
-        return 1.0 if limits is None else limits
+    def limits(self, layout: Layout) -> npt.NDArray[np.float64]:
+        """Return the bytes of pipeline ranks' devices over `most_bytes`, shape (ranks,)."""
+        return RankDevices(self.cluster, layout).usable / self.most_bytes
 
     def points(self) -> Iterator[Point]:
         """Yield every layout but for its schedule."""
@@ -154,10 +152,7 @@ class Space:
             except ConfigError:
                 continue
             counts.add(costs.counts)
-            if isinstance(self.cluster, GroupedCluster):
-                yield at, costs  # memory may ask for another split; see `fitting_costs`
-                continue
-            yield replace(at, split="even") if split == "cost" and costs.counts == even else at, costs
+            yield at, costs
 
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
         """Return a layout with a sharded optimizer, which needs less memory, and without, which need not gather weights."""
@@ -279,11 +274,8 @@ class Space:
 
     def with_store(self) -> Space | None:
         """Return the space of one pipeline over all devices with weights in host memory; None if it is not allowed."""
-        if isinstance(self.cluster, GroupedCluster):
-            return None
-        of_bits = self.profile.shape is not None and self.profile.shape.base_bits < 16
         if (
-            of_bits
+            why_not_planned(self.profile, self.cluster, "host")
             or self.fixed.keys() & {"store", "shard"}
             or self.fixed.get("pp", self.devices) != self.devices
         ):
@@ -294,12 +286,8 @@ class Space:
 
     def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield every (pp, dp, tp, cp)."""
-        per_node = gcd(*(group.ranks_per_node for group in groups_of(self.cluster)))
+        per_node = gcd(*(group.ranks_per_node for group in self.cluster.groups))
         shape = self.profile.shape
-        # A rank's devices are of one group, so that many divide each group, and all groups have ranks.
-        shared = self.devices
-        if isinstance(self.cluster, GroupedCluster):
-            shared = gcd(*(group.devices for group in self.cluster.groups))
         for tp in self._values("tp", [t for t in divisors(per_node) if self.devices % t == 0]):
             divides = shape is None or not any(n % tp for n in (shape.heads, shape.kv_heads, shape.ffn))
             whole = shape is None or shape.is_whole  # its matrices are not divided
@@ -310,7 +298,7 @@ class Space:
                 if rest % (cp * pp) or pp > self.profile.blocks:
                     continue
                 dp = rest // (cp * pp)
-                if shared % (dp * cp * tp):
+                if self.cluster.ranks(dp * cp * tp) < pp:
                     continue
                 if self.stored and dp * cp * tp > 1:
                     continue
@@ -382,7 +370,6 @@ def make_space(
     for key, value in fixed.items():
         require_key(key, value)
     Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
-    require_storable(profile, fixed.get("store", "none"))
     if profile.shape is not None:
         # With ep left open, a degree that divides the experts is chosen.
         require_divisible(profile.shape, fixed.get("tp", 1), fixed.get("ep", max(1, profile.shape.experts)))
@@ -427,7 +414,7 @@ def not_compared(space: Space) -> tuple[str, ...]:
         at = Layout(dtype=fixed.get("dtype"), attention=fixed.get("attention"))
         ours = dtype_of(profile, cluster, at)
         if "dtype" not in fixed:
-            found += [f"dtype={dtype}" for dtype in common_dtypes(groups_of(cluster)) if dtype != ours]
+            found += [f"dtype={dtype}" for dtype in common_dtypes(cluster.groups) if dtype != ours]
         if "attention" not in fixed:
             unfused = attention_of(profile, cluster, at) == "unfused"
             found.append(f"attention={'fused' if unfused else 'unfused'}")
@@ -438,13 +425,13 @@ def not_compared(space: Space) -> tuple[str, ...]:
     if "overlap" not in fixed:
         found.append(f"overlap={'false' if cluster.overlap else 'true'}")
     shape = profile.shape
-    if isinstance(cluster, GroupedCluster):
+    if len(cluster.groups) > 1:
         found.append("replicas of the pipeline on unlike groups, which would share a batch by their speeds")
     across = 2 * cluster.ranks_per_node
     sizes = () if shape is None or shape.is_whole else (shape.heads, shape.kv_heads, shape.ffn)
     if (
         sizes
-        and not isinstance(cluster, GroupedCluster)
+        and len(cluster.groups) == 1
         and not any(size % across for size in sizes)
         and "tp" not in fixed
         and space.devices % across == 0

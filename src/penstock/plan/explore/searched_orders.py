@@ -73,8 +73,7 @@ def _budget(plan: Prediction) -> Budget:
     schedule, costs = plan.program.schedule, plan.costs
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     free = []
-    capacities = plan.capacities or (plan.capacity,) * len(plan.memory)
-    for rank, stages, most in zip(plan.memory, schedule.placement.stages_of, capacities, strict=True):
+    for rank, stages, most in zip(plan.memory, schedule.placement.stages_of, plan.capacities, strict=True):
         states = rank.weights + rank.gradients + rank.optimizer
         inside = float(costs.transient[list(stages)].max())
         free.append((most - states) / (1 + MARGIN) - rank.messages - rank.buckets - inside)

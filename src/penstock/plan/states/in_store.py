@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.base.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.stage_costs import StageCosts, Table, rank_parameters
 from penstock.plan.states.states import (
@@ -20,11 +19,9 @@ from penstock.plan.states.states import (
     residency_of,
 )
 from penstock.profile.closed_form import MAIN_BYTES
-from penstock.profile.model_profile import Profile
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.show.units import size_text
-from penstock.trace.events import Trace
 
 
 class InStore(States):
@@ -35,11 +32,8 @@ class InStore(States):
     def device_bytes(self, counts: Counts) -> Any:
         return 0 * counts[0]
 
-    def frozen_on_device(self, size: Any) -> Any:
+    def on_device(self, size: Any) -> Any:
         return 0 * size
-
-    def optimizer_on_device(self, counts: Counts) -> Any:
-        return 0 * counts[0]
 
     def moving_weights(self, costs: StageCosts) -> Table:
         return self.weight * costs.parameters + costs.frozen_bytes
@@ -62,9 +56,6 @@ class InStore(States):
             waits.append(float(sum(send[stage] * (1 + (row in at_once)) for row, stage in earlier)))
         moving = replace(residency, reductions=tuple(beside))
         return step.lengthened(self.layout, moving, fetch, send) + max(waits)
-
-    def reduction(self, step: SimulatedStep) -> tuple[float, Trace]:
-        return self.reduction_after(step.costs, step.cluster, step.program.schedule.placement), step.trace
 
     def reduction_after(self, costs: StageCosts, cluster: Cluster, placement: Placement) -> float:
         """Return the seconds in which holders of the same stages send each other gradients at home, and add them up."""
@@ -117,12 +108,3 @@ class InStore(States):
     def _ranks_of_host(self, cluster: Cluster) -> int:
         """Return the number of the pipeline's ranks that share a host's memory and disks."""
         return min(self.layout.pp, cluster.ranks_per_node)
-
-
-def require_storable(profile: Profile, store: str) -> None:
-    """Raise `ConfigError` if a store cannot keep the weights of a model."""
-    if store != "none" and profile.shape is not None and profile.shape.base_bits < 16:
-        raise ConfigError(
-            f"store={store} keeps plain tensors, and a base of {profile.shape.base_bits} bits has others; leave out the "
-            "store, or take 16 bits"
-        )

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.plan.cluster import Cluster, GroupedCluster
-from penstock.plan.device_groups import cluster_ranks, on_groups
-from penstock.plan.op_costs import stage_groups
+from penstock.plan.cluster import Cluster
+from penstock.plan.rank_devices import RankDevices
 from penstock.plan.stage_costs import StageCosts, Table, collective_seconds, rank_parameters
 from penstock.plan.states.states import (
     Counts,
@@ -47,11 +46,8 @@ class OnDevices(States):
         always += 0 if sharding.comes_and_goes else self.gradient
         return counts[0] * always + self.optimizer_bytes(counts)
 
-    def frozen_on_device(self, size: Any) -> Any:
+    def on_device(self, size: Any) -> Any:
         return size
-
-    def optimizer_on_device(self, counts: Counts) -> Any:
-        return self.optimizer_bytes(counts)
 
     def moving_weights(self, costs: StageCosts) -> Table:
         # Frozen ones are not divided.
@@ -70,11 +66,9 @@ class OnDevices(States):
         if not sharding.comes_and_goes:
             return 0.0
         residency = residency_of(step.program.schedule, sharding)
-        groups = stage_groups(costs, cluster, self.layout)
+        held = np.stack((costs.parameters, costs.expert_parameters))
         gathers, sums = (
-            self._replica_seconds(
-                unit, size * costs.parameters, size * costs.expert_parameters, cluster, 1, groups=groups
-            )
+            self._replica_seconds(unit, size * held, cluster, 1, costs.ranks)
             for unit, size in (("all_gather", self.weight), ("reduce_scatter", self.gradient))
         )
         earlier = earlier_reductions(residency)
@@ -93,15 +87,11 @@ class OnDevices(States):
     def reduction(self, step: SimulatedStep) -> tuple[float, Trace]:
         program, trace, costs, cluster = step.program, step.trace, step.costs, step.cluster
         holders = most_holders(program.schedule.placement)
-        if self.layout.replicas * holders == 1:
-            return 0.0, trace
-        if not overlaps(cluster, self.layout):
-            return self.reduction_after(costs, cluster, program.schedule.placement), trace
-        size = costs.parameters * self.gradient
-        of_experts = costs.expert_parameters * self.gradient
-        groups = stage_groups(costs, cluster, self.layout)
-        seconds = self._replica_seconds("all_reduce", size, of_experts, cluster, holders, groups=groups)
-        buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
+        if self.layout.replicas * holders == 1 or not overlaps(cluster, self.layout):
+            return super().reduction(step)
+        held = self.gradient * np.stack((costs.parameters, costs.expert_parameters))
+        seconds = self._replica_seconds("all_reduce", held, cluster, holders, costs.ranks)
+        buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(held[0])}
         reductions = reduce_gradients(program, trace, seconds.tolist(), buckets)
         ends = float(reductions.trace.end.max())
         exposed = max(0.0, ends - float(makespan(trace)) - float(trace.start.min()))
@@ -113,18 +103,12 @@ class OnDevices(States):
         if self.layout.replicas * holders == 1:
             return 0.0
         held = rank_parameters(costs, placement)[:2] * self.gradient
-        if not isinstance(cluster, GroupedCluster):
-            # All links are alike, so the rank with most parameters takes longest.
-            held = held[:, [held[0].argmax()]]
-        groups = cluster_ranks(cluster, self.layout)
-        seconds = self._replica_seconds("all_reduce", held[0], held[1], cluster, holders, groups=groups)
+        seconds = self._replica_seconds("all_reduce", held, cluster, holders)
         return float(seconds.max()) + self._first_gather(costs, cluster, holders)
 
     def update_rate(self, cluster: Cluster) -> Any:
-        return on_groups(
-            cluster,
-            cluster_ranks(cluster, self.layout),
-            lambda group: group.device.optimizer_bandwidth or group.device.memory_bandwidth,
+        return RankDevices(cluster, self.layout).each(
+            lambda group: group.device.optimizer_bandwidth or group.device.memory_bandwidth
         )
 
     def sentences(self, schedule: Schedule, cluster: Cluster, room: StoreRoom) -> tuple[str, ...]:
@@ -141,28 +125,20 @@ class OnDevices(States):
         """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
         if self.layout.sharding.shard == "none":
             return 0.0
-        size, of_experts = (
-            self.weight * each / np.maximum(1, costs.counts)
-            for each in (costs.parameters, costs.expert_parameters)
-        )
-        groups = stage_groups(costs, cluster, self.layout)
-        seconds = self._replica_seconds("all_gather", size, of_experts, cluster, holders, groups=groups)
-        return float(seconds.max())
+        held = np.stack((costs.parameters, costs.expert_parameters))
+        of_layer = self.weight * held / np.maximum(1, costs.counts)
+        return float(self._replica_seconds("all_gather", of_layer, cluster, holders, costs.ranks).max())
 
     def _replica_seconds(
-        self,
-        unit: str,
-        size: Table,
-        of_experts: Table,
-        cluster: Cluster,
-        holders: int,
-        *,
-        groups: Sequence[int],
+        self, unit: str, held: Table, cluster: Cluster, holders: int, ranks: Sequence[int] | None = None
     ) -> Table:
-        """Return the seconds of collectives among replicas; `of_experts` of the bytes are for those with the same experts.
+        """Return the seconds of collectives among replicas.
 
-        The bytes are of stages or ranks, of those `groups` of devices if they are unlike.
+        Args:
+            held: bytes, and those of experts, which are for replicas with the same experts, shape (2, ranks).
+            ranks: ranks that have these bytes, such as those of the stages (default: all of them once).
         """
+        size, of_experts = held
 
         def seconds(group: Cluster) -> Table:
             rest = self._group_seconds(unit, size - of_experts, group, holders)
@@ -171,7 +147,7 @@ class OnDevices(States):
             experts = self._group_seconds(unit, of_experts, group, holders, experts=True)
             return rest + np.where(of_experts > 0, experts, 0.0)
 
-        return np.asarray(on_groups(cluster, groups, seconds))
+        return RankDevices(cluster, self.layout).each(seconds, ranks)
 
     def _group_seconds(
         self, unit: str, size: Table, cluster: Cluster, holders: int, *, experts: bool = False

@@ -80,12 +80,8 @@ class States(ABC):
         """Return the bytes on one device of so many parameters, before the first backward."""
 
     @abstractmethod
-    def frozen_on_device(self, size: Any) -> Any:
-        """Return how many of the bytes of frozen weights are on their device all the time."""
-
-    @abstractmethod
-    def optimizer_on_device(self, counts: Counts) -> Any:
-        """Return the bytes of the optimizer's state on one device."""
+    def on_device(self, size: Any) -> Any:
+        """Return how many of the bytes of frozen weights, or of the optimizer's state, are on their device all the time."""
 
     @abstractmethod
     def moving_weights(self, costs: StageCosts) -> Table:
@@ -95,9 +91,9 @@ class States(ABC):
     def moves(self, step: SimulatedStep) -> float:
         """Return the seconds by which weights and gradients that come and go lengthen a step, but for last reductions."""
 
-    @abstractmethod
     def reduction(self, step: SimulatedStep) -> tuple[float, Trace]:
         """Return the seconds by which sums of gradients lengthen a step, and the step with those that are beside its ops."""
+        return self.reduction_after(step.costs, step.cluster, step.program.schedule.placement), step.trace
 
     @abstractmethod
     def reduction_after(self, costs: StageCosts, cluster: Cluster, placement: Placement) -> float:
