@@ -120,6 +120,18 @@ def test_gradients_of_experts_are_reduced_among_fewer():
         assert step.parts["reduction"] == pytest.approx(expected)
 
 
+def test_the_reduction_after_the_backward_is_the_longest_of_any_rank():
+    """The rank with most parameters has fewer of those that all replicas share, and is done first."""
+    cluster = replace(read_cluster("h100*8"), overlap=False, node=LinkSpeed(0.0, 1e9))
+    profile = of_shape(replace(SHAPE, vocabulary=400))
+    step = predict(profile, cluster, "pp=3,dp=2,ep=2,split=1+2+1", sequence=16, batch=8)
+    assert step.costs is not None
+    counts, experts = step.costs.parameters, step.costs.expert_parameters
+    shared = counts - experts
+    assert counts.argmax() != shared.argmax()
+    assert step.parts["reduction"] == pytest.approx(2 * 4 * float(shared.max()) / 2 / 1e9)
+
+
 @pytest.mark.slow
 def test_a_search_divides_experts_where_whole_ones_do_not_fit():
     """8 blocks have 1.6 billion parameters of experts."""

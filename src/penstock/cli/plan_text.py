@@ -28,6 +28,7 @@ _MAX_ROWS = 16
 _WIDEST = 1000
 _OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "shard", "MFU", "recompute", "micro", "v")
 """Columns of the table of plans that a narrow terminal leaves out, the first ones first."""
+_SHORT = {"microbatch": "micro", "sequence parallel": "SP"}
 
 
 def plans_table(result: SearchResult) -> None:
@@ -53,28 +54,12 @@ def plans_table(result: SearchResult) -> None:
 
 
 def _columns(result: SearchResult) -> dict[str, list[str]]:
-    """Return the cells of the table of plans by the name of their column."""
-    plans = result.plans
-    layouts = [plan.layout for plan in plans]
-    return {
-        **({"devices": list(result.devices)} if result.devices else {}),
-        "pp": [str(at.pp) for at in layouts],
-        "dp": [str(at.dp) for at in layouts],
-        "tp": [str(at.tp) for at in layouts],
-        **({"ep": [str(at.ep) for at in layouts]} if any(at.ep > 1 for at in layouts) else {}),
-        **({"cp": [str(at.cp) for at in layouts]} if any(at.cp > 1 for at in layouts) else {}),
-        "v": [str(at.v) for at in layouts],
-        "micro": [str(at.microbatch) for at in layouts],
-        "schedule": [at.schedule for at in layouts],
-        "recompute": [str(at.recompute) for at in layouts],
-        "shard": [at.shard_text for at in layouts],
-        "SP": ["yes" if at.sequence_parallel else "" for at in layouts],
-        "step": [time_text(plan.step_seconds) for plan in plans],
-        f"{result.best.unit}/s": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
-        "MFU": [f"{plan.mfu:.1%}" for plan in plans],
-        "memory": [size_text(plan.peak_bytes) for plan in plans],
-        "idle": [f"{plan.bubble:.1%}" for plan in plans],
-    }
+    """Return the cells of the table of plans by the name of their column, which is short."""
+    columns = {_SHORT.get(name, name): cells for name, cells in result.table().items() if name != "slower"}
+    for name in ("ep", "cp"):
+        if set(columns[name]) == {"1"}:
+            del columns[name]
+    return columns
 
 
 def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:

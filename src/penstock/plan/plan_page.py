@@ -280,24 +280,11 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def _plans(search: SearchResult) -> dict[str, Any]:
-    keys = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute")
-    rows = []
-    for number, plan in enumerate(search.plans):
-        row = {"devices": search.devices[number]} if search.devices else {}
-        row |= {key: getattr(plan.layout, key) for key in keys}
-        row |= {
-            "shard": plan.layout.shard_text,
-            "sequence parallel": "yes" if plan.layout.sequence_parallel else "",
-        }
-        slower = plan.step_seconds / search.best.step_seconds - 1
-        row |= {"step": time_text(plan.step_seconds), "slower": f"{slower:.1%}"}
-        row |= {f"{search.best.unit}/s": f"{plan.tokens_per_second:,.0f}", "MFU": f"{plan.mfu:.1%}"}
-        row |= {"memory": size_text(plan.peak_bytes), "idle": f"{plan.bubble:.1%}"}
-        rows.append(row)
+    columns = search.table()
     hint = (
         "One row for each choice of degrees, microbatch and schedule, with its best recompute and sharding."
     )
-    return {"heads": tuple(rows[0]), "rows": [tuple(row.values()) for row in rows], "hint": hint}
+    return {"heads": tuple(columns), "rows": list(zip(*columns.values(), strict=True)), "hint": hint}
 
 
 def _parts(memory: Sequence[RankMemory]) -> list[str]:

@@ -28,33 +28,40 @@ _NO_LINK = LinkSpeed()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LayerTimes:
-    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute."""
+class _Columns:
+    """Seconds, bytes and counts of every layer, shape (layers,), or of every stage, shape (stages,)."""
 
-    table: LayerTable
-    # Seconds of F, I, W, of a backward that is not split, and of the part of the forward that the backward
-    # repeats, shape (layers,); `again` is for a layer that is recomputed.
+    # Seconds of F, I, W, of a backward that is not split, and of the part of the forward that is recomputed before either.
     forward: Table
     input_grad: Table
     weight_grad: Table
     backward: Table
     again: Table
-    # Model FLOPs that recomputing a layer repeats, over all devices of tp and cp, shape (layers,).
-    repeats: Table
-    # Bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
-    saved: Table
-    kept: Table
-    waiting: Table  # bytes that wait from I to W, shape (layers,)
-    # Bytes and counts as in `LayerCost`, shape (layers,).
+    saved: (
+        Table  # bytes that a microbatch holds from its forward to its backward; of a layer, without recompute
+    )
+    waiting: Table  # bytes that are left after I, and wait for W
+    # Bytes that are only in use during a backward; of a stage, the largest of a layer, the recomputed layer included.
     transient: Table
     parameters: Table
-    expert_parameters: Table
-    matrix_parameters: Table
-    frozen_bytes: Table
-    outputs: Table
-    # FLOPs of the forward, and of gradients of frozen weights, over all devices of tp and cp, shape (layers,).
+    expert_parameters: Table  # part of `parameters`
+    matrix_parameters: Table  # part of `parameters`, which Muon updates
+    frozen_bytes: Table  # bytes of weights that are not trained
+    # FLOPs of the forward, and of gradients of frozen weights, over all devices of tp and cp.
     model_flops: Table
     frozen_flops: Table
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerTimes(_Columns):
+    """Columns of the layers of a model under one layout's microbatch, tensor degree and recompute."""
+
+    table: LayerTable
+    repeats: (
+        Table  # model FLOPs that recomputing a layer repeats, over all devices of tp and cp, shape (layers,)
+    )
+    kept: Table  # bytes that a layer keeps for the backward with recompute, shape (layers,)
+    outputs: Table  # bytes of the value that a layer hands on, shape (layers,)
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
     # Times on the devices of each group, and the groups' numbers of devices. The columns above are the least of any group.
     of_groups: tuple[LayerTimes, ...] = ()
@@ -267,32 +274,15 @@ def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StageCosts:
-    """Seconds and bytes of every stage; arrays of shape (stages,)."""
+class StageCosts(_Columns):
+    """Columns of the stages of a layout."""
 
     counts: tuple[int, ...]  # number of blocks of every stage
     starts: tuple[int, ...]  # first layer of every stage, and the number of layers
-    # Seconds of F, I, W, of a backward that is not split, and of what is recomputed before either.
-    forward: Table
-    input_grad: Table
-    weight_grad: Table
-    backward: Table
-    again: Table
-    segments: Table  # number of segments into which recompute divides the forward
-    saved: Table  # bytes that a microbatch holds from its forward to its backward
-    waiting: Table  # bytes that are left after I, and wait for W
-    # Largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
-    transient: Table
-    logits: Table  # part of `transient` that is the loss's
-    parameters: Table
-    expert_parameters: Table  # part of `parameters`
-    matrix_parameters: Table  # part of `parameters`, which Muon updates
-    frozen_bytes: Table  # bytes of weights that are not trained
-    messages: Table  # bytes of the value that each stage hands on; 0 for the last
-    # FLOPs of the forward, of gradients of frozen weights, and of what is recomputed, over all devices of tp and cp.
-    model_flops: Table
-    frozen_flops: Table
-    repeated_flops: Table
+    segments: Table  # number of segments into which recompute divides the forward, shape (stages,)
+    logits: Table  # part of `transient` that is the loss's, shape (stages,)
+    messages: Table  # bytes of the value that each stage hands on, shape (stages,); 0 for the last
+    repeated_flops: Table  # FLOPs of what is recomputed, over all devices of tp and cp, shape (stages,)
     ranks: tuple[int, ...]  # pipeline rank of every stage, the first of those with copies of it
 
     @property

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import count, takewhile
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,9 @@ LARGE = 40_000
 """Ops of a step beyond which a search simulates fewer microbatches, twice, and draws the line through both."""
 
 
+_Progress = Callable[[int, int, Prediction | None], None]
+
+
 def search(
     profile: Profile,
     cluster: Cluster,
@@ -74,7 +77,7 @@ def search(
     memory: float | None = None,
     top: int = 10,
     limit: float | None = None,
-    progress: Callable[[int, int, Prediction | None], None] | None = None,
+    progress: _Progress | None = None,
 ) -> SearchResult:
     """Search for the layouts with the shortest step.
 
@@ -114,33 +117,33 @@ def search(
         devices=devices,
     )
     began = perf_counter()
-    covered = _cover(spaces, top, began, limit, progress)
+    runs = _cover(spaces, top, began, limit, progress)
     stored = []
-    if all(each.complete and each.run.leader is None for each in covered):
-        stored = [space for each in covered if (space := each.run.space.with_store()) is not None]
+    if all(run.complete and run.leader is None for run in runs):
+        stored = [space for run in runs if (space := run.space.with_store()) is not None]
     if stored:
-        covered = _cover(stored, top, began, limit, progress)
-    complete = all(each.complete for each in covered)
-    best = min(
-        covered, key=lambda each: math.inf if each.run.leader is None else each.run.leader.step_seconds
-    )
-    run, space = best.run, best.run.space
-    plans = tuple(distinct(plan for each in covered for plan in each.run.plans())[:top])
-    reasons = run.rejections.reasons(plans[0], space.cluster) if plans else {}
-    others = [each.run for each in covered if each is not best]
+        runs = _cover(stored, top, began, limit, progress)
+    complete = all(run.complete for run in runs)
+    best = min(runs, key=lambda run: math.inf if run.leader is None else run.leader.step_seconds)
+    space = best.space
+    plans = tuple(distinct(plan for run in runs for plan in run.plans())[:top])
+    reasons = best.rejections.reasons(plans[0], space.cluster) if plans else {}
+    others = [run for run in runs if run is not best]
     if plans and (others or empty):
         reasons[GROUPS] = {
-            sized_name(other.space.cluster): _reason_of(other, plans[0]) for other in others
+            sized_name(run.space.cluster): _reason_of(run, plans[0]) for run in others
         } | dict.fromkeys(empty, Reason("cannot run"))
     return SearchResult(
         plans=plans,
-        evaluated=sum(each.run.evaluated for each in covered),
-        simulated=sum(each.run.simulated for each in covered),
+        evaluated=sum(run.evaluated for run in runs),
+        simulated=sum(run.simulated for run in runs),
         seconds=perf_counter() - began,
         complete=complete,
         rejections=reasons,
-        smallest=run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections),
-        outcomes=run.outcomes(),
+        smallest=best.rejections.smallest
+        if plans or not complete
+        else smallest_layout(space, best.rejections),
+        outcomes=best.outcomes(),
         not_compared=not_compared(space),
         space=space,
         needs_store=bool(stored),
@@ -160,29 +163,26 @@ def _spaces(profile: Profile, cluster: Cluster, **given: Any) -> tuple[list[Spac
     return spaces, list(errors)
 
 
-class _Covered(NamedTuple):
-    run: _Search
-    complete: bool
-
-
 def _cover(
     spaces: Sequence[Space],
     top: int,
     began: float,
     limit: float | None,
-    progress: Callable[[int, int, Prediction | None], None] | None,
-) -> list[_Covered]:
+    progress: _Progress | None,
+) -> list[_Search]:
     """Search spaces one after the other, each for its share of the time."""
-    covered = []
+    runs = []
     for number, space in enumerate(spaces, 1):
-        until = None if limit is None else limit * number / len(spaces)
-        run, complete = _run(space, top, began, until, progress)
-        if complete and run.leader is None and not space.shards and "shard" not in space.fixed:
-            run, complete = _run(replace(space, shards=True), top, began, until, progress)
-        covered.append(_Covered(run, complete))
-        if not complete and (until is None or perf_counter() - began <= until):
+        until = began + (math.inf if limit is None else limit * number / len(spaces))
+        run = _Search(space, top)
+        run.search(until, progress)
+        if run.complete and run.leader is None and not space.shards and "shard" not in space.fixed:
+            run = _Search(replace(space, shards=True), top)
+            run.search(until, progress)
+        runs.append(run)
+        if not run.complete and perf_counter() <= until:
             break  # by KeyboardInterrupt
-    return covered
+    return runs
 
 
 def _reason_of(run: _Search, best: Prediction) -> Reason:
@@ -193,26 +193,6 @@ def _reason_of(run: _Search, best: Prediction) -> Reason:
     if (smallest := run.rejections.smallest) is not None:
         return Reason(f"does not fit: at least {needs_text(run.space.cluster, smallest.size)}")
     return Reason("cannot run")
-
-
-def _run(
-    space: Space,
-    top: int,
-    began: float,
-    limit: float | None,
-    progress: Callable[[int, int, Prediction | None], None] | None,
-) -> tuple[_Search, bool]:
-    """Search a space until nothing is left or the time is over; return whether it is complete."""
-    run = _Search(space, top)
-    try:
-        for _ in run.steps():
-            if progress is not None:
-                progress(run.evaluated, run.simulated, run.leader)
-            if limit is not None and perf_counter() - began > limit:
-                return run, False
-    except KeyboardInterrupt:
-        return run, False
-    return run, True
 
 
 def distinct(plans: Iterable[Prediction]) -> list[Prediction]:
@@ -269,7 +249,7 @@ def _fullest(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str, 
 
 
 class _Search:
-    """State of one search."""
+    """Search of one space."""
 
     def __init__(self, space: Space, top: int) -> None:
         self.space = space
@@ -281,13 +261,26 @@ class _Search:
         self._number = count()
         self._heap: list[_Candidate] = []
         self._times = cache(self._layer_times)
+        self.complete = False
+
+    def search(self, until: float, progress: _Progress | None) -> None:
+        """Search until nothing is left, or the time or KeyboardInterrupt ends it."""
+        try:
+            for _ in self._steps():
+                if progress is not None:
+                    progress(self.evaluated, self.simulated, self.leader)
+                if perf_counter() > until:
+                    return
+        except KeyboardInterrupt:
+            return
+        self.complete = True
 
     @property
     def leader(self) -> Prediction | None:
         """The quickest plan so far."""
         return next(iter(self._ranked()), None)
 
-    def steps(self) -> Iterator[None]:
+    def _steps(self) -> Iterator[None]:
         """Yield after each step of the search, until nothing is left that could be among the best."""
         for point in self.space.points():
             self._add_point(point)

@@ -14,6 +14,7 @@ from penstock.plan.explore.search_space import Space
 from penstock.plan.prediction import Prediction
 from penstock.plan.rank_devices import needs_text
 from penstock.plan.run_layout import Layout
+from penstock.show.units import size_text, time_text
 
 _WORTH = 0.01
 """Share of a step from which a pipeline is called slower; below, it is called no gain."""
@@ -90,6 +91,23 @@ class SearchResult:
         names = tuple(sized_name(plan.cluster) if plan.cluster is not None else "" for plan in self.plans)
         unlike = any(plan.devices for plan in self.plans) or len(set(names)) > 1
         return names if unlike else ()
+
+    def table(self) -> dict[str, list[str]]:
+        """Return the cells of a table of the plans, one a row, by the name of their column."""
+        plans, layouts = self.plans, [plan.layout for plan in self.plans]
+        keys = ("pp", "dp", "tp", "ep", "cp", "v", "microbatch", "schedule", "recompute")
+        return {
+            **({"devices": list(self.devices)} if self.devices else {}),
+            **{key: [str(getattr(at, key)) for at in layouts] for key in keys},
+            "shard": [at.shard_text for at in layouts],
+            "sequence parallel": ["yes" if at.sequence_parallel else "" for at in layouts],
+            "step": [time_text(plan.step_seconds) for plan in plans],
+            "slower": [f"{plan.step_seconds / self.best.step_seconds - 1:.1%}" for plan in plans],
+            f"{self.best.unit}/s": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
+            "MFU": [f"{plan.mfu:.1%}" for plan in plans],
+            "memory": [size_text(plan.peak_bytes) for plan in plans],
+            "idle": [f"{plan.bubble:.1%}" for plan in plans],
+        }
 
     @property
     def without_pipeline(self) -> str:
