@@ -142,7 +142,7 @@ def test_a_fixed_value_counts_before_the_others_are_known():
 
 def started(layout: str, cluster: str) -> tuple[list[str], Prediction]:
     plan = predict(of_shape(SMALL), read_cluster(cluster), layout, sequence=32, batch=48)
-    return start_of_script("run.py", plan, read_cluster(cluster)), plan
+    return start_of_script("run.py", plan), plan
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_many_nodes_of_which_the_last_has_fewer_processes():
     ]
     cluster = read_cluster("cluster.toml*3x6")
     plan = predict(timed_profile(16), cluster, "pp=16", batch=48)
-    assert "... and so on up to --node-rank 4" in start_of_script("run.py", plan, cluster)
+    assert "... and so on up to --node-rank 4" in start_of_script("run.py", plan)
 
 
 def test_the_data_of_the_run_are_said(folder: Path):

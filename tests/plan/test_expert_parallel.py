@@ -217,14 +217,14 @@ def test_the_answer_says_in_words_why_this_ep():
         text = f"{abs(share):.1%} {'slower' if share >= 0 else 'quicker'}"
         return f"ep={other.layout.ep} is {text} and needs {size_text(other.peak_bytes)}"
 
-    text = experts_text(of_shape(SHAPE), cluster, plan, 16, 8)
+    text = experts_text(of_shape(SHAPE), plan, 16, 8)
     assert text == f"ep=2: a device has 4 of 8 experts a block; {change(one)}; {change(four)}"
     tight = with_memory(cluster, (one.peak_bytes + plan.peak_bytes) / 2)
     within = predict(of_shape(SHAPE), tight, "dp=4,ep=2", sequence=16, batch=8)
     assert f"; {change(one)}, more than {size_text(tight.device.usable)}; " in experts_text(
-        of_shape(SHAPE), tight, within, 16, 8
+        of_shape(SHAPE), within, 16, 8
     )
     alone = predict(of_shape(SHAPE), cluster, "pp=2", sequence=16, batch=8)
-    assert experts_text(of_shape(SHAPE), cluster, alone, 16, 8) == "ep=1: a device has 8 of 8 experts a block"
+    assert experts_text(of_shape(SHAPE), alone, 16, 8) == "ep=1: a device has 8 of 8 experts a block"
     dense = of_shape(SHAPE.dense)
-    assert experts_text(dense, cluster, predict(dense, cluster, "pp=2", sequence=16, batch=8), 16, 8) == ""
+    assert experts_text(dense, predict(dense, cluster, "pp=2", sequence=16, batch=8), 16, 8) == ""

@@ -248,7 +248,7 @@ def command(
         )
         if order is not None and order_seconds is not None:
             result = with_searched_order(
-                profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
+                profile, result, order, sequence=sequence, batch=batch, seconds=order_seconds
             )
         best = result.best
     today = None
@@ -261,11 +261,11 @@ def command(
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
         lines += ["", f"page:    {page}"]
     if own:
-        lines += _code_lines(profile, cluster, best, batch, out)
+        lines += _code_lines(profile, best, batch, out)
     elif untrained is not None and out is not None:
         lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
-        lines += _run_lines(Path(model), profile, cluster, best, sequence=sequence, batch=batch, out=out)
+        lines += _run_lines(Path(model), profile, best, sequence=sequence, batch=batch, out=out)
     if best.layout.schedule == str(order):
         lines += ["", f"order:   {order}"]
     if as_json:
@@ -336,18 +336,18 @@ def _show(
 ) -> None:
     best = result if isinstance(result, Prediction) else result.best
     if isinstance(result, SearchResult):
-        click.echo("\n".join(headline(profile, cluster, result, sequence)) + "\n")
+        click.echo("\n".join(headline(profile, result, sequence)) + "\n")
     if today is not None:
         beside_table(today, best)
     if training is not None:
         click.echo(f"{training.text(best)}\n")
     if isinstance(result, Prediction):
-        click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
-        click.echo(f"{limits_text(profile, cluster, result, sequence)}\n")
+        click.echo(f"{summary(profile, result, sequence, batch)}\n")
+        click.echo(f"{limits_text(profile, result, sequence)}\n")
         memory_table(result)
         return
     plans_table(result)
-    click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, best, sequence, batch)}\n")
+    click.echo(f"\nThe best plan:\n\n{summary(profile, best, sequence, batch)}\n")
     memory_table(best)
     click.echo(f"\nWhy not another:\n{reasons_text(result, None if why else _REASONS)}")
     click.echo(f"\n{left_out_text(result)}")
@@ -355,7 +355,7 @@ def _show(
 
 
 def _run_lines(
-    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, *, sequence: int, batch: int, out: Path
+    model: Path, profile: Profile, plan: Prediction, *, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it."""
     config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
@@ -364,12 +364,10 @@ def _run_lines(
     shape = profile.shape
     data = data_of_run(config, vocabulary_of(config) if shape is None else shape.vocabulary)
     notes += [] if data is None else [f"data:    {data}"]
-    return ["", f"written: {out}", *notes, *_indented("start:   ", start_of_run(plan, cluster, out))]
+    return ["", f"written: {out}", *notes, *_indented("start:   ", start_of_run(plan, out))]
 
 
-def _code_lines(
-    profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
-) -> list[str]:
+def _code_lines(profile: Profile, plan: Prediction, batch: int, out: Path | None) -> list[str]:
     """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start."""
     code = pipeline_code(profile, plan, batch)
     if out is not None:
@@ -377,7 +375,7 @@ def _code_lines(
         lines = ["", f"written: {out}"]
     else:
         lines = ["", "In your script:", "", *(f"    {line}".rstrip() for line in code.splitlines()), ""]
-    return [*lines, *_indented("start:   ", start_of_script("your_script.py", plan, cluster))]
+    return [*lines, *_indented("start:   ", start_of_script("your_script.py", plan))]
 
 
 def _indented(name: str, lines: list[str]) -> list[str]:

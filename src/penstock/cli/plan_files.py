@@ -14,7 +14,6 @@ import tomli_w
 from penstock.base.atomic import write_text
 from penstock.base.errors import ConfigError, os_errors_as
 from penstock.base.output_files import PAGE, SCHEDULE, OutputFile, require_outputs, signed, signed_kind
-from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction
 from penstock.plan.rank_devices import RankDevices
 from penstock.plan.run_layout import Layout
@@ -215,24 +214,24 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     return f"{header(plan)}{imports}\n{text}"
 
 
-def start_of_run(plan: Prediction, cluster: Cluster, out: Path) -> list[str]:
+def start_of_run(plan: Prediction, out: Path) -> list[str]:
     """Return the lines of text that say how to start `penstock train` with a plan's config."""
-    layout, cluster = plan.layout, plan.cluster or cluster
+    layout, cluster = plan.layout, plan.cluster
     # Threads run on the CPU alone; devices with rated peaks are GPUs, one for each process of a launcher.
     on_cpu = cluster.device.peak is None
     if on_cpu and cluster.nodes == 1 and layout.replicas * layout.tp == 1 and layout.pp <= 2:
         return [f"penstock train {out}"]
-    return start_of_script(f"-m penstock train {out}", plan, cluster)
+    return start_of_script(f"-m penstock train {out}", plan)
 
 
-def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str]:
+def start_of_script(script: str, plan: Prediction) -> list[str]:
     """Return the lines of text that say how to start a script with one process for each device of a plan.
 
     Ranks fill the nodes one after the other, as in the prediction.
     """
-    cluster = plan.cluster or cluster
+    cluster = plan.cluster
     if len(cluster.groups) > 1:
-        return _start_on_groups(script, plan, cluster)
+        return _start_on_groups(script, plan)
     each = cluster.ranks_per_node
     nodes, rest = divmod(plan.layout.devices, each)
     if not nodes or (nodes, rest) == (1, 0):
@@ -253,8 +252,9 @@ def start_of_script(script: str, plan: Prediction, cluster: Cluster) -> list[str
     ]
 
 
-def _start_on_groups(script: str, plan: Prediction, cluster: Cluster) -> list[str]:
+def _start_on_groups(script: str, plan: Prediction) -> list[str]:
     """Return the lines that start a script on groups of unlike devices, whose order is that of the pipeline's ranks."""
+    cluster = plan.cluster
     ranks = np.bincount(RankDevices(cluster, plan.layout).places, minlength=len(cluster.groups))
     width = plan.layout.replicas * plan.layout.tp
     used = [(group, int(n) * width) for group, n in zip(cluster.groups, ranks, strict=True) if n]

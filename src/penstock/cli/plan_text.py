@@ -62,7 +62,7 @@ def _columns(result: SearchResult) -> dict[str, list[str]]:
     return columns
 
 
-def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
+def summary(profile: Profile, plan: Prediction, sequence: int, batch: int) -> str:
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = f"{'fits' if plan.fits else 'does NOT fit'} in {size_text(plan.capacity)}"
@@ -70,12 +70,12 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     of_sizes = (
         f"6 FLOPs per parameter and token, {'4 of a frozen one, ' if frozen else ''}and attention in full"
     )
-    experts = experts_text(profile, cluster, plan, sequence, batch)
+    experts = experts_text(profile, plan, sequence, batch)
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     which = f" ({plan.devices[plan.fullest]}, rank {plan.fullest})" if plan.devices else ""
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
-        f"cluster       {devices_text(plan.cluster or cluster)}",
+        f"cluster       {devices_text(plan.cluster)}",
         f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({interval_text(plan.low, plan.high)}): {parts}",

@@ -175,10 +175,10 @@ def _page(
         plan_figures(plan, outcomes, unit),
         title=f"{profile.name} on {cluster.name}",
         counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; "
-        f"{devices_text(plan.cluster or cluster)}; "
+        f"{devices_text(plan.cluster)}; "
         f"{batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
-        headline=headline(profile, cluster, plan if search is None else search, sequence),
+        headline=headline(profile, plan if search is None else search, sequence),
         sentences=_sentences(plan, search),
         layout=_layout(plan),
         plans=None if search is None else _plans(search),

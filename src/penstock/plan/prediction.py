@@ -91,7 +91,7 @@ class Prediction:
     store_room: StoreRoom = field(default_factory=StoreRoom)
     assumptions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    cluster: Cluster | None = field(default=None, repr=False, compare=False)
+    cluster: Cluster = field(repr=False, compare=False)
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
     trace: Trace | None = field(default=None, repr=False, compare=False)
@@ -127,7 +127,7 @@ class Prediction:
         """Return the prediction as values that JSON can represent."""
         return {
             "layout": self.layout.as_dict(),
-            "cluster": None if self.cluster is None else sized_name(self.cluster),
+            "cluster": sized_name(self.cluster),
             "step_seconds": self.step_seconds,
             "low": self.low,
             "high": self.high,

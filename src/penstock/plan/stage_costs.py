@@ -51,6 +51,11 @@ class _Columns:
     model_flops: Table
     frozen_flops: Table
 
+    @property
+    def counts_of_parameters(self) -> Table:
+        """Numbers of parameters, of experts' and of matrices that Muon updates, shape (3, layers) or (3, stages)."""
+        return np.stack((self.parameters, self.expert_parameters, self.matrix_parameters))
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerTimes(_Columns):
@@ -401,8 +406,7 @@ def work_shares(placement: Placement) -> Table:
 
 def rank_parameters(costs: StageCosts, placement: Placement) -> Table:
     """Return the numbers of parameters of every rank, of experts' and of matrices that Muon updates, shape (3, ranks)."""
-    counts = np.stack((costs.parameters, costs.expert_parameters, costs.matrix_parameters))
-    return counts @ _holds(placement).T
+    return costs.counts_of_parameters @ _holds(placement).T
 
 
 @lru_cache(maxsize=1024)

@@ -175,11 +175,11 @@ def test_shares_of_a_step_name_what_limits_it():
     }
     for name, (machines, layout) in layouts.items():
         plan = predict(profile, machines, layout, sequence=2048, batch=8 if name == "bubble" else 64)
-        shares = time_shares(profile, machines, plan, 2048)
+        shares = time_shares(profile, plan, 2048)
         assert sum(shares.values()) == pytest.approx(1)
         assert max(shares, key=lambda part: shares[part]) == name
     again = predict(profile, cluster, "pp=8,recompute=full", sequence=2048, batch=64)
-    shares = time_shares(profile, cluster, again, 2048)
+    shares = time_shares(profile, again, 2048)
     assert shares["recompute"] == pytest.approx(shares["compute"] / 3, rel=0.1)
 
 

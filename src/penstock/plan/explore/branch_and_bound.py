@@ -491,13 +491,12 @@ class _Search:
             estimate = (
                 bound if bubble is None else max(bound, m * (f + b + w) + float(bubble) + candidate.rest)
             )
-            chosen: dict[str, Any] = {
-                "bound": bound,
-                "estimate": estimate,
-                "number": next(self._number),
-                "orders": (order,),
-            }
-            opened.append(replace(candidate, **chosen, bounded=True))
+            number = next(self._number)
+            opened.append(
+                replace(
+                    candidate, bound=bound, estimate=estimate, number=number, orders=(order,), bounded=True
+                )
+            )
         return opened
 
     def _too_large(

@@ -19,8 +19,8 @@ def least_bytes(space: Space, layout: Layout, times: LayerTimes) -> float:
     """
     dtype = dtype_of(space.profile, space.cluster, layout)
     kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
-    parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
-    counts = (parameters, float(times.expert_parameters.sum()), float(times.matrix_parameters.sum()))
+    counts = times.counts_of_parameters.sum(axis=1)
+    counts[0] -= times.table.tied if layout.pp == 1 else 0
     states = states_of(layout, dtype)
     held = states.on_device(float(times.frozen_bytes.sum())) + float(kept.sum())
     return float((float(states.device_bytes(counts)) + held) / space.limits(layout).sum())
@@ -59,9 +59,8 @@ def least_placed_bytes(space: Space, layout: Layout, placement: Placement, costs
     """
     dtype = dtype_of(space.profile, space.cluster, layout)
     held = work_shares(placement) > 0
-    counts = (costs.parameters, costs.expert_parameters, costs.matrix_parameters)
     sharding, states = layout.sharding, states_of(layout, dtype)
-    state = held @ (states.device_bytes(counts) + states.on_device(costs.frozen_bytes))
+    state = held @ (states.device_bytes(costs.counts_of_parameters) + states.on_device(costs.frozen_bytes))
     if sharding.comes_and_goes:
         # The stage of the first backward has its weights and gradients in full.
         full = states.gradient * costs.parameters

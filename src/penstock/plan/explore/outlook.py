@@ -31,9 +31,7 @@ def grouped_reasons(result: SearchResult, most: int | None = None) -> list[tuple
     The chosen value is empty in all but the first row of a dimension. With `most`, these are at most so many rows, of
     different dimensions: the quickest layouts' rows, simulated ones first.
     """
-    chosen = result.best.layout.as_dict()
-    if result.best.cluster is not None:
-        chosen[GROUPS] = sized_name(result.best.cluster)
+    chosen = {**result.best.layout.as_dict(), GROUPS: sized_name(result.best.cluster)}
     rows, nearest = [], []
     for dimension, by_value in result.rejections.items():
         values_by_reason: dict[str, list[str]] = {}
@@ -54,7 +52,7 @@ def _nearness(reason: Reason) -> tuple[bool, float]:
     return not reason.exact, reason.slower
 
 
-def time_shares(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> dict[str, float]:
+def time_shares(profile: Profile, plan: Prediction, sequence: int) -> dict[str, float]:
     """Return the shares of a step that compute, recompute, links, the bubble, and optimizer and overhead take.
 
     Links are collectives within layers, waits for messages, and reductions that are not hidden.
@@ -63,9 +61,7 @@ def time_shares(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     assert costs is not None, "the best plans are predicted in full"
     assert program is not None, "the best plans are predicted in full"
     at = plan.layout.with_values(split=costs.counts)
-    alone = each_group(
-        plan.cluster or cluster, lambda group: replace(group, node=LinkSpeed(), network=LinkSpeed())
-    )
+    alone = each_group(plan.cluster, lambda group: replace(group, node=LinkSpeed(), network=LinkSpeed()))
     quick = stage_costs(layer_times(profile, alone, at, sequence), at, program.schedule.placement)
     both = [(each.forward + each.backward + each.again, each.again) for each in (costs, quick)]
     (work, _), (unlinked, repeated) = ((float(total.sum()), float(again.sum())) for total, again in both)
@@ -83,9 +79,9 @@ def time_shares(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     }
 
 
-def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int) -> str:
+def limits_text(profile: Profile, plan: Prediction, sequence: int) -> str:
     """Return sentences about what takes the time of a step, and about the memory."""
-    shares = time_shares(profile, cluster, plan, sequence)
+    shares = time_shares(profile, plan, sequence)
     shares["recompute to save memory"] = shares.pop("recompute")
     (first, most), *rest = sorted(shares.items(), key=lambda item: -item[1])
     then = ", ".join(f"{name} {share:.1%}" for name, share in rest if share >= _SHOWN_SHARE)
@@ -95,9 +91,7 @@ def limits_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: 
     )
 
 
-def headline(
-    profile: Profile, cluster: Cluster, found: SearchResult | Prediction, sequence: int
-) -> list[str]:
+def headline(profile: Profile, found: SearchResult | Prediction, sequence: int) -> list[str]:
     """Return sentences: what to run, how fast it is, and what limits it.
 
     Before them, it says where weights must leave the devices, or where a pipeline is not worth its waits.
@@ -110,7 +104,7 @@ def headline(
         sentences = (found.with_store, found.without_devices, found.without_pipeline)
         first = [each for each in sentences if each]
         layout = f"Use {plan.layout}"
-        if GROUPS in found.rejections and plan.cluster is not None:
+        if GROUPS in found.rejections:
             layout += f" on {', then '.join(sized_name(plan.cluster).split('+'))}"
     else:
         plan, first, layout = found, [], str(found.layout)
@@ -118,7 +112,7 @@ def headline(
         *first,
         layout,
         f"{time_text(plan.step_seconds)} a step, {plan.tokens_per_second:,.0f} {plan.unit}/s. "
-        f"{limits_text(profile, cluster, plan, sequence)}",
+        f"{limits_text(profile, plan, sequence)}",
     ]
 
 
@@ -166,7 +160,7 @@ def _best_under(
     plans = []
     for plan in result.plans:
         try:
-            changed = change(plan.cluster or cluster)
+            changed = change(plan.cluster)
             plans.append(predict(profile, changed, plan.layout, sequence=sequence, batch=batch))
         except PenstockError:
             continue  # this layout does not allow the change
@@ -196,7 +190,7 @@ def change_text(result: SearchResult, best: Prediction | None) -> str:
     return f"none of these plans fits; then {best.layout}"
 
 
-def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
+def experts_text(profile: Profile, plan: Prediction, sequence: int, batch: int) -> str:
     """Return why a mixture's layout has its ep: the same layout with every other number; empty without experts."""
     shape, at = profile.shape, plan.layout
     if shape is None or not shape.experts:
@@ -206,8 +200,9 @@ def experts_text(profile: Profile, cluster: Cluster, plan: Prediction, sequence:
     for ep in divisors(gcd(at.replicas * at.tp, shape.experts)):
         if ep == at.ep or (ep == 1 and at.tp > 1):
             continue
-        placed = plan.cluster or cluster
-        other = predict(profile, placed, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch)
+        other = predict(
+            profile, plan.cluster, at.with_values(ep=ep, shard=shard), sequence=sequence, batch=batch
+        )
         change = other.step_seconds / plan.step_seconds - 1
         quicker = f"{abs(change):.1%} {'slower' if change >= 0 else 'quicker'}"
         fits = "" if other.fits else f", more than {size_text(other.capacity)}"

@@ -73,7 +73,7 @@ class SearchResult:
     def without_devices(self) -> str:
         """Sentence that says which groups of devices to leave out, because the step is quicker then; empty otherwise."""
         others = self.rejections.get(GROUPS, {})
-        used = sized_name(self.best.cluster).split("+") if self.plans and self.best.cluster else []
+        used = sized_name(self.best.cluster).split("+") if self.plans else []
         whole = {name: reason for name, reason in others.items() if len(name.split("+")) > len(used)}
         if not whole:
             return ""
@@ -88,7 +88,7 @@ class SearchResult:
     @property
     def devices(self) -> tuple[str, ...]:
         """Names of the devices of every plan; empty if all plans are for the same alike ones."""
-        names = tuple(sized_name(plan.cluster) if plan.cluster is not None else "" for plan in self.plans)
+        names = tuple(sized_name(plan.cluster) for plan in self.plans)
         unlike = any(plan.devices for plan in self.plans) or len(set(names)) > 1
         return names if unlike else ()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.plan.cluster import Cluster
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict
@@ -25,7 +24,6 @@ TRIED = 3
 
 def with_searched_order(
     profile: Profile,
-    cluster: Cluster,
     result: SearchResult,
     path: Path,
     *,
@@ -45,14 +43,13 @@ def with_searched_order(
             continue
         schedule = plan.program.schedule
         backward: BackwardMode = "split" if (schedule.kind == Kind.W).any() else "full"
-        placed = plan.cluster or cluster
-        costs = op_costs(plan.costs, placed, plan.layout, profile.runtime, profile.op_overhead)
+        costs = op_costs(plan.costs, plan.cluster, plan.layout, profile.runtime, profile.op_overhead)
         found = search_schedule(
             schedule.placement, schedule.microbatches, costs, backward, _budget(plan), seconds=seconds
         )
         ours = predict(
             profile,
-            placed,
+            plan.cluster,
             plan.layout,
             sequence=sequence,
             batch=batch,

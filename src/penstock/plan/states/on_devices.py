@@ -66,9 +66,8 @@ class OnDevices(States):
         if not sharding.comes_and_goes:
             return 0.0
         residency = residency_of(step.program.schedule, sharding)
-        held = np.stack((costs.parameters, costs.expert_parameters))
         gathers, sums = (
-            self._replica_seconds(unit, size * held, cluster, 1, costs.ranks)
+            self._replica_seconds(unit, size * costs.counts_of_parameters, cluster, 1, costs.ranks)
             for unit, size in (("all_gather", self.weight), ("reduce_scatter", self.gradient))
         )
         earlier = earlier_reductions(residency)
@@ -89,7 +88,7 @@ class OnDevices(States):
         holders = most_holders(program.schedule.placement)
         if self.layout.replicas * holders == 1 or not overlaps(cluster, self.layout):
             return super().reduction(step)
-        held = self.gradient * np.stack((costs.parameters, costs.expert_parameters))
+        held = self.gradient * costs.counts_of_parameters
         seconds = self._replica_seconds("all_reduce", held, cluster, holders, costs.ranks)
         buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(held[0])}
         reductions = reduce_gradients(program, trace, seconds.tolist(), buckets)
@@ -98,11 +97,11 @@ class OnDevices(States):
         return exposed + self._first_gather(costs, cluster, holders), reductions.trace
 
     def reduction_after(self, costs: StageCosts, cluster: Cluster, placement: Placement) -> float:
-        """Return the seconds to reduce the gradients after the backward, on the rank with most parameters."""
+        """Return the seconds to reduce the gradients after the backward, on the rank that they take longest."""
         holders = most_holders(placement)
         if self.layout.replicas * holders == 1:
             return 0.0
-        held = rank_parameters(costs, placement)[:2] * self.gradient
+        held = rank_parameters(costs, placement) * self.gradient
         seconds = self._replica_seconds("all_reduce", held, cluster, holders)
         return float(seconds.max()) + self._first_gather(costs, cluster, holders)
 
@@ -125,8 +124,7 @@ class OnDevices(States):
         """Return the seconds to gather the first layer's weights (ZeRO); the rest is gathered while the next step runs."""
         if self.layout.sharding.shard == "none":
             return 0.0
-        held = np.stack((costs.parameters, costs.expert_parameters))
-        of_layer = self.weight * held / np.maximum(1, costs.counts)
+        of_layer = self.weight * costs.counts_of_parameters / np.maximum(1, costs.counts)
         return float(self._replica_seconds("all_gather", of_layer, cluster, holders, costs.ranks).max())
 
     def _replica_seconds(
@@ -135,10 +133,10 @@ class OnDevices(States):
         """Return the seconds of collectives among replicas.
 
         Args:
-            held: bytes, and those of experts, which are for replicas with the same experts, shape (2, ranks).
+            held: bytes, and those of experts, which are for replicas with the same experts, shape (2 or more, ranks).
             ranks: ranks that have these bytes, such as those of the stages (default: all of them once).
         """
-        size, of_experts = held
+        size, of_experts, *_ = held
 
         def seconds(group: Cluster) -> Table:
             rest = self._group_seconds(unit, size - of_experts, group, holders)

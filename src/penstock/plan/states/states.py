@@ -97,7 +97,7 @@ class States(ABC):
 
     @abstractmethod
     def reduction_after(self, costs: StageCosts, cluster: Cluster, placement: Placement) -> float:
-        """Return the seconds of sums of gradients after the last backward, on the rank with most of them."""
+        """Return the seconds of sums of gradients after the last backward, on the rank that they take longest."""
 
     @abstractmethod
     def update_rate(self, cluster: Cluster) -> Any:
