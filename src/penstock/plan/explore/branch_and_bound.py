@@ -451,8 +451,6 @@ class _Search:
             if at.split != "cost":
                 yield at, quickest, orders
                 continue
-            dtype = dtype_of(self.space.profile, self.space.cluster, at)
-            least = next(iter(self.space.variants(at)), at)
             found: dict[tuple[int, ...], tuple[StageCosts, Sequence[Order]]] = {}
             work = microbatches * float((work_shares(placement) @ quickest.work).max())
             if devices.alike or work >= self._threshold():
@@ -462,6 +460,8 @@ class _Search:
                     schedule = order_of_ops(order, at.pp, min(microbatches, few))
                 except ScheduleError:
                     continue  # the family does not allow the counts
+                dtype = dtype_of(self.space.profile, self.space.cluster, at)
+                least = next(iter(self.space.variants(at)), at)
                 costs = fitting_costs(times, least, schedule, dtype, devices, quickest)
                 found[costs.counts] = costs, [*found.get(costs.counts, (costs, ()))[1], order]
             for counts, (costs, those) in found.items():
