@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -51,6 +52,34 @@ def test_stages_drop_and_repeat_what_each_of_their_blocks_has():
     assert (less.forward == plain.forward).all()
     # No layer runs a segment of its own.
     assert less.segments.tolist() == plain.segments.tolist()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v"])
+def test_what_is_recomputed_costs_no_memory(schedule: str):
+    # With a split backward, too, whose first half may leave more than the forward saved.
+    for shape in (DEEPSEEK, MIXTRAL):
+        whole = "mlp+moe" if shape.dense_layers else "moe"
+        plans = [
+            predict(
+                of_shape(shape), read_cluster("h100*2"), Layout(pp=2, schedule=schedule, recompute=recompute),
+                sequence=512, batch=8,
+            )
+            for recompute in ("none", "moe_act", whole, f"layernorm+{whole}", "full")
+        ]  # fmt: skip
+        peaks = np.array([[rank.total for rank in plan.memory] for plan in plans])
+        assert (np.diff(peaks, axis=0) <= 0).all(), peaks.tolist()
+        assert (peaks[-1] < peaks[0]).all()
+
+
+def test_modules_without_the_sign_between_them_and_those_that_no_block_has_are_told():
+    for name in ("moe_act", "layernorm"):
+        with pytest.raises(ConfigError, match=rf"no key '{name}': modules of recompute are joined by \+"):
+            Layout.parse(f"pp=2,recompute=mlp,{name}")
+    alone = replace(DEEPSEEK, name="alone", dense_layers=4)
+    with pytest.raises(
+        ConfigError, match="recompute=moe: alone has no experts; its modules are layernorm, mla"
+    ):
+        predict(of_shape(alone), read_cluster("h100*2"), Layout(pp=2, recompute="moe"), sequence=32, batch=2)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +154,10 @@ def test_the_run_of_a_plan_recomputes_whole_blocks_and_says_so(
     outcome = CliRunner().invoke(
         command, [*words, "pp=2,recompute=moe_act layernorm"], catch_exceptions=False
     )
-    assert "recompute=layernorm+moe_act: the run recomputes whole blocks (full)" in outcome.output
+    assert (
+        "recompute=layernorm+moe_act: the run recomputes whole blocks, so its step and memory"
+        in outcome.output
+    )
     text = Path("run.toml").read_text()
     assert tomllib.loads(text)["runtime"]["recompute"] == load(Path("run.toml")).runtime.recompute == "full"
     assert ",recompute=layernorm+moe_act\n" in text

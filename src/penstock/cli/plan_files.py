@@ -95,7 +95,7 @@ def run_tables(
     if layout.optimizer == "muon":
         config.setdefault("optim", {})["matrices"] = "Muon"
     runtime = config.setdefault("runtime", {})
-    # All of a block keeps less than its modules, so the run fits where they do.
+    # A run recomputes no modules; whole blocks keep less between their forward and backward.
     whole = "full" if layout.modules else layout.recompute
     runtime["recompute"] = "none" if layout.recompute == "selective" else whole
     runtime["precision"] = _PRECISION[plan.dtype]
@@ -151,8 +151,8 @@ def differences(layout: Layout) -> list[str]:
         )
     if layout.modules:
         sentences.append(
-            f"recompute={layout.recompute}: the run recomputes whole blocks (full), so it needs no more memory than "
-            "predicted, and is slower."
+            f"recompute={layout.recompute}: the run recomputes whole blocks, so its step and memory are those of "
+            "recompute=full."
         )
     if layout.attention == "unfused":
         sentences.append(

@@ -73,10 +73,9 @@ def held_activations(schedule: Schedule, costs: StageCosts) -> Rows:
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank."""
     states = states_of(layout, dtype)
-    column, freed, backward, inside = _activations(schedule, costs)
+    column, freed, during = _activations(schedule, costs)
     sharded = _sharded_states(schedule, costs, states) if layout.sharding.comes_and_goes else None
-    if sharded is not None:
-        inside += sharded.sum(axis=0)
+    inside = during if sharded is None else during + sharded.sum(axis=0)
     ranks, held_by_rank = [], rank_parameters(costs, schedule.placement)
     for rank, stages in enumerate(schedule.placement.stages_of):
         rows, mine = schedule.rows(rank), list(stages)
@@ -87,12 +86,9 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         if row is not None:
             stage = int(schedule.stage[row])
             op = str(schedule.op(row))
-            if backward[row]:
-                peak = float(column[row] + freed[row])
-                logits = float(costs.logits[stage])
-                back = float(costs.transient[stage]) - logits if costs.transient[stage] > logits else 0.0
-            else:
-                peak = float(column[row])
+            peak = float(column[row] + freed[row])
+            logits = min(float(costs.logits[stage]), float(during[row]) - peak)
+            back = float(during[row]) - peak - logits
         sends = max((float(costs.messages[s]) for s in mine), default=0.0)
         takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
         # Two of each kind: one is in use while the next travels.
@@ -170,7 +166,7 @@ def bound_sharded(
     states = states_of(layout, dtype)
     weight, gradient = states.weight, states.gradient
     kind, size = schedule.kind, costs.parameters[schedule.stage]
-    *_, inside = _activations(schedule, costs)
+    inside = _activations(schedule, costs)[-1]
     counts = rank_parameters(costs, schedule.placement)
     total = counts[0]
     read = weight * size * (kind != Kind.W)
@@ -182,8 +178,8 @@ def bound_sharded(
     return float(((inside + full + state) / limits[rank_column(schedule)]).max())
 
 
-def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:
-    """Return columns by row: bytes held after it, bytes freed by it, whether it is a backward, bytes during it."""
+def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, Rows]:
+    """Return columns by row: bytes held after it, bytes freed by it, bytes during it."""
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
     column = held_activations(schedule, costs)
     # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
@@ -192,8 +188,12 @@ def _activations(schedule: Schedule, costs: StageCosts) -> tuple[Rows, Rows, npt
     halved = (schedule.kind == Kind.I) & ~merged_backwards(schedule)
     left = np.where(halved, waiting[schedule.stage], 0)
     freed = np.where(backward, np.maximum(saved[schedule.stage] - left, 0), 0)
-    inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
-    return column, freed, backward, inside
+    # A backward has most in its first layer, while all others hold what they saved; but where a first half leaves more than
+    # was saved, in its last layer, when the others hold what they leave.
+    transient, last = (each.astype(np.int64)[schedule.stage] for each in (costs.transient, costs.halved))
+    most = saved[schedule.stage] + transient
+    most = np.where(halved, np.maximum(most, left + last), most)
+    return column, freed, np.where(backward, column - left + most, column)
 
 
 def _sharded_states(schedule: Schedule, costs: StageCosts, states: States) -> Rows:

@@ -55,6 +55,7 @@ OTHER_NAMES = {
 NO_KEYS = {
     "batch": "samples of a step are the option --batch",
     **dict.fromkeys(("devices", "gpus"), "the number of devices is the option --devices"),
+    **dict.fromkeys(MODULES, "modules of recompute are joined by +, as in recompute=layernorm+moe_act"),
     "memory": "bytes of a device are the option --memory-limit",
     "nodes": "the number of nodes is part of --cluster, as in h100*8x4",
     **dict.fromkeys(("seq", "seq_length"), "tokens of a sample are the option --sequence"),

@@ -286,6 +286,8 @@ class StageCosts(_Columns):
     starts: tuple[int, ...]  # first layer of every stage, and the number of layers
     segments: Table  # number of segments into which recompute divides the forward, shape (stages,)
     logits: Table  # part of `transient` that is the loss's, shape (stages,)
+    # Bytes of a layer in the first half of its backward beyond those that then wait of it, the largest of a stage.
+    halved: Table
     messages: Table  # bytes of the value that each stage hands on, shape (stages,); 0 for the last
     repeated_flops: Table  # FLOPs of what is recomputed, over all devices of tp and cp, shape (stages,)
     ranks: tuple[int, ...]  # pipeline rank of every stage, the first of those with copies of it
@@ -335,13 +337,15 @@ def stage_costs(
     if len(counts) == 1:
         # The one stage has both the embedding and the head, and so a tied weight once.
         sums["parameters"][0] -= times.table.tied
-    largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
+    halved = np.maximum(saved + transient - times.waiting, 0.0)
+    largest = np.maximum.reduceat(np.stack((transient, times.transient, halved)), starts[:-1], axis=1)
     return StageCosts(
         counts=counts,
         starts=starts,
         **sums,
         transient=largest[0],
         logits=largest[1],
+        halved=largest[2],
         messages=np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0),
         ranks=tuple(ranks[0] for ranks in placement.holders),
     )

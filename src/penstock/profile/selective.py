@@ -34,7 +34,8 @@ OUTPUTS = ("layernorm", "mla_up_proj", "moe_act")
 def modules_of(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules that blocks of a model have."""
     dense = _of_block(shape.dense) if shape.dense_layers else ()
-    return tuple(name for name in MODULES if name in _of_block(shape) or name in dense)
+    others = _of_block(shape) if shape.dense_layers < shape.layers else ()
+    return tuple(name for name in MODULES if name in others or name in dense)
 
 
 def _of_block(shape: ModelShape) -> tuple[str, ...]:
