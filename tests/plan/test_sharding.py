@@ -55,6 +55,8 @@ def without_activations(plan: Prediction) -> StageCosts:
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=keys_of)
 @pytest.mark.parametrize("order", [*ORDERS[2:], *exhaustive(*ORDERS[:2])])
 def test_bytes_are_those_that_the_checker_proves(order: str, sharding: Sharding):
+    if order == "schedule=gpipe" and sharding.window == 2:
+        sharding = replace(sharding, window=1)  # its ranks have one stage each
     plan = predicted(f"pp=2,dp=2,{order},{keys_of(sharding)}")
     schedule = plan.program.schedule
     residency = make_residency(schedule, sharding)
