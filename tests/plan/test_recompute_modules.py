@@ -22,17 +22,12 @@ from penstock.profile.model_profile import of_shape, with_lora
 from penstock.profile.model_shape import ModelShape
 from penstock.schedule.placement import Placement
 from penstock.train.config.file import load
+from tests.support import planning
 from tests.support.planning import round_cluster, timed_profile
 from tests.support.small_spaces import SmallSpace, every_plan
 
-DEEPSEEK = ModelShape(
-    name="deepseek", layers=4, hidden=64, heads=4, kv_heads=4, head_size=24, ffn=160, vocabulary=256, query_rank=32,
-    kv_rank=16, rotary_size=8, value_size=16, experts=8, experts_per_token=2, expert_ffn=48, shared_ffn=48, dense_layers=1,
-)  # fmt: skip
-MIXTRAL = ModelShape(
-    name="mixtral", layers=4, hidden=64, heads=8, kv_heads=2, head_size=8, ffn=224, vocabulary=256, experts=4,
-    experts_per_token=2, expert_ffn=224,
-)  # fmt: skip
+# Two ranks have the same number of blocks.
+DEEPSEEK, MIXTRAL = replace(planning.DEEPSEEK, layers=4), replace(planning.MIXTRAL, layers=4, experts=4)
 DENSE = replace(MIXTRAL.dense, name="dense")
 
 

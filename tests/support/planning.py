@@ -12,6 +12,14 @@ from penstock.profile.model_shape import ModelShape
 SMALL = ModelShape(
     name="small", layers=16, hidden=64, heads=8, kv_heads=4, head_size=8, ffn=128, vocabulary=512
 )
+DEEPSEEK = ModelShape(
+    name="deepseek", layers=3, hidden=64, heads=4, kv_heads=4, head_size=24, ffn=160, vocabulary=100, query_rank=32,
+    kv_rank=16, rotary_size=8, value_size=16, experts=8, experts_per_token=2, expert_ffn=48, shared_ffn=40, dense_layers=1,
+)  # fmt: skip
+MIXTRAL = ModelShape(
+    name="mixtral", layers=2, hidden=64, heads=8, kv_heads=2, head_size=8, ffn=224, vocabulary=100, experts=8,
+    experts_per_token=2, expert_ffn=224,
+)  # fmt: skip
 SEQUENCE = 32
 
 

@@ -37,9 +37,8 @@ class _Columns:
     weight_grad: Table
     backward: Table
     again: Table
-    saved: (
-        Table  # bytes that a microbatch holds from its forward to its backward; of a layer, without recompute
-    )
+    # Bytes that a microbatch holds from its forward to its backward; of a layer, without recompute.
+    saved: Table
     waiting: Table  # bytes that are left after I, and wait for W
     # Bytes that are only in use during a backward; of a stage, the largest of a layer, the recomputed layer included.
     transient: Table
@@ -62,9 +61,8 @@ class LayerTimes(_Columns):
     """Columns of the layers of a model under one layout's microbatch, tensor degree and recompute."""
 
     table: LayerTable
-    repeats: (
-        Table  # model FLOPs that recomputing a layer repeats, over all devices of tp and cp, shape (layers,)
-    )
+    # Model FLOPs that recomputing a layer repeats, over all devices of tp and cp, shape (layers,).
+    repeats: Table
     kept: Table  # bytes that a layer keeps for the backward with recompute, shape (layers,)
     outputs: Table  # bytes of the value that a layer hands on, shape (layers,)
     recomputes: npt.NDArray[np.bool_]  # of layers that full recompute repeats, shape (layers,)
