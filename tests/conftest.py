@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -146,6 +146,18 @@ def processes(pool: LocalProcesses) -> Iterator[LocalProcesses]:
         for child in multiprocessing.active_children()
     ):
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def with_device() -> Iterator[Callable[..., Any]]:
+    """Function that calls another one with the name of a second device, in a process that has one."""
+    if sys.platform != "linux":
+        pytest.skip("worker processes are tested on Linux alone")
+    from penstock.runtime.workers.pool import LocalProcesses
+    from tests.support.second_device import alone
+
+    with LocalProcesses(1) as process:
+        yield lambda function, *args: process.run(1, alone, function, *args)[0]
 
 
 @pytest.fixture(autouse=True)

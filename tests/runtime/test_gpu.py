@@ -320,3 +320,49 @@ def test_offloading_has_the_same_bits_and_holds_less():
     assert all(torch.equal(a, b) for a, b in zip(gradients, offloaded, strict=True))
     # Input and activation of every block but the last microbatch's, 2 MB each.
     assert peak - lower > 7 * 8 * 2 * 2**20 * 0.8
+
+
+# The CPU beside one GPU, both ways, and two GPUs where there are so many.
+PLACES = [["cpu", "cuda:0"], ["cuda:0", "cpu"], pytest.param(["cuda:0", "cuda:1"], marks=two_devices)]
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("family", ["1f1b", "zb-v", "dualpipe"])
+def test_ranks_with_a_device_each_equal_plain_pytorch(family, devices):
+    net, other = plain.model(4), plain.model(4)
+    x, y = plain.batch(0, 16)
+    losses, _ = plain.step(other, mse_loss, x, y, 8)
+    with Pipeline(net, mse_loss, microbatches=8, schedule=family, device=devices) as pipe:
+        for _ in range(2):  # the second step reuses events and memory
+            pipe.zero_grad()
+            found = pipe.step(x, y)
+        assert torch.allclose(found.losses.cpu(), losses, rtol=1e-5)
+        assert {str(p.device) for p in pipe.parameters()} == set(devices)
+        for one, theirs in zip(pipe.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(one.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_a_tied_weight_of_two_devices_gets_the_sum_of_its_gradients(devices):
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, last = nn.Linear(12, 12), nn.Linear(12, 12)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), nn.Tanh(), last)
+
+    net, other = tied(), tied()
+    x, y = plain.batch(0, 16)
+    with Pipeline(net, mse_loss, microbatches=8, device=devices) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.step(x, y)
+            optimizer.step()
+    plain_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        plain_optimizer.zero_grad()
+        plain.step(other, mse_loss, x, y, 8)
+        plain_optimizer.step()
+    assert str(net[0].weight.device) == devices[0]
+    assert net[3].weight is net[0].weight
+    assert torch.allclose(net[0].weight.cpu(), other[0].weight, rtol=1e-4, atol=1e-6)

@@ -119,6 +119,8 @@ def plan_line(pipe: Pipeline, varies: bool = False) -> str:
     costs = Costs.of(schedule.placement, 1, 1, 1)  # a backward takes twice as long as a forward
     figures = measure(schedule, costs, simulate(check(schedule).program, costs))
     kind = "processes" if pipe.in_processes else "threads"
+    if pipe.devices:
+        kind += f" on {', '.join(map(str, pipe.devices))}"
     least, most = ("at least ", "at most ") if varies else ("", "")
     counted = f"{least}{plural(pipe.microbatches, 'microbatch')} of a batch each"
     return (

@@ -71,12 +71,13 @@ class PipelineTrainerMixin(TrainerSaves):
 
     Args:
         pipeline: keyword arguments of `Pipeline`: ``microbatches``, ``ranks``, ``schedule``, ``virtual_stages``, ``split``,
-            ``recompute``, ``timeout``, ``execution``. A batch with fewer examples than microbatches is filled up with ones
-            that count for nothing. ``tokens_per_microbatch=4096`` in place of ``microbatches`` sorts the examples of a batch
-            by length into as many microbatches as it takes for each to have at most so many tokens, padding included, and at
-            least as many as there are ranks, which is the number of an evaluation. Two more are about what a run leaves in
-            ``output_dir``: ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and
-            ``trace_every=50`` keeps the trace of every 50th update beside the first and the last.
+            ``recompute``, ``timeout``, ``execution``. A batch with fewer examples than microbatches is filled
+            up with ones that count for nothing. ``devices=["cuda:0", "cuda:1"]`` gives each rank of one process its own.
+            ``tokens_per_microbatch=4096`` in place of ``microbatches`` sorts the
+            examples of a batch by length into as many microbatches as it takes for each to have at most so many tokens,
+            padding included, and at least as many as there are ranks, which is the number of an evaluation. Two more are
+            about what a run leaves in ``output_dir``: ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and
+            ``traces/``, and ``trace_every=50`` keeps the trace of every 50th update beside the first and the last.
             ``optimizer=[{"match": r"layers.*proj.weight", "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an
             optimizer of their own, as `PipelineOptimizer` takes it; Trainer's learning-rate schedule holds for it, too.
             ``ep=2`` divides the experts of a mixture over the replicas, see `MeshShape`; ``cp=2`` divides the tokens of each
@@ -140,6 +141,8 @@ class PipelineTrainerMixin(TrainerSaves):
         self._in_processes = processes > 1
         budget = read_budget(options, self._replicas, self._cp)
         options.pop("collate", None)
+        devices = options.pop("devices", None)
+        self._has_devices = devices is not None
         # Trainers of TRL have another order of arguments.
         every = [*given, *kwargs.values()]
         args = next((one for one in every if isinstance(one, transformers.TrainingArguments)), None)
@@ -197,15 +200,20 @@ class PipelineTrainerMixin(TrainerSaves):
             require_same_loss(self, self._whole_model, self._loss)
             if (labels := _labels_of_row(self._loss.own.head, base.device)) is not None:
                 self._loss.own.passes_items = forward_of(layers).passes_items(labels)
+        if not self._has_devices and len({p.device for p in base.parameters() if not p.is_meta}) <= 1:
+            devices = settings.device
         self.pipe = Pipeline(
             layers,
             self._own_loss or self._loss,
             reduction="sum",
             seed=settings.seed,
-            device=settings.device,
+            device=devices,
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        if self._has_devices:
+            # As transformers says it of a model that a device_map has spread, which accelerate then leaves where it is.
+            base.hf_device_map = {n.rpartition(".")[0]: p.device for n, p in base.named_parameters()}
         if self._own_loss is not None:
             self._own_loss.pipe = self.pipe
             if fused is not None:
@@ -237,6 +245,11 @@ class PipelineTrainerMixin(TrainerSaves):
         self.args = as_one_process(self.args, self._rank, self._replicas)
         super().create_accelerator_and_postprocess()
         make_one_process(self.accelerator, lambda norm: self.pipe.clip_grad_norm_(norm))
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave a model whose ranks have a device each where it is; one device may not have the memory for all of it."""
+        if not self._has_devices:
+            super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; in processes, an error of one is told to the others, which end with it."""
@@ -336,7 +349,7 @@ class PipelineTrainerMixin(TrainerSaves):
             loss = own_loss.step(inputs[PARTS], inputs[EXAMPLES], num_items_in_batch, scaled, accumulated)
             own_loss.compare_together(inputs, num_items_in_batch)
             self._first_step = False
-            return loss
+            return loss.to(self.args.device)
         assert self._loss is not None
         self._first_step = False
         batch = self._batch(inputs)
@@ -344,7 +357,7 @@ class PipelineTrainerMixin(TrainerSaves):
         count = batch.count // self._replicas
         found = self.pipe.step(batch.ids, batch.target, microbatches=count, **batch.named).loss
         assert found is not None, "the batch has labels"
-        return found.detach()
+        return found.detach().to(self.args.device)  # the last rank may have another one
 
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return what Trainer makes of a batch, with its parts as of accumulated batches."""

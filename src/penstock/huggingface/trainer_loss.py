@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, send_to_device
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
@@ -196,7 +196,7 @@ class TrainerLoss:
             return hidden[:0].sum()
         references = iter(part.references)
         called: list[dict[str, Any]] = []
-        device = hidden.device.type
+        device = hidden.device
 
         def answer(call: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
@@ -216,7 +216,7 @@ class TrainerLoss:
             self._lock,
             self._calls.answering(answer),
             self.adapters.replaying(),
-            torch.autocast(device, enabled=False),
+            torch.autocast(device.type, enabled=False),
             # A schedule may ask for a microbatch's forward again.
             thrown_away(trainer, self._model) if part.ran else nullcontext(trainer) as of_run,
         ):
@@ -531,14 +531,19 @@ class TrainerLoss:
 
     def _made(self, reached: Reached, rest: Mapping[str, Any]) -> Any:
         self._own.ends(reached)
-        return self._output(rest, reached.hidden.device.type)
+        return self._output(rest, reached.hidden.device)
 
-    def _output(self, call: Mapping[str, Any], device: str) -> Any:
-        """Return what the forward makes of the hidden state that the last layer of this thread has got."""
+    def _output(self, call: Mapping[str, Any], device: torch.device) -> Any:
+        """Return what the forward makes of the hidden state that the last layer of this thread has got.
+
+        Where ranks have devices of their own it is then on the trainer's, as the hooks of a ``device_map`` return it.
+        """
         rest = {name: value for name, value in call.items() if name in _OF_HEAD and value is not None}
         forward = self._fused if rest.get("fused_lm_head") else None
-        with torch.autocast(device, dtype=self._autocast) if self._autocast else nullcontext():
-            output = self._own.output(rest, forward)
+        with torch.autocast(device.type, dtype=self._autocast) if self._autocast else nullcontext():
+            output = self._own.output(send_to_device(rest, device) if self.pipe.devices else rest, forward)
+        if self.pipe.devices:
+            output = send_to_device(output, self._trainer.args.device)
         return convert_to_fp32(output) if self._autocast else output
 
     def _flush_logs(self) -> None:

@@ -19,7 +19,7 @@ _OURS = {
     "reduction": "losses are weighted by num_items_in_batch, as Trainer does",
     "seed": "set it in the training arguments",
     "autocast": "set bf16=True in the training arguments",
-    "device": "it is the training arguments' device",
+    "device": "it is the training arguments' device; devices=[...] gives each rank of one process its own",
     "mesh": "give ranks, the size of one pipeline; processes beyond them are replicas of it",
     "parallel": "the trainer sets it",
 }
@@ -31,7 +31,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, instead in _OURS.items():
         if name in options:
             raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-    more = [TOKENS, "report", "trace_every", "collate", "optimizer", "ep", "cp"]
+    more = [TOKENS, "devices", "report", "trace_every", "collate", "optimizer", "ep", "cp"]
     allowed = [*signature(Pipeline).parameters, *more]
     for name in options:
         if name not in allowed:

@@ -28,6 +28,7 @@ from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.measured_split import resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel
+from penstock.runtime.model.rank_devices import given_devices, require_devices
 from penstock.runtime.model.row_check import RowCheck
 from penstock.runtime.model.torch_optimizers import watch_torch_optimizers
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
@@ -78,7 +79,7 @@ class BuiltPipeline(PipelineModel):
         ranks: int | None = None,
         virtual_stages: int | None = None,
         split: Split = "even",
-        device: torch.device | str | None = None,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
         timeout: float = 60.0,
         mesh: MeshShape | Mesh | DeviceMesh | None = None,
         recompute: Policy = "none",
@@ -105,8 +106,12 @@ class BuiltPipeline(PipelineModel):
         self.reduction = loss.reduction
         # 2. The schedule, which is proved here.
         place = current_place()
+        self.devices = given_devices(device, self.layers, place is not None)
+        if ranks is None and axes is None and self.devices:
+            ranks = len(self.devices)
         ranks, processes = resolve_mesh(axes, ranks, place)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
+        split = require_devices(self.devices, self.schedule, self.layers, split, device is not None)
         require_loss_without_parameters(loss.function, self.schedule, self.mesh)
         program = check(self.schedule).program
         # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.
@@ -119,7 +124,7 @@ class BuiltPipeline(PipelineModel):
         self.scaler: LossScale | None = None
         # 3. The processes meet, and compare what each was given.
         self.in_processes = processes is not None
-        self.device = local_device(device, self.in_processes)
+        self.device = None if self.devices else local_device(device, self.in_processes)
         compared = {
             "microbatches": microbatches, "schedule": schedule, "mesh": self.mesh, "split": split, "timeout": timeout,
             "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "dims": dims,
@@ -223,6 +228,7 @@ class BuiltPipeline(PipelineModel):
             layers_of_stages,
             local_ranks=self.local_ranks,
             device=self.device,
+            devices=self.devices,
             loss_fn=loss_fn,
             settings=settings,
             compile=self.execution.compile,

@@ -119,7 +119,8 @@ class Engine:
         local_stages = self.local_stages
         stages_of = local_stages.schedule.placement.stages_of
         self._streams = Streams.of(
-            [[local_stages.modules[rank, s] for s in stages_of[rank]] for rank in self.local_ranks]
+            [[local_stages.modules[rank, s] for s in stages_of[rank]] for rank in self.local_ranks],
+            local_stages.devices,
         )
         self._rank_threads = RankThreads(len(self.local_ranks), self.timeout, self._streams, threads)
         if local_stages.random is not None:
@@ -335,7 +336,9 @@ class Engine:
         if self._world is not None:
             channels = [self._world.channel]
         elif local_stages.schedule.ranks > 1:
-            channels = thread_channels(program, self.timeout, local_stages.holders, self._streams)
+            channels = thread_channels(
+                program, self.timeout, local_stages.holders, self._streams, local_stages.devices
+            )
         fixed, scale = (None, None) if self._world is None else (self._fixed, self._scale)
         executors = [
             local_stages.executor(program, trains, rank, channel, fixed, scale)

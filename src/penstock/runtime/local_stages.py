@@ -76,6 +76,10 @@ class Programs:
 class LocalStages:
     """Stages of this process's ranks, and the weights that they share with other ranks.
 
+    Args:
+        device: device of all ranks; None leaves modules where they are.
+        devices: device of each rank, where threads have different ones.
+
     Attributes:
         separate: copies of the modules that several ranks of this process use.
         lending: what ranks use during a step in place of the user's parameters and modules.
@@ -88,6 +92,7 @@ class LocalStages:
         *,
         local_ranks: Sequence[int],
         device: torch.device | None,
+        devices: Sequence[torch.device],
         loss_fn: LossFunction,
         settings: Settings,
         compile: str,
@@ -107,21 +112,28 @@ class LocalStages:
         seed = settings.random.seed if settings.random is not None else 0
         modules: Modules = {}
         mesh = None if world is None or world.mesh is None else world.mesh.shape
+        if options.sharding.stored and devices:
+            raise ConfigError(
+                f"store={options.sharding.store!r} copies weights to one device, and the ranks have "
+                f"{', '.join(map(str, devices))}; start one process for each GPU, or keep the weights on the devices"
+            )
         self.store = open_store(options.sharding, mesh, settings, compile, self.ties.over_stages)
         make = StageModule if self.store is None else self.store.build
 
         def build() -> None:
-            modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed, make))
+            of_ranks = dict.fromkeys(local_ranks, device) | dict(enumerate(devices))
+            modules.update(build_modules(layers_of_stages, placement, of_ranks, seed, make))
             require_own_axes(modules, world, self.schedule)
 
         run_each(build, partial(world.gather, over="run") if world is not None else None)
         # Before modules are replaced by copies, whose buffers are separate.
         isolation = Isolations(layers_of_stages, placement)
-        self.separate = SeparateModules(modules)
+        self.devices = devices
+        self.separate = SeparateModules(modules, devices)
         self.lending = Lending()
         self.lending.add(self.separate.lent)
         with self.lending.in_place():
-            own_of_ranks = self.ties.apply(modules)
+            own_of_ranks = self.ties.apply(modules, devices)
         self.lending.add(own_of_ranks)
         self.axes = () if world is None else world.axes
         for axis in self.axes:
@@ -320,28 +332,31 @@ class LocalStages:
         sharded = FullyShardedLayers(stages.values())
         within += [sharded] if sharded.layers else []
         within += [] if fixed is None else [fixed]
-        return Executor(program, rank, stages, channel, around, within)
+        device = self.devices[rank] if self.devices else None
+        return Executor(program, rank, stages, channel, around, within, device=device)
 
 
 def build_modules(
     layers_of_stages: Sequence[Sequence[Layer]],
     placement: Placement,
-    local_ranks: Sequence[int],
-    device: torch.device | None,
+    devices: Mapping[int, torch.device | None],
     seed: int,
     make: Callable[[Sequence[Layer], torch.device | None, int], StageModule],
 ) -> Modules:
     """Build the stages of this process's ranks, each once.
 
     A stage that several of them hold is built for the first holder; the other holders get modules that share its memory.
+
+    Args:
+        devices: devices of this process's ranks.
     """
     modules: Modules = {}
     for stage, holders in enumerate(placement.holders):
-        here = [rank for rank in holders if rank in local_ranks]
+        here = [rank for rank in holders if rank in devices]
         for rank in here:
             first = modules.get((here[0], stage))
             modules[rank, stage] = (
-                make(layers_of_stages[stage], device, seed) if first is None else alias(first)
+                make(layers_of_stages[stage], devices[rank], seed) if first is None else alias(first)
             )
     return modules
 

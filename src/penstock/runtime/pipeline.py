@@ -57,7 +57,9 @@ class Pipeline(BuiltPipeline):
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
             (x, y)}`` makes stages of equal time on that microbatch; ``{"measured": profile}``, by `profile_layers`.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
-            LOCAL_RANK.
+            LOCAL_RANK. Ranks that are threads may have a device each, as ["cuda:0", "cuda:1"]; `ranks` is then their number.
+            So they have by default if the model's blocks are on several (a ``device_map``), each with one run of blocks,
+            which ``split="even"`` leaves where they are. A batch may then be on any device.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
         mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes; each rank
             is then a process. A step takes the global batch, ``dp * microbatches`` microbatches, on every process. A
@@ -81,6 +83,7 @@ class Pipeline(BuiltPipeline):
         execution: options of how stages run.
 
     Attributes:
+        devices: device of each rank, where threads have several; otherwise empty.
         replicas, replica: number of pipelines that share the batch, and index of this one.
         world: the processes of the pipeline; None if its ranks are threads of one process.
         tensor_ranks: processes that share this one's matrices.

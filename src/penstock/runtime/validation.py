@@ -129,13 +129,13 @@ def resolve_mesh(
     return mesh.pp, None
 
 
-def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
+def local_device(device: object, in_processes: bool) -> torch.device | None:
     """Return the device of this process; in processes ``cuda`` without a number means the GPU LOCAL_RANK."""
     if device is None:
         return None
     try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
+        chosen: torch.device = torch.device(device)  # type: ignore[call-overload]  # what a caller gives is looked at here
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{device!r} is not a device: {first_line(error)}") from error
     if chosen.type == "cuda":
         if not torch.cuda.is_available():

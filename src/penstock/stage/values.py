@@ -14,6 +14,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -46,6 +47,20 @@ class Message(NamedTuple):
     def hooked(self) -> tuple[bool, ...]:
         """For each leaf of a gradient, whether a layer has registered a hook on the tensor it belongs to."""
         return self.needs_grad
+
+    def moved(self, target: torch.device, source: torch.device | None = None) -> Message:
+        """Return the message with its tensors on a device.
+
+        Args:
+            source: device of the tensors that move; others stay, as sizes on the CPU do (default None for all).
+        """
+        if source == target:
+            return self
+        leaves = [
+            leaf.to(target) if isinstance(leaf, Tensor) and source in (None, leaf.device) else leaf
+            for leaf in self.leaves
+        ]
+        return self._replace(leaves=tuple(leaves))
 
 
 def pack(

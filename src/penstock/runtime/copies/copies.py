@@ -193,7 +193,7 @@ class Copies:
                 for one, second in zip(_tensors_of(first), _tensors_of(other), strict=True):
                     a, b = one.tensor.detach(), second.tensor.detach()
                     shared = (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
-                    if not shared and not same_values(a, b, True):
+                    if not shared and not same_values(a, b.to(a.device), True):
                         where = {0: [f"stage {s}, copy 0"], 1: [f"copy {n}"]}
                         raise difference_error({one.name: one.kind}, {one.name: where})
 
@@ -335,8 +335,10 @@ class _Group:
 
     def __init__(self, name: str, members: tuple[nn.Parameter, ...], hooked: bool) -> None:
         self.name = name
-        self.members = members
+        self.members = tuple(p for p in members if p.device == members[0].device)
         self.hooked = hooked
+        # What shares no memory is copied before every step, since a write into ``p.data`` leaves no mark.
+        self._elsewhere = tuple(p for p in members if p.device != members[0].device)
         self._handles: list[Any] = []
         # State of all members after the last `sync` or step.
         self._requires_grad = members[0].requires_grad
@@ -350,7 +352,7 @@ class _Group:
         for p in self.members:
             if p.requires_grad != self._requires_grad:
                 self._requires_grad = p.requires_grad
-                for member in self.members:
+                for member in (*self.members, *self._elsewhere):
                     member.requires_grad_(self._requires_grad)
             if p.data_ptr() != pointer or p.dtype != dtype or p.shape != shape or p.stride() != strides:
                 moved = True
@@ -361,6 +363,8 @@ class _Group:
             require_no_late_hook(self.name, first)
         if moved:
             self._move()
+        for p in self._elsewhere:
+            _copy(p, first)
 
     def record(self) -> None:
         """Take memory that a step has given all members for theirs: a store's, in place of what the user gave before it."""
@@ -372,7 +376,8 @@ class _Group:
         for handle in self._handles:
             handle.remove()
         self._hooks = hooks
-        self._handles = [p.register_hook(hook) for p in self.members[1:] for hook in hooks]
+        others = (*self.members[1:], *self._elsewhere)
+        self._handles = [p.register_hook(hook) for p in others for hook in hooks]
 
     def _move(self) -> None:
         before = self._memory
@@ -393,8 +398,8 @@ class _Group:
 class Aliases:
     """Groups of a process's parameters that are one to the user: copies of a stage, and tied weights, in threads.
 
-    Autograd sees separate parameters; they share memory. A change to one applies to all: ``requires_grad``, new memory
-    (``p.data = ...``, ``model.double()``), and hooks on the gradient.
+    Autograd sees separate parameters; they share memory, or are copies on the devices of other ranks. A change to one
+    applies to all: ``requires_grad``, new memory (``p.data = ...``, ``model.double()``), and hooks on the gradient.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tied: Iterable[str] = ()) -> None:
@@ -426,6 +431,15 @@ def _memory(parameter: Tensor) -> _Memory:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.device == other.device and same_values(one.detach(), other.detach(), True))
+
+
+def _copy(parameter: nn.Parameter, source: nn.Parameter) -> None:
+    """Give a parameter on another device the values of another one."""
+    if parameter.shape == source.shape and parameter.dtype == source.dtype:
+        with torch.no_grad():
+            parameter.copy_(source)
+    else:
+        parameter.grad, parameter.data = None, source.data.to(parameter.device)
 
 
 def _share(parameter: nn.Parameter, source: nn.Parameter) -> None:

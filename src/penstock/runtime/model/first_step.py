@@ -30,6 +30,9 @@ _Outcome = tuple[str | None, str | None]
 """Refusal, and reason why nothing was compared; None where it does not apply."""
 
 _SHARDED = "its parameters are DTensors, which it was given with"
+_SPREAD = (
+    "its parameters are on the devices of several ranks; penstock.split(model, x) compares it before that"
+)
 
 
 class FirstStepCheck:
@@ -96,6 +99,8 @@ class FirstStepCheck:
     def _alone(self, batch: LocalBatch, parameters: LocalParameters) -> _Outcome:
         if self._sharded:
             return None, _SHARDED
+        if len({p.device for _, p in parameters.named_parameters()}) > 1:
+            return None, _SPREAD
         if reason := self._too_large(0, parameters):
             return None, reason
         return self._compare(lambda: (batch.inputs[0], _own(parameters)), batch.targets[0], parameters)

@@ -47,8 +47,16 @@ class Streams:
         self._callers = {device: torch.cuda.current_stream(device) for device in used}
 
     @staticmethod
-    def of(modules: Sequence[Sequence[nn.Module]]) -> Streams | None:
-        """Return the streams for ranks with these modules; None if all modules are on the CPU."""
+    def of(modules: Sequence[Sequence[nn.Module]], devices: Sequence[torch.device] = ()) -> Streams | None:
+        """Return the streams for ranks with these modules; None if all are on the CPU.
+
+        Args:
+            devices: device of each rank, where they differ (default none): a tied weight may be on another rank's.
+        """
+        if devices:
+            cuda = [device if device.type == "cuda" else None for device in devices]
+            of_gpus = sorted({device for device in cuda if device is not None}, key=str)
+            return Streams(cuda, of_gpus) if of_gpus else None
         used = sorted({d for of_rank in modules for d in devices_of(of_rank)}, key=str)
         return Streams([device_of(of_rank) for of_rank in modules], used) if used else None
 

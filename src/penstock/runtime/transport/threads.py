@@ -5,13 +5,15 @@ receiver returns it. There are as many places as the Program's edge has capacity
 an evaluation cannot run far ahead of its slowest rank.
 
 On GPUs only the host's side is bounded: the receiving thread continues as soon as the message arrives, and its stream waits
-for the value (see `streams`).
+for the value (see `streams`). Where the ranks have different devices, the receiver copies the message to its own.
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+
+import torch
 
 from penstock.base.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.hang import Timeout
@@ -26,14 +28,23 @@ _Places = queue.SimpleQueue[Failure | None]
 
 
 class ThreadChannel:
-    """One rank's end of the edges between the threads of one process."""
+    """One rank's end of the edges between the threads of one process.
+
+    Args:
+        devices: device of each rank, where they differ (default none).
+    """
 
     one_process = True
 
     def __init__(
-        self, rank: int, timeout: Timeout, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
+        self,
+        rank: int,
+        timeout: Timeout,
+        edges: dict[tuple[int, int], tuple[_Messages, _Places]],
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.rank = rank
+        self._devices = devices
         self.timeout = timeout
         self.progress: RankProgress = new_progress()
         self.all_progress: Sequence[RankProgress | None] = [self.progress]
@@ -63,7 +74,7 @@ class ThreadChannel:
 
     def recv(self, peer: int, tag: int) -> Message:
         if (peer, tag) in self._aside:
-            return self._aside.pop((peer, tag))
+            return self._arrived(peer, tag, self._aside.pop((peer, tag)))
         messages, places = self._in[peer]
         self.progress[WAITS] = peer + 1
         while True:
@@ -76,8 +87,12 @@ class ThreadChannel:
             places.put(None)
             if arrived == tag:
                 self.progress[WAITS] = 0
-                return content
+                return self._arrived(peer, tag, content)
             self._aside[peer, arrived] = content
+
+    def _arrived(self, peer: int, tag: int, message: Message) -> Message:
+        """Return a message on this rank's device."""
+        return message.moved(self._devices[self.rank], self._devices[peer]) if self._devices else message
 
     def fail(self, failure: Failure) -> None:
         # In place of a message for ranks that wait to receive, and of a free place for ranks that wait to send.
@@ -111,10 +126,11 @@ class StreamChannel(ThreadChannel):
         rank: int,
         timeout: Timeout,
         edges: dict[tuple[int, int], tuple[_Messages, _Places]],
+        devices: Sequence[torch.device],
         streams: Streams,
         events: Events,
     ) -> None:
-        super().__init__(rank, timeout, edges)
+        super().__init__(rank, timeout, edges, devices)
         self._streams = streams
         self._events = events
 
@@ -122,14 +138,17 @@ class StreamChannel(ThreadChannel):
         self._streams.record_event(self._events, self.rank, peer, tag, message)
         super().send(peer, tag, message)
 
-    def recv(self, peer: int, tag: int) -> Message:
-        message = super().recv(peer, tag)
+    def _arrived(self, peer: int, tag: int, message: Message) -> Message:
         self._streams.wait_event(self._events, peer, self.rank, tag, message)
-        return message
+        return super()._arrived(peer, tag, message)
 
 
 def thread_channels(
-    program: Program, timeout: Timeout, holders: Sequence[Sequence[int]] = (), streams: Streams | None = None
+    program: Program,
+    timeout: Timeout,
+    holders: Sequence[Sequence[int]] = (),
+    streams: Streams | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> Sequence[ThreadChannel]:
     """Return the connected channels of a Program's ranks.
 
@@ -149,9 +168,9 @@ def thread_channels(
                 edges[source, target] = (queue.SimpleQueue(), places)
     events: Events = {}
     channels = [
-        ThreadChannel(rank, timeout, edges)
+        ThreadChannel(rank, timeout, edges, devices)
         if streams is None
-        else StreamChannel(rank, timeout, edges, streams, events)
+        else StreamChannel(rank, timeout, edges, devices, streams, events)
         for rank in ranks
     ]
     for channel in channels:

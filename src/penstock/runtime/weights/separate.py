@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -52,12 +53,18 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
 class SeparateModules:
     """Copies of modules that several ranks of one process use.
 
+    Args:
+        devices: device of each rank, where they differ (default none).
+
     Attributes:
         lent: copies that take the place of a module within another one during a step.
         copied: (module, copy) pairs.
     """
 
-    def __init__(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
+    def __init__(
+        self, modules: Mapping[tuple[int, int], StageModule], devices: Sequence[torch.device] = ()
+    ) -> None:
+        self._devices = devices
         self._owner: dict[int, int] = {}
         self._memos: dict[int, dict[int, Any]] = {}
         self._divided: set[int] = set()
@@ -78,10 +85,14 @@ class SeparateModules:
         if self._owner.setdefault(id(module), rank) != rank:
             copied = alias(module, self._memos.setdefault(rank, {}))
             self.copied.append((module, copied))
-            return copied
+            return copied.to(self._devices[rank]) if self._devices else copied
         if id(module) in self._divided:
             return module
         self._divided.add(id(module))
+        if (
+            self._devices
+        ):  # another rank's stage may have taken what it has in common with this one to its own device
+            module._apply(partial(Tensor.to, device=self._devices[rank]), recurse=False)
         for child in list(module.children()):
             separate = self._separate(child, rank)
             if separate is not child:
@@ -100,7 +111,8 @@ class SeparateModules:
             if before.holds(value):
                 continue
             if value is None or copied is None or (value.shape, value.dtype) != (copied.shape, copied.dtype):
-                other._buffers[name] = None if value is None else value.clone()
+                place = None if copied is None else copied.device
+                other._buffers[name] = None if value is None else value.to(place, copy=True)
             else:
                 with torch.no_grad():
                     copied.copy_(value)

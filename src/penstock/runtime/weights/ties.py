@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.base.errors import SplitError
 from penstock.runtime.weights.lending import Lent
@@ -97,12 +99,17 @@ class Ties:
         ]
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> list[Lent]:
-        """Make each group one parameter in this process.
+    def apply(
+        self, modules: Mapping[tuple[int, int], StageModule], devices: Sequence[torch.device] = ()
+    ) -> list[Lent]:
+        """Make each group one parameter in this process, on the device of the first rank that holds it.
+
+        Args:
+            devices: device of each rank, where they differ (default none).
 
         Returns:
-            What the other ranks of this process use in a step in its place: parameters of the same memory, whose gradients
-            autograd accumulates apart.
+            What the other ranks of this process use in a step in its place: parameters of the same memory, or copies on
+            other devices, whose gradients autograd accumulates apart.
         """
         lent = []
         for names, holders in zip(self.groups, self.holders, strict=True):
@@ -114,10 +121,13 @@ class Ties:
                 if not here:
                     continue
                 owner, inner = here[0][0].find(here[0][1])
+                device = devices[rank] if devices else None
                 if first is None:
+                    if device is not None:  # a later rank's stage may have taken it to its own
+                        owner._apply(partial(Tensor.to, device=device), recurse=False)
                     first = own = getattr(owner, inner)
                 else:
-                    own = nn.Parameter(first.detach(), requires_grad=first.requires_grad)
+                    own = nn.Parameter(first.detach().to(device), requires_grad=first.requires_grad)
                 for module, name in here:
                     owner, inner = module.find(name)
                     before = set_parameter(owner, inner, first, name)
@@ -130,7 +140,8 @@ class Ties:
     def undo(self) -> None:
         """Give the modules their original parameters back."""
         for owner, inner, before in reversed(self._replaced):
-            before.data = getattr(owner, inner).data  # a conversion of the model has not reached the original
+            # A conversion of the model has not reached the original.
+            before.data = getattr(owner, inner).data.to(before.device)
             setattr(owner, inner, before)
         self._replaced.clear()
 
