@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from penstock.base.errors import SplitError
@@ -52,30 +51,18 @@ def test_every_half_of_every_kind_has_seconds(ranks: int):
     assert prediction.costs.counts == (2, 2)
 
 
-def test_processes_that_measure_together_get_one_profile():
-    """Two threads play the processes, each with its own layers."""
-    meeting, values = threading.Barrier(2), {}
-    profiles: dict[int, Profile] = {}
+def measured_together(rank: int) -> Profile:
+    def exchange(value: Any) -> list[Any]:
+        values: list[Any] = [None] * 2
+        dist.all_gather_object(values, value)
+        return values
 
-    def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            values[rank] = value
-            meeting.wait()
-            joined = [values[0], values[1]]
-            meeting.wait()
-            return joined
+    return measured(exchange=exchange)
 
-        return exchange
 
-    def run(rank: int) -> None:
-        profiles[rank] = measured(exchange=exchange_of(rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert profiles[0] == profiles[1]
+def test_processes_that_measure_together_get_one_profile(processes):
+    one, other = processes.run(2, measured_together)
+    assert one == other
 
 
 class Fails(nn.Module):
@@ -108,6 +95,7 @@ def test_blocks_are_split_by_cost_with_embedding_and_head():
     assert blocks_by_cost(costly(0, 1, 1, 1, 1, 3), 2, 1) == (3, 1)
     assert blocks_by_cost(costly(2, 1, 1, 1, 1, 0), 2, 1) == (1, 3)
     assert blocks_by_cost(costly(1, 1, 1, 1, 1, 1), 6, 2) == (0, 1, 1, 1, 1, 0)
+    assert blocks_by_cost(costly(0, 1, 1, 1, 1, 0), 2, 1, [3, 1]) == (3, 1)
     with pytest.raises(SplitError, match="at most 6 stage"):
         blocks_by_cost(costly(1, 1, 1, 1, 1, 1), 7, 2)
 

@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock
 from penstock import ParallelOptions, Pipeline
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, SplitError
+from penstock.profile.measured import Effort
+from penstock.runtime.model import measured_split
 from tests.support import plain
 
 
@@ -237,6 +239,34 @@ def unchecked(device: str) -> str:
 
 def test_a_model_with_its_own_forward_is_compared_before_it_is_spread(with_device):
     assert with_device(unchecked) == "second:0"
+
+
+def measured(device: str) -> list[list[int]]:
+    measured_split._EFFORT = Effort(seconds=0.5, rounds=5)
+    x, y = plain.batch(0, 8)
+    found = []
+    for devices in (["cpu", device], [device, "cpu"]):
+        net, other = plain.model(8), plain.model(8)
+        with Pipeline(
+            net, mse_loss, microbatches=4, device=devices, split={"measured": (x[:2], y[:2])}
+        ) as pipe:
+            pipe.step(x, y)
+            found.append([len(names) for names in pipe.trace().info["split"]])
+        plain.step(other, mse_loss, x, y, 4)
+        for one, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.grad.cpu(), theirs.grad)
+    spread = plain.model(4)
+    spread[3].to(device)
+    with pytest.raises(SplitError, match=r"layers on several devices .* are not measured"):
+        Pipeline(spread, mse_loss, microbatches=4, split={"measured": (x[:2], y[:2])})
+    return found
+
+
+def test_a_measured_split_gives_the_slower_device_less(with_device):
+    # Each operation of the simulated device goes through Python, and takes ten times as long as on the CPU.
+    (first, second), (slow, fast) = with_device(measured)
+    assert first > second
+    assert slow < fast
 
 
 def in_processes(rank: int) -> str:

@@ -28,19 +28,25 @@ def test_an_even_split_owns_every_block_once_and_puts_the_remainder_first(blocks
     assert max(sizes(ranges)) - min(sizes(ranges)) <= 1
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
-def test_a_weighted_split_is_as_good_as_the_best_of_all(weights, stages):
+# Speeds by which all weights can be divided without a remainder.
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5),
+)
+def test_a_weighted_split_is_as_good_as_the_best_of_all(weights, speeds):
+    stages = len(speeds)
     if len(weights) < stages:
         return
 
     def rated(ranges):
-        loads = [sum(weights[a:b]) for a, b in ranges]
+        loads = [sum(weights[a:b]) / speed for (a, b), speed in zip(ranges, speeds, strict=True)]
         return max(loads), sum(load**2 for load in loads), sizes(ranges)
 
-    assert rated(by_weights(weights, stages)) == min(
+    assert rated(by_weights(weights, stages, speeds)) == min(
         rated(tuple(itertools.pairwise((0, *cuts, len(weights)))))
         for cuts in itertools.combinations(range(1, len(weights)), stages - 1)
     )
+    assert by_weights(weights, stages, [2] * stages) == by_weights(weights, stages)
 
 
 @pytest.mark.parametrize("weights", [[1.0, float("nan")], [1.0, -1.0], [float("inf"), 1.0]])

@@ -26,7 +26,9 @@ from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.profile.traced import input_values, kinds_of, profile_of_runs, require_autocast, trace_sizes
 from penstock.stage.compute.runner import LossFunction, LossInputs, Messages, Settings
 from penstock.stage.compute.stage import Stage
+from penstock.stage.devices import device_of
 from penstock.stage.layers import Layer, as_layers
+from penstock.stage.microbatches import on_device
 from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.values import Message, flatten
@@ -75,13 +77,14 @@ def measure_layers(
     name: str | None = None,
     seed: int = 0,
     autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Profile:
     """Measure a model's layers on this machine, with `ranks` threads of this process that compute at the same time.
 
     Arguments are as for `trace_layers`, but the example's values count where they are whole numbers; floating-point
     values are drawn at random. Copies of the layers run, without hooks on their parameters; layers that are built run
     as they are. `exchange` joins processes that measure at the same time; all of them return the same profile, whose
-    works are seconds.
+    works are seconds. They run on `device`, or where the layers are and the values were given (None, the default).
     """
     layers = as_layers(model)
     sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
@@ -94,7 +97,7 @@ def measure_layers(
         for way in ("whole", "split", "recomputed")
     ]
     representatives = [[at_size[n] for at_size in runs.values()] for n in chosen]
-    benches = [_Bench(layers, representatives, list(runs), sample) for _ in range(ranks)]
+    benches = [_Bench(layers, representatives, list(runs), sample, device) for _ in range(ranks)]
     samples, rounds = _repeat(benches, cases, effort, exchange)
     times = {op: _quantile(found, effort.quantile) for op, found in samples.items()}
     held = {case[:2]: benches[0].waiting[case[:2]] for case in cases if case[0] != _EMPTY}
@@ -117,6 +120,27 @@ def measure_layers(
         op_overhead=statistics.mean(empty),
         spread=_spread(samples),
     )
+
+
+def measure_devices(
+    layers: Sequence[Layer],
+    sample: Sample,
+    devices: Sequence[torch.device],
+    effort: Effort = DEFAULT_EFFORT,
+) -> list[float]:
+    """Return the seconds of a forward and a backward of the block with most FLOPs, on each device after the other."""
+    runs = trace_sizes(layers, sample, [sample.rows])
+    ((rows, of_layers),) = runs.items()
+    blocks = [run for run in of_layers if run.layer.role == "block"]
+    largest = max(
+        blocks, key=lambda run: sum(work.amount for work in run.cost.forward if work.unit != "memory")
+    )
+    found = []
+    for device in devices:
+        bench = _Bench(layers, [[largest]], [rows], sample, device)
+        samples, _ = _repeat([bench], [(0, rows, "whole")], effort, None)
+        found.append(sum(_quantile(seconds, effort.quantile) for seconds in samples.values()))
+    return found
 
 
 _Case = tuple[int, int, str]
@@ -158,7 +182,12 @@ class _Bench:
         representatives: Sequence[Sequence[LayerRun]],
         sizes: Sequence[int],
         sample: Sample,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
+        self._gpu = device_of([layer.module for layer in layers if layer.module is not None])
+        if device is not None:
+            self._gpu = device if device.type == "cuda" else None
         # Bytes that a stage holds between the halves of a split backward, by kind and size.
         self.waiting: dict[tuple[int, int], int] = {}
         self._random = RandomState(sample.seed)
@@ -172,15 +201,29 @@ class _Bench:
             module = StageModule([layer], seed=sample.seed)
             if layer.module is not None:
                 module = copy.deepcopy(module)  # gradients and buffers of the user's own stay as they are
+            module.to(device)
             last = layer is layers[-1] and sample.loss_fn is not None
             for size, run in zip(sizes, at_sizes, strict=True):
                 value, named = input_values(run, sample)
-                loss = LossInputs(_rows(sample.target, sample.rows, size)) if last else None
-                self._inputs[kind, size] = _messages(value, named), loss
+                target = on_device(_rows(sample.target, sample.rows, size), device)
+                self._inputs[kind, size] = (
+                    self._placed(_messages(value, named)),
+                    LossInputs(target) if last else None,
+                )
                 self._add(kind, size, module, sample.loss_fn if last else None)
         for size in sizes:
-            self._inputs[_EMPTY, size] = _messages(torch.randn(size, 1).requires_grad_(), {}), None
+            empty = _messages(torch.randn(size, 1).requires_grad_(), {})
+            self._inputs[_EMPTY, size] = self._placed(empty), None
             self._add(_EMPTY, size, StageModule([Layer("empty", nn.Identity)]), None)
+
+    def _placed(self, messages: Messages) -> Messages:
+        return messages if self._device is None else tuple(m.moved(self._device) for m in messages)
+
+    def _now(self) -> float:
+        """Return the time once the work so far is done: on a GPU, it was only queued."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        return perf_counter()
 
     def _add(self, kind: int, size: int, module: StageModule, loss_fn: LossFunction | None) -> None:
         for way in ("whole", "split", "recomputed"):
@@ -207,24 +250,24 @@ class _Bench:
             for message in kept
         )
         split = way == "split"
-        begin = perf_counter()
+        begin = self._now()
         if loss is None:
             outputs = stage.forward(number, messages, split)
         else:
             stage.forward_with_loss(number, messages, loss, split)
-        middle = perf_counter()
+        middle = self._now()
         if case not in self._grads:
             self._grads[case] = None if loss is not None else tuple(map(_ones, outputs))
         grads = self._grads[case]
-        start = perf_counter()
+        start = self._now()
         if not split:
             stage.backward(number, grads)
-            return {"F": middle - begin, "B": perf_counter() - start}
+            return {"F": middle - begin, "B": self._now() - start}
         stage.backward_input(number, grads)
-        between = perf_counter()
+        between = self._now()
         self.waiting[kind, size] = stage.held_bytes
         stage.backward_weight(number)
-        return {"F": middle - begin, "I": between - start, "W": perf_counter() - between}
+        return {"F": middle - begin, "I": between - start, "W": self._now() - between}
 
 
 def _repeat(

@@ -195,7 +195,14 @@ class BuiltPipeline(PipelineModel):
             None if world is None else partial(world.gather, over="run"),
         )
         split = resolve_split(
-            split, self.layers, loss_fn, self.schedule, world=world, seed=self.seed, autocast=autocast
+            split,
+            self.layers,
+            loss_fn,
+            self.schedule,
+            world=world,
+            seed=self.seed,
+            autocast=autocast,
+            devices=self.devices or ([] if self.device is None else [self.device]),
         )
         return split_layers(self.layers, self.schedule.stages, split)
 

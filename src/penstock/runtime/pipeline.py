@@ -55,7 +55,8 @@ class Pipeline(BuiltPipeline):
         virtual_stages: stages on each rank, for families where it can be chosen (default 1, or the default of your own
             function); V-shaped families always have two.
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
-            (x, y)}`` makes stages of equal time on that microbatch; ``{"measured": profile}``, by `profile_layers`.
+            (x, y)}`` makes stages of equal time on that microbatch, each on its rank's device; ``{"measured": profile}``, by
+            `profile_layers`.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK. Ranks that are threads may have a device each, as ["cuda:0", "cuda:1"]; `ranks` is then their number.
             So they have by default if the model's blocks are on several (a ``device_map``), each with one run of blocks,

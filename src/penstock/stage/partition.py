@@ -55,7 +55,7 @@ def by_ranges(ranges: Sequence[tuple[int, int]], blocks: int) -> Ranges:
     return partition
 
 
-def by_weights(weights: Sequence[float], stages: int) -> Ranges:
+def by_weights(weights: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> Ranges:
     """Partition so that the heaviest stage is as light as possible; exact.
 
     Among the partitions with that heaviest stage, the stages are as equal as possible (least sum of squares); of equals, the
@@ -63,22 +63,24 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
 
     Args:
         weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
+        speeds: speed of each stage's device, by which its weight is divided; empty where they are alike (default).
     """
     if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
     _require_enough(len(weights), stages)
-    heaviest, _ = _best(weights, stages, max)
+    speeds = speeds or [1.0] * stages
+    heaviest, _ = _best(weights, speeds, max)
     _, counts = _best(
-        weights, stages, lambda stage, rest: stage * stage + rest if stage <= heaviest else math.inf
+        weights, speeds, lambda stage, rest: stage * stage + rest if stage <= heaviest else math.inf
     )
     return _from_counts(counts)
 
 
 def _best(
-    weights: Sequence[float], stages: int, join: Callable[[float, float], float]
+    weights: Sequence[float], speeds: Sequence[float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Return the least value of a partition, and its counts; `join` adds a stage's weight to the value of those after it."""
-    n = len(weights)
+    n, stages = len(weights), len(speeds)
     prefix = list(accumulate(weights, initial=0.0))
     # least[k][i]: the least value of layers i.. on k stages.
     least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
@@ -87,7 +89,7 @@ def _best(
     for k in range(1, stages + 1):
         for i in range(n - k, -1, -1):
             for j in range(i + 1, n - k + 2):
-                value = join(prefix[j] - prefix[i], least[k - 1][j])
+                value = join((prefix[j] - prefix[i]) / speeds[stages - k], least[k - 1][j])
                 # Not <=: of equal values the first, shortest range stays, so early stages get few layers.
                 if value < least[k][i]:
                     least[k][i], cut[k][i] = value, j

@@ -11,7 +11,7 @@ import torch
 from penstock.base.errors import SplitError
 from penstock.profile.fake_layers import Sample
 from penstock.profile.layer_cost import LayerCost
-from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.measured import Effort, measure_devices, measure_layers
 from penstock.profile.model_profile import Profile, read_profile
 from penstock.runtime.workers.world import World
 from penstock.schedule.schedule import Schedule
@@ -21,6 +21,9 @@ from penstock.stage.partition import by_weights
 from penstock.stage.split import Split, parameter_counts, warn_of_a_large_layer
 
 _EFFORT = Effort(seconds=10.0, rounds=20)
+
+_ALIKE = 1.1
+"""Ratio of times below which devices count as alike: a block's time scatters by a few percent."""
 
 
 def resolve_split(
@@ -32,6 +35,7 @@ def resolve_split(
     world: World | None,
     seed: int,
     autocast: torch.dtype | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> Split:
     """Return a split that needs no measurement: the given one, or the number of blocks of every stage.
 
@@ -40,6 +44,7 @@ def resolve_split(
     Args:
         split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs;
             ``{"measured": profile}`` has a traced or measured profile of these layers, or the path of one.
+        devices: device of each rank that is a thread, or the one of this process; none where the layers are (default).
     """
     warns = schedule.stages > 1 and (world is None or (world.rank == 0 and world.is_first))
     measured = isinstance(split, Mapping) and list(split) == ["measured"]
@@ -52,6 +57,12 @@ def resolve_split(
         example = read_profile(example)
     if isinstance(example, Profile):
         return _split_by(example, layers, schedule.stages)
+    places = {p.device for layer in layers if layer.module is not None for p in layer.module.parameters()}
+    if len(places) > 1:
+        raise SplitError(
+            f"layers on several devices ({', '.join(sorted(map(str, places)))}) are not measured; load them onto the CPU "
+            "and give device=[...], one for each rank, or leave them where they are with split='even'"
+        )
     if not isinstance(example, tuple) or len(example) not in (2, 3):
         raise SplitError(
             "a measured split needs the layers' times before they are split, and so a microbatch to run them on; give it as "
@@ -67,11 +78,40 @@ def resolve_split(
     profile = measure_layers(
         layers, x, target=y, loss_fn=loss_fn, named=named, microbatches=[Sample(x).rows],
         ranks=schedule.ranks if world is None else 1, effort=_EFFORT, exchange=None if world is None else exchange,
-        seed=seed, autocast=autocast,
+        seed=seed, autocast=autocast, device=devices[0] if devices else None,
     )  # fmt: skip
+    sample = Sample(x, y, loss_fn, named, seed, autocast)
     if warns:
         warn_of_a_large_layer(layers, layer_costs(profile, Sample(x).rows), "measured time")
-    return blocks_by_cost(profile, schedule.stages, Sample(x).rows)
+    return blocks_by_cost(
+        profile, schedule.stages, Sample(x).rows, _speeds(layers, sample, schedule, world, devices)
+    )
+
+
+def _speeds(
+    layers: Sequence[Layer],
+    sample: Sample,
+    schedule: Schedule,
+    world: World | None,
+    devices: Sequence[torch.device],
+) -> list[float]:
+    """Return the speed of each stage's device, as measured on one block; empty where they are alike."""
+    if world is None:
+        if len(set(devices)) < 2:
+            return []
+        kinds = [*dict.fromkeys(devices)]
+        of_device = dict(zip(kinds, measure_devices(layers, sample, kinds, _EFFORT), strict=True))
+        seconds = {rank: of_device[device] for rank, device in enumerate(devices)}
+    else:
+        own = (
+            measure_devices(layers, sample, devices, _EFFORT) if devices and devices[0].type != "cpu" else []
+        )
+        seconds = {}
+        for rank, found in world.gather((world.rank, own), "run", "measure the devices"):
+            seconds[rank] = max([seconds.get(rank, 0.0), *found])  # the slowest of a rank's replicas
+    if min(seconds.values()) == 0 or max(seconds.values()) < _ALIKE * min(seconds.values()):
+        return []
+    return [1 / max(seconds[rank] for rank in holders) for holders in schedule.placement.holders]
 
 
 def _split_by(profile: Profile, layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
@@ -89,10 +129,15 @@ def _split_by(profile: Profile, layers: Sequence[Layer], stages: int) -> tuple[i
     return blocks_by_cost(profile, stages, profile.kinds[0].points[0][0])
 
 
-def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int, ...]:
+def blocks_by_cost(
+    profile: Profile, stages: int, microbatch: int, speeds: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Return the number of blocks of every stage, such that the most expensive stage costs least.
 
     The first stage also gets the embeddings, the last one the heads and the loss, which may be all that it has.
+
+    Args:
+        speeds: speed of each stage's device, where they differ (default none).
     """
     roles = [role for _, role, _ in profile.layers]
     if "block" not in roles:
@@ -100,7 +145,7 @@ def blocks_by_cost(profile: Profile, stages: int, microbatch: int) -> tuple[int,
     each = layer_costs(profile, microbatch)
     first, last = roles.index("block"), len(roles) - roles[::-1].index("block")
     front, back = ([sum(part)] if part else [] for part in (each[:first], each[last:]))
-    counts = [stop - start for start, stop in by_weights([*front, *each[first:last], *back], stages)]
+    counts = [stop - start for start, stop in by_weights([*front, *each[first:last], *back], stages, speeds)]
     counts[0] -= len(front)
     counts[-1] -= len(back)
     return tuple(counts)
