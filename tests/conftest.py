@@ -100,10 +100,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def fork_with_transformers() -> None:
-    """Start the server that worker processes are forked from with transformers, for seconds of each of them."""
+    """Start the server that worker processes are forked from with transformers, for seconds of each of them.
+
+    And with what every file of tests imports, for a quarter of a second of each of hundreds.
+    """
     from penstock.runtime.workers.pool import process_context
 
-    process_context().set_forkserver_preload(["torch._dynamo", "tests.support.hf_trainer"])
+    process_context().set_forkserver_preload(["torch._dynamo", "tests.support.hf_trainer", "hypothesis"])
     forkserver.ensure_running()
 
 

@@ -105,7 +105,7 @@ LINES = {
     ],
     "bench.sleep": [r"1f1b +4 +16 +4 KB +N +N +N", r"1f1b +4 +16 +4 MB +N +N +N"],
     "bench.simulate": [
-        r"closed forms: (\d+) of \1 cases exact, 45 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",
+        r"closed forms: (\d+) of \1 cases exact, 47 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",
         r"zero-bubble paper, table 5: 4 of 4 rates to four digits .*", r"  6.2B +8 +24( +N N){4}",
         r"  +4  10,10,10,0 +N +N +N +N +N", r"  largest: N", r"  +N  in a fresh process: .*", r"  +N  in a running one: .*",
         r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",

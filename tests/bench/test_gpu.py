@@ -53,7 +53,7 @@ def test_the_files_of_the_tests_are_those_with_the_mark():
 def test_on_a_cpu_every_part_of_its_own_runs():
     # The others are benches, which tests/bench/test_commands.py runs.
     own = [name for name, part in gpu.PARTS.items() if "bench.gpu_parts" in part.command]
-    words = ["-m", "bench.gpu", "--device", "cpu", "--only", *own, "--limit", "6000"]
+    words = ["-m", "bench.gpu", "--device", "cpu", *(f"--only={part}" for part in own), "--limit", "6000"]
     done = python(words, ROOT, ENVIRONMENT, seconds=3000)
     lines = done.stdout.splitlines()
     for part in own:

@@ -57,15 +57,14 @@ def test_what_is_on_the_disk_is_refused(tmp_path: Path):
 
 
 def spread(device: str, tied: bool) -> Any:
-    """A model as transformers spreads it: a tied head stays beside the embedding, and the last blocks are elsewhere."""
+    """A model that is spread, with hooks: a tied head stays beside the embedding, and the last blocks are elsewhere."""
     model = llama(num_hidden_layers=4, tie_word_embeddings=tied)
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu"}
     places |= dict.fromkeys([*(f"model.layers.{n}" for n in (1, 2, 3)), "model.norm"], device)
     places["lm_head"] = "cpu" if tied else device
-    for name, place in places.items():
-        model.get_submodule(name).to(place)
-    model.hf_device_map = places
-    return model
+    dispatched = accelerate.dispatch_model(model, places, main_device="cpu")
+    assert hasattr(model.model.layers[1], "_hf_hook")
+    return dispatched
 
 
 def spread_equal(device: str, tied: bool) -> list[int]:

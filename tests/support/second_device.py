@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils import _pytree, backend_registration
 
@@ -41,6 +41,12 @@ class OnDevice(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{self.inner!r} on {self.device}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = OnDevice(self.inner.clone(), self.device, self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            made._is_param = True
+        return made
+
     def tolist(self) -> Any:
         return self.inner.tolist()
 
@@ -49,6 +55,15 @@ class OnDevice(Tensor):
 
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: OnDevice) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.inner = value.inner
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

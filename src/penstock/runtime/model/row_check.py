@@ -447,7 +447,8 @@ def _distance_of_rows(one: _Leaf, other: _Leaf, both: Tensor) -> float | None:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Return the norm of a difference, of the norm of the first; infinity if other numbers are finite."""
-    one, other = one.double(), other.double()
+    # Ranks that hold one stage may have a device each.
+    one, other = one.double(), other.to(one.device).double()
     odd = ~one.isfinite()
     if not torch.equal(odd, ~other.isfinite()):
         return math.inf
