@@ -57,8 +57,9 @@ def equal_to_one_device(device: str, family: str, options: dict[str, Any]) -> di
     return found.places
 
 
-# One schedule for each way in which a value goes from rank to rank: forwards, wrapping around, and both ways.
-@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-v"])
+# One schedule for each way in which a value goes from rank to rank: forwards, wrapping around, and both ways; and one where
+# both ranks hold each stage, so that the first step compares what two devices have computed.
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-v", "chimera"])
 def test_ranks_with_a_device_each_give_the_bits_of_one_device(with_device, family):
     with_device(equal_to_one_device, family, {})
 
@@ -140,6 +141,13 @@ def changes_between_steps(device: str) -> None:
             pipe.zero_grad()
             found.append(pipe.step(x, x).loss.cpu())
             found.append(net[0].weight.grad.cpu())
+            net[0].weight.data = net[0].weight.data.flip(0)
+            found.append(pipe.step(x, x).loss.cpu())
+            net.double()
+            pipe.zero_grad()
+            found.append(pipe.step(x, x).loss.cpu())
+            found.append(net[0].weight.grad.cpu())
+            assert found[-1].dtype == torch.float64
         assert net[7].weight is net[0].weight
         return found
 
@@ -207,6 +215,7 @@ def test_devices_that_do_not_fit_are_refused(with_device):
         (2.5, "must be one device, or a list with one for each rank"),
         (["cpu", None], "leaves a rank without a device"),
         (["cpu", "gpu"], "'gpu' is not a device"),
+        (["cpu", "meta"], "device='meta' has no values"),
         (["cpu", ["cpu"]], r"\['cpu'\] is not a device"),
     ],
 )

@@ -137,6 +137,10 @@ def local_device(device: object, in_processes: bool) -> torch.device | None:
         chosen: torch.device = torch.device(device)  # type: ignore[call-overload]  # what a caller gives is looked at here
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{device!r} is not a device: {first_line(error)}") from error
+    if chosen.type == "meta":
+        raise ConfigError(
+            "device='meta' has no values to train; give 'cpu', or 'cuda' with or without a number"
+        )
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
