@@ -137,6 +137,15 @@ def trained(device: str, folder: Path) -> None:
                 for each in (trainer, plain)
             )
             assert loss == pytest.approx(other, rel=1e-6)
+    by_hand = hf_trainer.model()
+    by_hand.model.layers[-1].to(device)
+    trainer = hf_trainer.trainer(by_hand, args, {"microbatches": 4, "report": False}, **data)
+    assert [*map(str, trainer.pipe.devices)] == ["cpu", device]
+    hf_trainer.logged(trainer)
+    assert str(by_hand.model.layers[-1].mlp.up_proj.weight.device) == device
+    one = {"devices": [device, device], "microbatches": 4, "report": False}
+    trainer = hf_trainer.trainer(hf_trainer.model(), args, one, SmoothedTrainer, **data)
+    hf_trainer.assert_close(hf_trainer.logged(trainer), expected)
     model = spread(device, tied=True)
     args = hf_trainer.arguments(folder, optim="adamw_torch")
     rows = [{name: value % 32 for name, value in row.items()} for row in hf_trainer.rows(20)]

@@ -216,6 +216,7 @@ def test_devices_that_do_not_fit_are_refused(with_device):
         (["cpu", None], "leaves a rank without a device"),
         (["cpu", "gpu"], "'gpu' is not a device"),
         (["cpu", "meta"], "device='meta' has no values"),
+        (["cpu", "mps"], "device=.* has one that torch cannot use here"),
         (["cpu", ["cpu"]], r"\['cpu'\] is not a device"),
     ],
 )
@@ -242,6 +243,11 @@ def unchecked(device: str) -> str:
         Pipeline(Own(), mse_loss, microbatches=4, device=["cpu", device]) as pipe,
     ):
         pipe.step(x, y)
+    with Pipeline(
+        Own(), mse_loss, microbatches=4, device=[device, device]
+    ) as pipe:  # compared in the first step
+        assert (pipe.ranks, pipe.devices) == (2, ())
+        assert str(pipe.step(x, y).loss.device) == device
     with Pipeline(penstock.split(Own(), x[:2]), mse_loss, microbatches=4, device=["cpu", device]) as pipe:
         return str(pipe.step(x, y).loss.device)
 

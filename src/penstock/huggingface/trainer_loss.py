@@ -536,14 +536,15 @@ class TrainerLoss:
     def _output(self, call: Mapping[str, Any], device: torch.device) -> Any:
         """Return what the forward makes of the hidden state that the last layer of this thread has got.
 
-        Where ranks have devices of their own it is then on the trainer's, as the hooks of a ``device_map`` return it.
+        Where the last rank has another device it is then on the trainer's, as the hooks of a ``device_map`` return it.
         """
         rest = {name: value for name, value in call.items() if name in _OF_HEAD and value is not None}
         forward = self._fused if rest.get("fused_lm_head") else None
+        home = self._trainer.args.device
         with torch.autocast(device.type, dtype=self._autocast) if self._autocast else nullcontext():
-            output = self._own.output(send_to_device(rest, device) if self.pipe.devices else rest, forward)
-        if self.pipe.devices:
-            output = send_to_device(output, self._trainer.args.device)
+            output = self._own.output(rest if device == home else send_to_device(rest, device), forward)
+        if device != home:
+            output = send_to_device(output, home)
         return convert_to_fp32(output) if self._autocast else output
 
     def _flush_logs(self) -> None:

@@ -112,6 +112,8 @@ class BuiltPipeline(PipelineModel):
         ranks, processes = resolve_mesh(axes, ranks, place)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
         split = require_devices(self.devices, self.schedule, self.layers, split, device is not None)
+        if len(set(self.devices)) == 1:
+            device, self.devices = self.devices[0], ()
         require_loss_without_parameters(loss.function, self.schedule, self.mesh)
         program = check(self.schedule).program
         # What cannot be sharded is refused now; the executors make their Programs when the optimizer has sharded it.

@@ -60,7 +60,8 @@ class Pipeline(BuiltPipeline):
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK. Ranks that are threads may have a device each, as ["cuda:0", "cuda:1"]; `ranks` is then their number.
             So they have by default if the model's blocks are on several (a ``device_map``), each with one run of blocks,
-            which ``split="even"`` leaves where they are. A batch may then be on any device.
+            which ``split="even"`` leaves where they are if each rank has one stage. A batch may then be on any device;
+            losses and outputs are on the last stage's, gradients of inputs on the first's.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
         mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes; each rank
             is then a process. A step takes the global batch, ``dp * microbatches`` microbatches, on every process. A

@@ -149,6 +149,11 @@ def local_device(device: object, in_processes: bool) -> torch.device | None:
         if in_processes and str(chosen) == "cuda":  # without an index
             chosen = torch.device("cuda", own_device(torch.cuda.device_count()))
         count = torch.cuda.device_count()
+        if chosen.index is not None and chosen.index >= count and not in_processes:
+            raise ConfigError(
+                f"device={str(device)!r}, but torch sees {plural(count, 'GPU')} here, from cuda:0 on; give one of them, "
+                "which a list of the ranks' devices may have several times"
+            )
         if chosen.index is not None and chosen.index >= count:
             raise ConfigError(
                 f"device={str(device)!r} is {chosen} for this process, by its LOCAL_RANK if no number was given, and torch "

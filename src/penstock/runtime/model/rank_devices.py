@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, first_line
 from penstock.runtime.validation import local_device
 from penstock.schedule.schedule import Schedule
 from penstock.stage.layers import Layer
@@ -52,8 +52,13 @@ def given_devices(
     places = [local_device(each, False) for each in device]
     if None in places:
         raise ConfigError(f"device={listed} leaves a rank without a device; give one for each")
-    # With its number, as the tensors on it have it.
-    return tuple(torch.empty(0, device=each).device for each in places)
+    try:
+        # With its number, as the tensors on it have it.
+        return tuple(torch.empty(0, device=each).device for each in places)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device={listed} has one that torch cannot use here: {first_line(error)}"
+        ) from error
 
 
 def require_devices(
