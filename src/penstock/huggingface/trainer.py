@@ -71,13 +71,13 @@ class PipelineTrainerMixin(TrainerSaves):
 
     Args:
         pipeline: keyword arguments of `Pipeline`: ``microbatches``, ``ranks``, ``schedule``, ``virtual_stages``, ``split``,
-            ``recompute``, ``timeout``, ``execution``. A batch with fewer examples than microbatches is filled
-            up with ones that count for nothing. ``devices=["cuda:0", "cuda:1"]`` gives each rank of one process its own.
-            ``tokens_per_microbatch=4096`` in place of ``microbatches`` sorts the
-            examples of a batch by length into as many microbatches as it takes for each to have at most so many tokens,
-            padding included, and at least as many as there are ranks, which is the number of an evaluation. Two more are
-            about what a run leaves in ``output_dir``: ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and
-            ``traces/``, and ``trace_every=50`` keeps the trace of every 50th update beside the first and the last.
+            ``recompute``, ``timeout``, ``execution``. A batch with fewer examples than microbatches is filled up with ones
+            that count for nothing. ``devices=["cuda:0", "cuda:1"]`` gives each rank of one process its own.
+            ``tokens_per_microbatch=4096`` in place of ``microbatches`` sorts the examples of a batch by length into as many
+            microbatches as it takes for each to have at most so many tokens, padding included, and at least as many as there
+            are ranks, which is the number of an evaluation. Two more are about what a run leaves in ``output_dir``:
+            ``report=False`` writes no ``report.html``, ``metrics.jsonl`` and ``traces/``, and ``trace_every=50`` keeps the
+            trace of every 50th update beside the first and the last.
             ``optimizer=[{"match": r"layers.*proj.weight", "optimizer": torch.optim.Muon, "lr": 0.02}]`` gives parameters an
             optimizer of their own, as `PipelineOptimizer` takes it; Trainer's learning-rate schedule holds for it, too.
             ``ep=2`` divides the experts of a mixture over the replicas, see `MeshShape`; ``cp=2`` divides the tokens of each

@@ -1,9 +1,10 @@
-"""GPUs that modules are on."""
+"""Devices that modules are on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import methodcaller
 
 import torch
 from torch import nn
@@ -20,3 +21,13 @@ def devices_of(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
         for tensor in chain(module.parameters(), module.buffers()):
             if tensor.is_cuda:
                 yield tensor.device
+
+
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Move a module's own parameters and buffers to a device, without those of the modules within it.
+
+    What is there is not touched: quantised parameters make new ones of themselves when they are moved.
+    """
+    own = (*module._parameters.values(), *module._buffers.values())
+    if any(tensor is not None and tensor.device != device for tensor in own):
+        module._apply(methodcaller("to", device), recurse=False)

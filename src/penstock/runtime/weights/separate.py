@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.isolation import Foreign, Isolation
 from penstock.stage.compute.module_buffers import Mark
+from penstock.stage.devices import move_own
 from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 
@@ -89,10 +89,9 @@ class SeparateModules:
         if id(module) in self._divided:
             return module
         self._divided.add(id(module))
-        if (
-            self._devices
-        ):  # another rank's stage may have taken what it has in common with this one to its own device
-            module._apply(partial(Tensor.to, device=self._devices[rank]), recurse=False)
+        if self._devices:
+            # Another rank's stage may have taken what it has in common with this one to its own device.
+            move_own(module, self._devices[rank])
         for child in list(module.children()):
             separate = self._separate(child, rank)
             if separate is not child:

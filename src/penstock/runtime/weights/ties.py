@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.base.errors import SplitError
 from penstock.runtime.weights.lending import Lent
 from penstock.schedule.placement import Placement
+from penstock.stage.devices import move_own
 from penstock.stage.layers import Layer, prefixes, whole_name
 from penstock.stage.module import StageModule
 
@@ -124,7 +124,7 @@ class Ties:
                 device = devices[rank] if devices else None
                 if first is None:
                     if device is not None:  # a later rank's stage may have taken it to its own
-                        owner._apply(partial(Tensor.to, device=device), recurse=False)
+                        move_own(owner, device)
                     first = own = getattr(owner, inner)
                 else:
                     own = nn.Parameter(first.detach().to(device), requires_grad=first.requires_grad)
