@@ -62,7 +62,7 @@ class OnDevice(Tensor):
 
     @data.setter
     def data(self, value: OnDevice) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, value)
         self.inner = value.inner
 
     __torch_function__ = torch._C._disabled_torch_function_impl

@@ -54,6 +54,7 @@ from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.stage.devices import places_of
 from penstock.stage.split_backward.intercepted import has_local_uses
 
 
@@ -200,7 +201,7 @@ class PipelineTrainerMixin(TrainerSaves):
             require_same_loss(self, self._whole_model, self._loss)
             if (labels := _labels_of_row(self._loss.own.head, base.device)) is not None:
                 self._loss.own.passes_items = forward_of(layers).passes_items(labels)
-        if devices is None and len({p.device for p in base.parameters() if not p.is_meta}) <= 1:
+        if devices is None and len(places_of(base.parameters())) <= 1:
             devices = settings.device
         self.pipe = Pipeline(
             layers,
@@ -248,8 +249,7 @@ class PipelineTrainerMixin(TrainerSaves):
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Leave a model whose ranks have a device each where it is; one device may not have the memory for all of it."""
-        spread = len({p.device for p in model.parameters() if not p.is_meta}) > 1
-        self._has_devices |= spread and not self._in_processes
+        self._has_devices |= len(places_of(model.parameters())) > 1 and not self._in_processes
         if not self._has_devices:
             super()._move_model_to_device(model, device)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import methodcaller
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def device_of(modules: Sequence[nn.Module]) -> torch.device | None:
@@ -21,6 +21,11 @@ def devices_of(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
         for tensor in chain(module.parameters(), module.buffers()):
             if tensor.is_cuda:
                 yield tensor.device
+
+
+def places_of(parameters: Iterable[Tensor]) -> set[torch.device]:
+    """Return the devices that parameters with values are on."""
+    return {parameter.device for parameter in parameters if not parameter.is_meta}
 
 
 def move_own(module: nn.Module, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.devices import places_of
 from penstock.stage.layers import Layer
 from penstock.stage.structures import dumps, loads
 from penstock.stage.values import Message, StageState, flatten, unpack
@@ -99,7 +100,7 @@ class FirstStepCheck:
     def _alone(self, batch: LocalBatch, parameters: LocalParameters) -> _Outcome:
         if self._sharded:
             return None, _SHARDED
-        if len({p.device for _, p in parameters.named_parameters()}) > 1:
+        if len(places_of(p for _, p in parameters.named_parameters())) > 1:
             return None, _SPREAD
         if reason := self._too_large(0, parameters):
             return None, reason

@@ -16,6 +16,7 @@ from penstock.profile.model_profile import Profile, read_profile
 from penstock.runtime.workers.world import World
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.devices import places_of
 from penstock.stage.layers import Layer
 from penstock.stage.partition import by_weights
 from penstock.stage.split import Split, parameter_counts, warn_of_a_large_layer
@@ -57,7 +58,7 @@ def resolve_split(
         example = read_profile(example)
     if isinstance(example, Profile):
         return _split_by(example, layers, schedule.stages)
-    places = {p.device for layer in layers if layer.module is not None for p in layer.module.parameters()}
+    places = places_of(p for x in layers if x.module is not None for p in x.module.parameters())
     if len(places) > 1:
         raise SplitError(
             f"layers on several devices ({', '.join(sorted(map(str, places)))}) are not measured; load them onto the CPU "
