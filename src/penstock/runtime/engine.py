@@ -189,7 +189,8 @@ class Engine:
                     # 2. The program for this number of microbatches, and each rank's share of the work.
                     executors = self._executors_for(options, batch, probe)
                     assert isinstance(batch, LocalBatch), "an error was raised"
-                    works = [Work(batch=batch, options=options) for _ in self.local_ranks]
+                    batches = [self.local_stages.batch_for(rank, batch) for rank in self.local_ranks]
+                    works = [Work(batch=each, options=options) for each in batches]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
                     with self._lending.in_place():
                         self._run_ranks(executors, works)

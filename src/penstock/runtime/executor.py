@@ -41,7 +41,6 @@ class Executor:
     Args:
         around: participants around the messages of the pipeline's ranks: what other pipelines wait for.
         within: participants within them.
-        device: device that inputs and targets are moved to; None where they are on that of the stages (default None).
     """
 
     def __init__(
@@ -52,8 +51,6 @@ class Executor:
         channel: Channel | None,
         around: Sequence[Participant] = (),
         within: Sequence[Participant] = (),
-        *,
-        device: torch.device | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -94,7 +91,6 @@ class Executor:
             records=self.records,
             participants=inner_first,
             trains=self.trains,
-            device=device,
         )
         self.ops = compiler.compile()
         self._last_stage = program.schedule.stages - 1

@@ -23,7 +23,6 @@ from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.compute.runner import LossInputs, LossReport, Messages
 from penstock.stage.compute.stage import Stage
-from penstock.stage.microbatches import on_device
 from penstock.stage.values import Message
 
 CompiledOp = tuple[int, Callable[[], None]]
@@ -145,9 +144,7 @@ class OpCompiler:
         records: OpRecords,
         participants: Sequence[Participant],
         trains: bool,
-        device: torch.device | None = None,
     ) -> None:
-        self._device = device
         self._program, self._rank = program, rank
         self._stages, self._channel = stages, channel
         self._state, self._records = state, records
@@ -310,9 +307,7 @@ class OpCompiler:
 
     def _compile_input(self, microbatch: int) -> _Receive:
         # The work is looked up when the op runs: each step has its own.
-        state, device = self._state, self._device
-        if device is not None:
-            return lambda: state.work.input(microbatch).moved(device)
+        state = self._state
         return lambda: state.work.input(microbatch)
 
     def _compile_input_gradient(self, microbatch: int) -> _Send:
@@ -331,7 +326,7 @@ class OpCompiler:
         return partial(stage.forward, microbatch, **self._forward_options(stage, microbatch))
 
     def _compile_last_forward(self, stage: Stage, microbatch: int) -> Callable[[Messages], None]:
-        state, device = self._state, self._device
+        state = self._state
         run: Callable[[int, Messages, LossInputs], LossReport] = stage.evaluate_with_loss
         if self._trains:
             run = partial(stage.forward_with_loss, **self._forward_options(stage, microbatch))
@@ -341,8 +336,6 @@ class OpCompiler:
             batch = work.batch
             weight = batch.weights[microbatch]
             target = batch.targets[microbatch] if batch.targets else None
-            if device is not None:
-                target = on_device(target, device)
             options = work.options
             loss_inputs = LossInputs(target, weight, options.outputs, options.log_probs)
             report = run(microbatch, messages, loss_inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.parallel.participant import Losses
 from penstock.stage.compute.runner import LossWeight
+from penstock.stage.microbatches import on_device
 from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
@@ -80,6 +81,14 @@ class LocalBatch:
     ignore_index: int = -100
     digest: int | None = None
     apart: bool = False
+
+    def on_device(self, device: torch.device, inputs: bool, targets: bool) -> LocalBatch:
+        """Return the batch with its inputs, its targets or both on a device; what stays is another rank's."""
+        return replace(
+            self,
+            inputs=[on_device(value, device) for value in self.inputs] if inputs else self.inputs,
+            targets=[on_device(value, device) for value in self.targets] if targets else self.targets,
+        )
 
     def ignored_index(self, number: int) -> int | None:
         """Return the ignored index if no target of a microbatch counts, by its number in the global batch.
