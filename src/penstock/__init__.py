@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.forward.own_layers import split as split
     from penstock.huggingface.adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
+    from penstock.huggingface.own_stages import own_stages as own_stages
     from penstock.huggingface.save import save_transformers as save_transformers
     from penstock.huggingface.trainer import PipelineTrainer as PipelineTrainer
     from penstock.huggingface.trainer import PipelineTrainerMixin as PipelineTrainerMixin
@@ -148,6 +149,7 @@ _HOME = {
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
+    "own_stages": "penstock.huggingface.own_stages",
     "profile_layers": "penstock.measure.profile_layers",
     "read_csv": "penstock.schedule.text",
     "record": "penstock.verify.record",

@@ -7,7 +7,7 @@ own table. So each process still reads only the tensors of its own layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,15 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
     Raises:
         DataError: if tensors that belong together cannot be put together, or two become one; says which.
     """
-    # transformers has no public function for these.
+    # transformers has no public function for it.
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
 
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {pattern: each for each in _converters(conversions) for pattern in each.source_patterns}
     wanted = model.state_dict()
-    prefix = model.base_model_prefix
     found: dict[str, Stored] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(stored, key=dot_natural_key):
-        new, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if new not in wanted and name in wanted:
-            new, pattern = name, None
+    for name, new, pattern in names_in_model(stored, model, conversions):
         if new in wanted and pattern is not None:
             groups.setdefault(new, []).append((name, pattern))
             continue
@@ -83,6 +71,32 @@ def converted(folder: Path, model: Any, stored: Mapping[str, Stored]) -> dict[st
                 sources[0].path, name, tuple(tensor.shape), sources[0].dtype, sources, convert
             )
     return found
+
+
+def names_in_model(
+    names: Iterable[str], model: Any, conversions: Sequence[Any]
+) -> list[tuple[str, str, str | None]]:
+    """Return (name, name in the model, pattern) for names of stored tensors, in the order in which they are loaded.
+
+    Args:
+        conversions: transformers' conversions for the model. One with several tensors for one of the model has a pattern
+            for each, and the name in the model is that of the first that it makes.
+    """
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters, wanted = _converters(conversions), model.state_dict()
+    found = []
+    for name in sorted(names, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        found.append((name, name, None) if new not in wanted and name in wanted else (name, new, pattern))
+    return found
+
+
+def _converters(conversions: Sequence[Any]) -> list[Any]:
+    from transformers.core_model_loading import WeightConverter
+
+    return [each for each in conversions if isinstance(each, WeightConverter)]
 
 
 def _convert(

@@ -138,6 +138,11 @@ def layers_on_meta(config: Any, dtype: torch.dtype) -> list[Layer]:
     return _layers(pattern, CAUSAL, pattern.get_submodule)
 
 
+def layers_of(model: Any) -> list[Layer]:
+    """Return the layers of a model, without a proof, and whether or not it has weights."""
+    return _layers(model, head_of(model), model.get_submodule)
+
+
 def local_folder(given: str | os.PathLike[str]) -> Path:
     """Return the path of a local folder.
 

@@ -105,7 +105,7 @@ class OwnForward:
         self._cache = ArgumentCache()
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self._is_pattern = any(parameter.is_meta for parameter in model.parameters())
+        self._is_pattern = all(parameter.is_meta for parameter in model.parameters())
         self._around = _around(self.blocks)
         taken = inspect.signature(model.forward).parameters
         self.first = "input_ids" if "input_ids" in taken or "pixel_values" not in taken else "pixel_values"
@@ -233,7 +233,8 @@ class OwnForward:
     def passes_items(self, labels: Tensor) -> bool:
         """Return whether the forward gives its ``loss_function`` the number of targets that it is called with.
 
-        It runs with the model's own modules after the blocks, so it is asked before stages free what they do not need.
+        It runs with the model's own modules after the blocks, so it is asked before stages free what they do not need. Of
+        those on the meta device it takes copies with any values, since it looks at the call alone.
 
         Args:
             labels: labels of one row of four tokens.
@@ -253,7 +254,8 @@ class OwnForward:
         ids = torch.ones((1, 4), dtype=torch.int64, device=labels.device) if self.pools else None
         devices = [labels.device] if labels.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):  # a head may have dropout
-            self._output(self.model, hidden, {}, ids, {"labels": labels, "num_items_in_batch": 1}, forward)
+            after = _WithMemory(self.model, labels.device)
+            self._output(after, hidden, {}, ids, {"labels": labels, "num_items_in_batch": 1}, forward)
         return "num_items_in_batch" in given
 
     def hidden_of(self, output: Any) -> Tensor:
@@ -492,6 +494,21 @@ class OwnForward:
     def _refusal(self, reason: str) -> SplitError:
         name = type(self.model).__name__
         return SplitError(f"{name} cannot be cut: {reason.removeprefix(f'{name} cannot be cut: ')}")
+
+
+class _WithMemory(nn.Module):
+    """The modules of a model, by their names in it, with memory on a device."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self._model, self._device = [model], device
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the model's module, or a copy without its values if it is on the meta device."""
+        module = self._model[0].get_submodule(target)
+        if not any(p.is_meta for p in module.parameters()):
+            return module
+        return copy.deepcopy(module).to_empty(device=self._device)
 
 
 def vision_of(config: Any) -> Any:

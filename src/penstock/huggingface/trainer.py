@@ -23,6 +23,7 @@ from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUEN
 from penstock.huggingface.loss import StepLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
+from penstock.huggingface.own_stages import trainer_mesh
 from penstock.huggingface.part_collator import (
     EXAMPLES,
     PARTS,
@@ -49,7 +50,6 @@ from penstock.huggingface.trainer_refusals import (
 )
 from penstock.huggingface.trainer_saves import TrainerSaves
 from penstock.parallel.context.attention import SequencePart
-from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.place import current_place
@@ -130,9 +130,9 @@ class PipelineTrainerMixin(TrainerSaves):
         self._replicas = 1
         ep, self._cp = options.pop("ep", 1), options.pop("cp", 1)
         if processes > 1:
-            ranks = options.setdefault("ranks", processes)
-            self._replicas = _replicas(ranks, self._cp, processes)
-            options["mesh"] = MeshShape(pp=ranks, dp=self._replicas, ep=ep, cp=self._cp)
+            mesh = trainer_mesh(options | {"ep": ep, "cp": self._cp}, processes)
+            options |= {"ranks": mesh.pp, "mesh": mesh}
+            self._replicas = mesh.dp
         elif ep != 1 or self._cp != 1:
             name, size, what = ("ep", ep, "experts") if ep != 1 else ("cp", self._cp, "samples")
             raise ConfigError(
@@ -199,7 +199,7 @@ class PipelineTrainerMixin(TrainerSaves):
         else:
             self._loss = StepLoss(base, self.label_smoother, self._cp == 1)
             require_same_loss(self, self._whole_model, self._loss)
-            if (labels := _labels_of_row(self._loss.own.head, base.device)) is not None:
+            if (labels := _labels_of_row(self._loss.own.head, _device_of(base))) is not None:
                 self._loss.own.passes_items = forward_of(layers).passes_items(labels)
         if devices is None and len(places_of(base.parameters())) <= 1:
             devices = settings.device
@@ -248,9 +248,13 @@ class PipelineTrainerMixin(TrainerSaves):
         make_one_process(self.accelerator, lambda norm: self.pipe.clip_grad_norm_(norm))
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Leave a model whose ranks have a device each where it is; one device may not have the memory for all of it."""
+        """Leave a model whose ranks have a device each where it is; one device may not have the memory for all of it.
+
+        Of one that has the weights of own stages alone, the pipeline moves these.
+        """
         self._has_devices |= len(places_of(model.parameters())) > 1 and not self._in_processes
-        if not self._has_devices:
+        has_own_alone = self._in_processes and any(p.is_meta for p in model.parameters())
+        if not self._has_devices and not has_own_alone:
             super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -502,6 +506,12 @@ class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: igno
     """``transformers.Trainer`` that trains a model by a pipeline; see `PipelineTrainerMixin`."""
 
 
+def _device_of(model: Any) -> torch.device:
+    """Return the device of the first parameter of a model that has values."""
+    devices: Iterator[torch.device] = (p.device for p in model.parameters() if not p.is_meta)
+    return next(devices)
+
+
 def _labels_of_row(head: str, device: torch.device) -> Tensor | None:
     """Return labels of one row of four tokens; None of a head whose loss is known to take a number of targets, or not to."""
     shape = {MASKED: (1, 4), TOKEN: (1, 4), SEQUENCE: (1,)}.get(head)
@@ -537,19 +547,6 @@ def _groups_of_one_process() -> Iterator[None]:
     finally:
         if before is not None:
             module.has_mixed_dtensor = before
-
-
-def _replicas(ranks: object, cp: object, processes: int) -> int:
-    """Return how many replicas with samples of their own the processes are."""
-    if not is_count(cp):
-        raise ConfigError(f"pipeline['cp'] must be a positive number of processes, got {cp!r}")
-    if not is_count(ranks) or processes % (ranks * cp):
-        times = f" x cp {cp}" if cp > 1 else ""
-        raise ConfigError(
-            f"pipeline['ranks'] is {ranks!r}{times}, and there are {processes} processes; start a multiple of the "
-            "ranks, one for each rank of each replica"
-        )
-    return processes // (ranks * cp)
 
 
 def _is_forward_of_libraries(forward: Any, kind: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.loop_report import LoopReport
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
-from penstock.runtime.model.measured_split import resolve_split
+from penstock.runtime.model.measured_split import is_measured, resolve_split
 from penstock.runtime.model.pipeline_model import PipelineModel
 from penstock.runtime.model.rank_devices import given_devices, require_devices
 from penstock.runtime.model.row_check import RowCheck
@@ -190,12 +190,11 @@ class BuiltPipeline(PipelineModel):
         self.threads = cpu_threads(gather, self.ranks, self.execution.threads)
 
     def _split(self, split: Split, loss_fn: LossFunction, autocast: torch.dtype | None) -> list[list[Layer]]:
-        """Return the layers of each stage."""
+        """Return the layers of each stage; those of this process must have values, and all if it measures them."""
         world = self.world
-        run_each(
-            lambda: require_values((x.name, x.module) for x in self.layers if x.module is not None),
-            None if world is None else partial(world.gather, over="run"),
-        )
+        every = None if world is None else partial(world.gather, over="run")
+        if is_measured(split):
+            run_each(partial(_require_values, self.layers), every)
         split = resolve_split(
             split,
             self.layers,
@@ -206,7 +205,11 @@ class BuiltPipeline(PipelineModel):
             autocast=autocast,
             devices=self.devices or ([] if self.device is None else [self.device]),
         )
-        return split_layers(self.layers, self.schedule.stages, split)
+        stages = split_layers(self.layers, self.schedule.stages, split)
+        stages_of = self.schedule.placement.stages_of
+        own = [layer for r in self.local_ranks for stage in stages_of[r] for layer in stages[stage]]
+        run_each(partial(_require_values, own), every)
+        return stages
 
     def _make_layer_check(
         self, layers_of_stages: Sequence[Sequence[Layer]], loss_fn: LossFunction, autocast: torch.dtype | None
@@ -308,3 +311,7 @@ class BuiltPipeline(PipelineModel):
             memory=self.execution.memory,
             replicas=self.replicas,
         )
+
+
+def _require_values(layers: Iterable[Layer]) -> None:
+    require_values((layer.name, layer.module) for layer in layers if layer.module is not None)

@@ -263,8 +263,9 @@ def require_values(named: Iterable[tuple[str, nn.Module]]) -> None:
             first = whole_name(name, on_meta[0]) if name else on_meta[0]
             raise SplitError(
                 f"{first} is on the meta device, where it has no values (so are {len(on_meta)} of {len(tensors)} tensors). "
-                "If an earlier Pipeline trained the model in several processes, call state = pipe.full_state_dict() on "
-                "every rank, close it, and call model.load_state_dict(state, assign=True). Otherwise call "
+                "If it was loaded within penstock.own_stages, give that the options of this pipeline. If an earlier "
+                "Pipeline trained the model in several processes, call state = pipe.full_state_dict() on every rank, close "
+                "it, and call model.load_state_dict(state, assign=True). Otherwise call "
                 "model.to_empty(device='cpu') and load the weights"
             )
 

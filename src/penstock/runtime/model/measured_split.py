@@ -48,8 +48,7 @@ def resolve_split(
         devices: device of each rank that is a thread, or the one of this process; none where the layers are (default).
     """
     warns = schedule.stages > 1 and (world is None or (world.rank == 0 and world.is_first))
-    measured = isinstance(split, Mapping) and list(split) == ["measured"]
-    if not measured and split != "measured":
+    if not is_measured(split):
         if warns and (counts := parameter_counts(layers)) is not None:
             warn_of_a_large_layer(layers, counts, "parameters")
         return split
@@ -87,6 +86,11 @@ def resolve_split(
     return blocks_by_cost(
         profile, schedule.stages, Sample(x).rows, _speeds(layers, sample, schedule, world, devices)
     )
+
+
+def is_measured(split: Split) -> bool:
+    """Return whether a split is by the times of layers, of a profile or measured here."""
+    return split == "measured" or (isinstance(split, Mapping) and list(split) == ["measured"])
 
 
 def _speeds(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.base.errors import ConfigError, ScheduleError
@@ -101,7 +101,7 @@ def require_same_pipeline(
     for layer in layers:
         facts[f"layer {layer.name}"] = f"a layer ({layer.role})"
         for name, p in layer.module.named_parameters() if layer.module is not None else ():
-            facts[f"parameter {whole_name(layer.name, name)}"] = f"{tuple(p.shape)} {p.dtype}"
+            facts[f"parameter {whole_name(layer.name, name)}"] = _parameter(p)
     facts["placement of the stages"] = f"digest {_digest(repr(schedule.placement).encode())}"
     for r in range(schedule.ranks):
         columns = b"".join(column.tobytes() for column in schedule.columns(r))
@@ -115,6 +115,13 @@ def require_same_pipeline(
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _parameter(parameter: Tensor) -> str:
+    """Describe a parameter; one that is quantised has another shape and dtype where it has no values yet."""
+    if type(parameter) in (Tensor, nn.Parameter) or is_dtensor(parameter):
+        return f"{tuple(parameter.shape)} {parameter.dtype}"
+    return f"a {type(parameter).__name__}"
 
 
 def _sample_of_weights(layers: Sequence[Layer]) -> int | None:

@@ -1,0 +1,161 @@
+"""Loading of a model in processes, each with the weights of its own stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from penstock.base.counts import is_count
+from penstock.base.errors import ConfigError, DataError
+from penstock.huggingface.conversion import names_in_model
+from penstock.huggingface.from_transformers import layers_of
+from penstock.huggingface.library import require_library
+from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
+from penstock.runtime.model.measured_split import is_measured
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.place import Place, current_place
+from penstock.runtime.validation import resolve_mesh, resolve_schedule
+from penstock.stage.layers import Layer, begins_in, prefixes
+from penstock.stage.split import split_layers
+
+
+@contextmanager
+def own_stages(pipeline: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which ``from_pretrained`` loads the weights of this process's own stages alone.
+
+    The model has all its modules. Those of other stages are on the meta device, where they take no memory; their tensors
+    are neither read nor quantised. Adapters of peft can be added to such a model, whose initial values are those of the
+    whole one. Where the ranks are threads of one process, it loads the whole model.
+
+    Args:
+        pipeline: the options that the `PipelineTrainer`, or the `Pipeline`, is given afterwards; the number of ranks, the
+            schedule, the split and the mesh decide which stages a process has.
+
+    Raises:
+        ConfigError: if transformers is not installed, or the options do not say which stages these are.
+        DataError: from ``from_pretrained``, if the weights are not safetensors files.
+        SplitError: from ``from_pretrained``, if the model cannot be split.
+    """
+    require_library()
+    from transformers import PreTrainedModel
+
+    if not isinstance(pipeline, Mapping):
+        raise ConfigError(f"own_stages takes the options of the pipeline as a dict, got {pipeline!r:.80}")
+    place = current_place()
+    if place is None or place.size == 1:
+        yield
+        return
+    # transformers has no public way to load a part of a model.
+    whole = PreTrainedModel._load_pretrained_model
+    own = partial(_load_own, whole, partial(_names_elsewhere, dict(pipeline), place))
+    PreTrainedModel._load_pretrained_model = staticmethod(own)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(whole)
+
+
+def trainer_mesh(options: Mapping[str, Any], processes: int) -> MeshShape:
+    """Return the mesh of a trainer's processes: replicas of a pipeline whose ranks are processes.
+
+    Raises:
+        ConfigError: if the ranks do not divide the processes.
+    """
+    ranks, ep, cp = options.get("ranks", processes), options.get("ep", 1), options.get("cp", 1)
+    if not is_count(cp):
+        raise ConfigError(f"pipeline['cp'] must be a positive number of processes, got {cp!r}")
+    if not is_count(ranks) or processes % (ranks * cp):
+        times = f" x cp {cp}" if cp > 1 else ""
+        raise ConfigError(
+            f"pipeline['ranks'] is {ranks!r}{times}, and there are {processes} processes; start a multiple of the "
+            "ranks, one for each rank of each replica"
+        )
+    return MeshShape(pp=ranks, dp=processes // (ranks * cp), ep=ep, cp=cp)
+
+
+def _load_own(
+    load: Callable[..., tuple[Any, Any]],
+    names_elsewhere: Callable[[Any], set[str]],
+    model: Any,
+    state_dict: Mapping[str, Any] | None,
+    checkpoint_files: Sequence[str] | None,
+    load_config: Any,
+    **more: Any,
+) -> tuple[Any, Any]:
+    """Load a model as transformers does, without the tensors of other stages.
+
+    Args:
+        load: transformers' own function, whose arguments and results these are otherwise.
+        names_elsewhere: function from the model to the names that only other stages have.
+    """
+    elsewhere = names_elsewhere(model)
+    with ExitStack() as files:
+        stored = _slices(checkpoint_files or (), files) if state_dict is None else state_dict
+        renamed = names_in_model(stored, model, load_config.weight_mapping or ())
+        kept = {name: stored[name] for name, new, _ in renamed if new not in elsewhere}
+        more["expected_keys"] = [name for name in model.state_dict() if name not in elsewhere]
+        info, offloaded = load(model, kept, None, load_config, **more)
+    # What no file has, such as a new head, is drawn by every process, so that all have drawn the same numbers afterwards.
+    skipped = {new for _, new, _ in renamed} & elsewhere
+    info.missing_keys -= skipped
+    for name in skipped:
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True  # or its rules would draw numbers
+    return info, offloaded
+
+
+def _own_layers(layers: Sequence[Layer], options: Mapping[str, Any], place: Place) -> set[str]:
+    """Return the names of the layers that a process has in a pipeline with these options."""
+    split = options.get("split", "even")
+    if is_measured(split):
+        raise ConfigError(
+            "a measured split needs the whole model, and own_stages loads a part; give the number of blocks of each stage, "
+            "as in split=[6, 10]"
+        )
+    if options.get("mesh") is None:
+        mesh: MeshShape | Mesh | None = trainer_mesh(options, place.size)
+    else:
+        mesh, _ = given_mesh(options["mesh"])
+    assert mesh is not None
+    ranks, processes = resolve_mesh(mesh, None, place)
+    schedule = resolve_schedule(
+        options.get("schedule", signature(Pipeline).parameters["schedule"].default),
+        ranks,
+        # Which stages a rank has does not depend on their number, which tokens_per_microbatch leaves open.
+        options.get("microbatches", ranks),
+        options.get("virtual_stages"),
+        processes,
+    )
+    rank = mesh.coordinate("pp") if isinstance(mesh, Mesh) else mesh.coordinate(place.rank, "pp")
+    stages = split_layers(layers, schedule.stages, split)
+    return {layer.name for stage in schedule.placement.stages_of[rank] for layer in stages[stage]}
+
+
+def _names_elsewhere(options: Mapping[str, Any], place: Place, model: Any) -> set[str]:
+    """Return the names of the parameters and buffers of other stages' layers, without those that own ones share."""
+    layers = layers_of(model)
+    here = [path for layer in _own_layers(layers, options, place) for path in prefixes(layer)]
+    there = [path for layer in layers for path in prefixes(layer.name) if path not in here]
+    names = {name for name in model.state_dict() if begins_in(name, there)}
+    for pair in model.all_tied_weights_keys.items():
+        if not names.issuperset(pair):
+            names.difference_update(pair)
+    return names
+
+
+def _slices(paths: Sequence[str], files: ExitStack) -> dict[str, Any]:
+    """Return the tensors of safetensors files by name, which are read when they are indexed."""
+    from safetensors import safe_open
+
+    stored: dict[str, Any] = {}
+    for path in paths:
+        if not str(path).endswith(".safetensors"):
+            raise DataError(
+                f"{path} is not a safetensors file, and other files cannot be read in part; load the model where you trust "
+                "the file and save it again with save_pretrained, or load it outside of own_stages"
+            )
+        file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        stored |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
+    return stored
