@@ -31,6 +31,13 @@ class TrainerSaves(Base):  # type: ignore[misc]  # transformers is untyped here
     _rank: int
     _whole_optimizer: WholeOptimizer | None
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as Trainer does; in processes all give their weights, where older versions ask the first one alone."""
+        if self._in_processes and not self.args.should_save:
+            self._save(output_dir or self.args.output_dir)
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model; in processes the first one writes all of it."""
         if not self._in_processes:
