@@ -411,8 +411,7 @@ class PipelineTrainerMixin(TrainerSaves):
 
     def _is_scaled(self, counted: Tensor | int | None) -> bool:
         """Return whether losses of accumulated batches add up, by the rule of Trainer."""
-        # transformers 5.14 has no such attribute, and divides as with None.
-        scaled: bool | None = getattr(self, "loss_is_scaled_for_ga", None)
+        scaled: bool | None = self.loss_is_scaled_for_ga
         if scaled is not None:
             return scaled
         of_model = self.model_accepts_loss_kwargs and counted is not None

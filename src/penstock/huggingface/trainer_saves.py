@@ -32,7 +32,7 @@ class TrainerSaves(Base):  # type: ignore[misc]  # transformers is untyped here
     _whole_optimizer: WholeOptimizer | None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Trainer does; in processes all give their weights, where older versions ask the first one alone."""
+        """Save as Trainer does; in processes all give their weights, where transformers 5.21 asks the first one alone."""
         if self._in_processes and not self.args.should_save:
             self._save(output_dir or self.args.output_dir)
         else:
