@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from inspect import signature
 from typing import Any
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, DataError
-from penstock.huggingface.conversion import names_in_model
+from penstock.huggingface.conversion import renamed
 from penstock.huggingface.from_transformers import layers_of
 from penstock.huggingface.library import require_library
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
@@ -50,8 +49,7 @@ def own_stages(pipeline: Mapping[str, Any]) -> Iterator[None]:
         return
     # transformers has no public way to load a part of a model.
     whole = PreTrainedModel._load_pretrained_model
-    own = partial(_load_own, whole, partial(_names_elsewhere, dict(pipeline), place))
-    PreTrainedModel._load_pretrained_model = staticmethod(own)
+    PreTrainedModel._load_pretrained_model = staticmethod(_OwnLoader(whole, dict(pipeline), place))
     try:
         yield
     finally:
@@ -76,34 +74,41 @@ def trainer_mesh(options: Mapping[str, Any], processes: int) -> MeshShape:
     return MeshShape(pp=ranks, dp=processes // (ranks * cp), ep=ep, cp=cp)
 
 
-def _load_own(
-    load: Callable[..., tuple[Any, Any]],
-    names_elsewhere: Callable[[Any], set[str]],
-    model: Any,
-    state_dict: Mapping[str, Any] | None,
-    checkpoint_files: Sequence[str] | None,
-    load_config: Any,
-    **more: Any,
-) -> tuple[Any, Any]:
-    """Load a model as transformers does, without the tensors of other stages.
+class _OwnLoader:
+    """transformers' function that loads the weights of a model, for those of own stages alone.
 
     Args:
-        load: transformers' own function, whose arguments and results these are otherwise.
-        names_elsewhere: function from the model to the names that only other stages have.
+        load: transformers' own function.
     """
-    elsewhere = names_elsewhere(model)
-    with ExitStack() as files:
-        stored = _slices(checkpoint_files or (), files) if state_dict is None else state_dict
-        renamed = names_in_model(stored, model, load_config.weight_mapping or ())
-        kept = {name: stored[name] for name, new, _ in renamed if new not in elsewhere}
-        more["expected_keys"] = [name for name in model.state_dict() if name not in elsewhere]
-        info, offloaded = load(model, kept, None, load_config, **more)
-    # What no file has, such as a new head, is drawn by every process, so that all have drawn the same numbers afterwards.
-    skipped = {new for _, new, _ in renamed} & elsewhere
-    info.missing_keys -= skipped
-    for name in skipped:
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True  # or its rules would draw numbers
-    return info, offloaded
+
+    def __init__(
+        self, load: Callable[..., tuple[Any, Any]], options: Mapping[str, Any], place: Place
+    ) -> None:
+        self._load, self._options, self._place = load, options, place
+
+    def __call__(
+        self,
+        model: Any,
+        state_dict: Mapping[str, Any] | None,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        expected_keys: Iterable[str] | None = None,
+    ) -> tuple[Any, Any]:
+        """Load a model; arguments and results are those of transformers' function."""
+        elsewhere = _names_elsewhere(model, self._options, self._place)
+        with ExitStack() as files:
+            stored = _slices(checkpoint_files or (), files) if state_dict is None else state_dict
+            names = renamed(stored, model, load_config.weight_mapping or ())
+            kept = {each.name: stored[each.name] for each in names if each.new not in elsewhere}
+            every = model.state_dict() if expected_keys is None else expected_keys
+            expected = [name for name in every if name not in elsewhere]
+            info, offloaded = self._load(model, kept, None, load_config, expected_keys=expected)
+        # What no file has, such as a new head, is drawn by every process: all have drawn the same numbers afterwards.
+        skipped = {name for each in names for name in each.made} & elsewhere
+        info.missing_keys -= skipped
+        for name in skipped:
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True  # or its rules would draw numbers
+        return info, offloaded
 
 
 def _own_layers(layers: Sequence[Layer], options: Mapping[str, Any], place: Place) -> set[str]:
@@ -133,7 +138,7 @@ def _own_layers(layers: Sequence[Layer], options: Mapping[str, Any], place: Plac
     return {layer.name for stage in schedule.placement.stages_of[rank] for layer in stages[stage]}
 
 
-def _names_elsewhere(options: Mapping[str, Any], place: Place, model: Any) -> set[str]:
+def _names_elsewhere(model: Any, options: Mapping[str, Any], place: Place) -> set[str]:
     """Return the names of the parameters and buffers of other stages' layers, without those that own ones share."""
     layers = layers_of(model)
     here = [path for layer in _own_layers(layers, options, place) for path in prefixes(layer)]
