@@ -7,7 +7,8 @@ adapters, and without a reference model); a classifier has a loss with a weight 
 table has the largest relative difference of a loss and of a
 gradient norm over all steps, and the distance of the final weights over their norm. Steps are timed in turn: plain Trainer
 with two threads of torch, and the pipelines with one for each rank; and QLoRA in two processes beside the same processes one
-after the other (one microbatch), which is what ``device_map`` does.
+after the other (one microbatch), which is what ``device_map`` does. Bases of 4 bits are read within `penstock.own_stages`.
+The last table has what each of two processes holds of a larger one, and how much memory its loading took at most.
 
     python -m bench.hf_trainer [--quick] [--json]
 """
@@ -20,6 +21,8 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -144,13 +147,18 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, width: int, blocks: int, labels: int, lora: bool, quantised: str
+    tokenizer: PreTrainedTokenizerFast,
+    width: int,
+    blocks: int,
+    labels: int,
+    lora: bool,
+    base: Callable[[], Any] | None,
 ) -> Any:
     """Return a random Llama, the same on every call.
 
     Args:
         labels: classes of a classifier; 0 for a causal language model.
-        quantised: folder from which it is read with a base of 4 bits; empty if its weights are not quantised.
+        base: function that reads a base of 4 bits; None if its weights are not quantised.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -160,18 +168,38 @@ def make_model(
     )  # fmt: skip
     kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
     model = kind.from_config(config)
-    if quantised:
-        bits = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        )
-        model = kind.from_pretrained(quantised, quantization_config=bits, device_map={"": "cpu"})
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if base is not None:
+        model = peft.prepare_model_for_kbit_training(base(), use_gradient_checkpointing=False)
     if not lora:
         return model
     torch.manual_seed(1)
     return peft.get_peft_model(
         model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     )
+
+
+def read_quantised(folder: str, pipeline: dict[str, Any] | None) -> Any:
+    """Return a folder's model with weights of 4 bits; in the processes of a pipeline, those of own stages alone."""
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    with nullcontext() if pipeline is None else penstock.own_stages(pipeline):
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, device_map={"": "cpu"})
+
+
+def memory_of_reading(rank: int, folder: str, pipeline: dict[str, Any] | None) -> tuple[int, int]:
+    """Return bytes of the tensors that a process has read, and by how much its memory grew at most (of Linux)."""
+    quiet()
+    status = Path("/proc/self/status")
+
+    def kilobytes(name: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = kilobytes("VmRSS:")
+    model = read_quantised(folder, pipeline)
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(t.nbytes for t in tensors if not t.is_meta), 1024 * (kilobytes("VmHWM:") - before)
 
 
 def quiet() -> None:
@@ -205,7 +233,8 @@ def job(
     torch.set_num_threads(2 if pipeline is None and width > 32 else 1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     labels = {"rewards": 1, "classes": 3}.get(kind, 0)
-    model = make_model(tokenizer, width, blocks, labels, lora, quantised)
+    base = partial(read_quantised, quantised, pipeline) if quantised else None
+    model = make_model(tokenizer, width, blocks, labels, lora, base)
     times = StepTimes()
     options: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": rows // replicas, "gradient_accumulation_steps": accumulated,
@@ -289,7 +318,7 @@ def run(
         options["quantised"] = base = str(Path(tokenizer).parent / options["quantised"])
         if not Path(base).exists():
             words = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-            make_model(words, width, 4, 0, False, "").save_pretrained(base)
+            make_model(words, width, 4, 0, False, None).save_pretrained(base)
     given = (tokenizer, str(folder), pipeline, replicas, steps, options)
     first: dict[str, Any] = pool.run(processes, _started, *given)[0]
     return first
@@ -367,6 +396,19 @@ def measure(options: argparse.Namespace) -> Figures:
                     f"over {peer}": ratio(times[name], times[peer]),
                 }
                 yield f"{name:41} {row['seconds']:8.3f} {row[f'over {peer}']:10.2f}"
+        width, blocks = (256, 4) if options.quick else (1024, 12)
+        words = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        make_model(words, width, blocks, 0, False, None).save_pretrained(root / "large")
+        yield f"{'MB of a base of 4 bits, in each of 2 processes':46} {'held':>6} {'peak':>6}"
+        figures["memory"] = {}
+        for name, pipeline in (
+            ("whole, by each", None),
+            ("within own_stages", {"ranks": 2, "microbatches": 4}),
+        ):
+            told = pool.run(2, memory_of_reading, str(root / "large"), pipeline)
+            held, peak = (max(each) / 1e6 for each in zip(*told, strict=True))
+            figures["memory"][name] = {"held": held, "peak": peak}
+            yield f"{name:46} {held:6.1f} {peak:6.1f}"
     return figures
 
 

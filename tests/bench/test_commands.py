@@ -165,6 +165,7 @@ LINES = {
         ),
         r"stage after stage +N +1\.00", r"8 microbatches +N +N",
         r"plain +N +1.00", r"threads 2 +N +N", r"processes 2 +N +N",
+        r"whole, by each +N +N", r"within own_stages +N +N",
     ],
     "bench.token_budget": [
         *(rf"spread {spread}, +N tokens( +N){{6}}  [\d, ]+( +N){{6}}" for spread in (r"0\.3", r"0\.6", r"0\.9")),
