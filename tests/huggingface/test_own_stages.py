@@ -70,7 +70,8 @@ def make_adapted(folder: Path, pipeline: dict[str, Any] | None, *, base: Path, b
     net = load(base, pipeline, device_map={"": "cpu"}, **given)
     torch.manual_seed(1)
     prepared = peft.prepare_model_for_kbit_training(net, use_gradient_checkpointing=False)
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    # The magnitudes of DoRA are norms of dequantised weights.
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=bits == NF4)
     return hf_trainer.trainer(peft.get_peft_model(prepared, lora), hf_trainer.arguments(folder), pipeline)
 
 
@@ -89,6 +90,38 @@ def make_scores(folder: Path, pipeline: dict[str, Any] | None, *, base: Path) ->
 def names_with_values(rank: int, base: Path, pipeline: dict[str, Any]) -> set[str]:
     net = load(base, pipeline)
     return {name for name, p in net.named_parameters(remove_duplicate=False) if not p.is_meta}
+
+
+def drawn(rank: int, base: Path, pipeline: dict[str, Any] | None) -> tuple[dict[str, float], float]:
+    """Sums of tensors that are drawn anew, since those of the folder have another shape, and the next random number."""
+    torch.manual_seed(3)
+    net = load(base, pipeline, vocab_size=120, ignore_mismatched_sizes=True)
+    sums = {
+        name: float(p.detach().double().sum())
+        for name, p in net.named_parameters()
+        if p.shape[0] == 120 and not p.is_meta
+    }
+    return sums, float(torch.rand(()))
+
+
+def refused_later(rank: int, base: Path) -> list[str]:
+    """What a model with own stages alone says to what needs all of it, and a model of another shape than its folder's."""
+    net, found = load(base, PIPELINE), []
+    with pytest.raises(ConfigError) as refused:
+        net.resize_token_embeddings(100)
+    found.append(str(refused.value))
+
+    class WithReference(penstock.PipelineTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.ref_model = load(base, PIPELINE)
+
+    with pytest.raises(ConfigError) as refused:
+        hf_trainer.trainer(net, hf_trainer.arguments(base), PIPELINE, WithReference)
+    found.append(str(refused.value))
+    with pytest.raises(RuntimeError) as mismatched:
+        load(base, PIPELINE, vocab_size=120)
+    return [*found, str(mismatched.value)]
 
 
 def fails(rank: int, base: Path, asked: dict[str, Any], pipeline: dict[str, Any]) -> str:
@@ -167,6 +200,22 @@ def test_replicas_load_own_layers_and_continue_from_a_checkpoint(tmp_path: Path,
     assert distance(one, other) == 0
 
 
+def test_tensors_of_other_shapes_are_drawn_as_of_the_whole_model(tmp_path: Path, processes: LocalProcesses):
+    base = save(tmp_path / "base")
+    sums, following = drawn(0, base, None)
+    assert set(sums) == {"model.embed_tokens.weight", "lm_head.weight"}
+    for found, next_number in processes.run(2, drawn, base, PIPELINE):
+        assert found == sums
+        assert next_number == following
+
+
+def test_what_needs_the_whole_model_is_refused_by_name(tmp_path: Path, processes: LocalProcesses):
+    for resized, reference, mismatched in processes.run(2, refused_later, save(tmp_path / "base")):
+        assert "resize the table in one process, without own_stages" in resized
+        assert "trainer.ref_model has the weights of some stages alone" in reference
+        assert "size mismatch" in mismatched or "ignore_mismatched_sizes" in mismatched
+
+
 def test_each_process_has_the_weights_of_its_stages_alone(tmp_path: Path, processes: LocalProcesses):
     base = save(tmp_path / "base", tied=True)
     every = names_with_values(0, base, PIPELINE)  # one process has all
@@ -188,6 +237,7 @@ def test_each_process_has_the_weights_of_its_stages_alone(tmp_path: Path, proces
         ),
         ({"split": "measured"}, {}, "a measured split needs the whole model"),
         ({"ranks": 3}, {}, "pipeline['ranks'] is 3, and there are 2 processes"),
+        ({"shedule": "zb-v"}, {}, "pipeline has no option 'shedule' (did you mean 'schedule'?)"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_processes(

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from threading import get_ident
 from typing import Any
+
+from torch import nn
 
 from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, DataError
-from penstock.huggingface.conversion import renamed
+from penstock.huggingface.conversion import Renamed, renamed
 from penstock.huggingface.from_transformers import layers_of
 from penstock.huggingface.library import require_library
+from penstock.huggingface.trainer_refusals import require_known_options
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.runtime.model.measured_split import is_measured
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.place import Place, current_place
 from penstock.runtime.validation import resolve_mesh, resolve_schedule
+from penstock.runtime.workers.agreement import STANDS_FOR
 from penstock.stage.layers import Layer, begins_in, prefixes
 from penstock.stage.split import split_layers
 
@@ -27,7 +32,8 @@ def own_stages(pipeline: Mapping[str, Any]) -> Iterator[None]:
 
     The model has all its modules. Those of other stages are on the meta device, where they take no memory; their tensors
     are neither read nor quantised. Adapters of peft can be added to such a model, whose initial values are those of the
-    whole one. Where the ranks are threads of one process, it loads the whole model.
+    whole one, if they do not depend on the weights (PiSSA and OLoRA do). Its token table cannot be resized. Where the
+    ranks are threads of one process, it loads the whole model, as other threads of the process do meanwhile.
 
     Args:
         pipeline: the options that the `PipelineTrainer`, or the `Pipeline`, is given afterwards; the number of ranks, the
@@ -43,6 +49,7 @@ def own_stages(pipeline: Mapping[str, Any]) -> Iterator[None]:
 
     if not isinstance(pipeline, Mapping):
         raise ConfigError(f"own_stages takes the options of the pipeline as a dict, got {pipeline!r:.80}")
+    require_known_options(pipeline)
     place = current_place()
     if place is None or place.size == 1:
         yield
@@ -85,6 +92,7 @@ class _OwnLoader:
         self, load: Callable[..., tuple[Any, Any]], options: Mapping[str, Any], place: Place
     ) -> None:
         self._load, self._options, self._place = load, options, place
+        self._thread = get_ident()
 
     def __call__(
         self,
@@ -95,10 +103,14 @@ class _OwnLoader:
         expected_keys: Iterable[str] | None = None,
     ) -> tuple[Any, Any]:
         """Load a model; arguments and results are those of transformers' function."""
+        if get_ident() != self._thread:
+            return self._load(model, state_dict, checkpoint_files, load_config, expected_keys=expected_keys)
         elsewhere = _names_elsewhere(model, self._options, self._place)
         with ExitStack() as files:
             stored = _slices(checkpoint_files or (), files) if state_dict is None else state_dict
             names = renamed(stored, model, load_config.weight_mapping or ())
+            # Every process refuses a tensor of another shape, or draws one in its place, as it would of the whole model.
+            elsewhere -= _of_other_shapes(names, stored, model, load_config.hf_quantizer)
             kept = {each.name: stored[each.name] for each in names if each.new not in elsewhere}
             every = model.state_dict() if expected_keys is None else expected_keys
             expected = [name for name in every if name not in elsewhere]
@@ -108,6 +120,9 @@ class _OwnLoader:
         info.missing_keys -= skipped
         for name in skipped:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # or its rules would draw numbers
+        if skipped:
+            vars(model)["resize_token_embeddings"] = _refuse_to_resize
+        _take_quantisation_off(model, elsewhere)
         return info, offloaded
 
 
@@ -148,6 +163,47 @@ def _names_elsewhere(model: Any, options: Mapping[str, Any], place: Place) -> se
         if not names.issuperset(pair):
             names.difference_update(pair)
     return names
+
+
+def _of_other_shapes(
+    names: Sequence[Renamed], stored: Mapping[str, Any], model: Any, quantizer: Any
+) -> set[str]:
+    """Return the names in a model whose stored tensors, which nothing converts, have another shape than the model's."""
+    wanted, found = model.state_dict(), set()
+    for each in names:
+        if each.converter is not None or each.new not in wanted:
+            continue
+        if quantizer is not None and quantizer.param_needs_quantization(model, each.new):
+            continue
+        tensor = stored[each.name]
+        if (
+            tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+            != wanted[each.new].shape
+        ):
+            found.add(each.new)
+    return found
+
+
+def _take_quantisation_off(model: Any, names: Iterable[str]) -> None:
+    """Replace quantised layers without values by plain ones, which peft can copy, and whose adapters are the same."""
+    for path in {name.rpartition(".")[0] for name in names}:
+        module = model.get_submodule(path)
+        if (
+            isinstance(module, nn.Linear)
+            and type(module.weight) is not nn.Parameter
+            and module.weight.is_meta
+        ):
+            has_bias = module.bias is not None
+            plain = nn.Linear(module.in_features, module.out_features, has_bias, "meta", model.dtype)
+            setattr(plain.requires_grad_(False).weight, STANDS_FOR, type(module.weight).__name__)
+            model.set_submodule(path, plain)
+
+
+def _refuse_to_resize(*_: object, **__: object) -> None:
+    raise ConfigError(
+        "this process has the weights of its own stages alone, and new rows of the token table would be drawn by some "
+        "processes only; resize the table in one process, without own_stages, save the model and load that"
+    )
 
 
 def _slices(paths: Sequence[str], files: ExitStack) -> dict[str, Any]:

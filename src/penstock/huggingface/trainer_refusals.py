@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import transformers
+from torch import nn
 
 from penstock.base.errors import ConfigError, nearest
 from penstock.huggingface.library import package_of
@@ -31,14 +32,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, instead in _OURS.items():
         if name in options:
             raise ConfigError(f"pipeline[{name!r}] cannot be given to a trainer: {instead}")
-    more = [TOKENS, "devices", "report", "trace_every", "collate", "optimizer", "ep", "cp"]
-    allowed = [*signature(Pipeline).parameters, *more]
-    for name in options:
-        if name not in allowed:
-            raise ConfigError(
-                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, "
-                f"{', '.join(more[:-1])} and {more[-1]}"
-            )
+    require_known_options(options)
     if "microbatches" not in options and TOKENS not in options:
         raise ConfigError(
             'pipeline must say how many microbatches, as in {"ranks": 2, "microbatches": 8}, or how many tokens each may '
@@ -49,6 +43,18 @@ def require_options(options: Mapping[str, Any]) -> None:
             f"give pipeline['microbatches'] or pipeline[{TOKENS!r}], not both: with the latter a batch has as many "
             "microbatches as its examples need, and at least as many as there are ranks"
         )
+
+
+def require_known_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option is neither one of a pipeline nor of a trainer's."""
+    more = [TOKENS, "devices", "report", "trace_every", "collate", "optimizer", "ep", "cp"]
+    allowed = [*signature(Pipeline).parameters, *more]
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(
+                f"pipeline has no option {name!r}{nearest(name, allowed)}; it takes Pipeline's options, "
+                f"{', '.join(more[:-1])} and {more[-1]}"
+            )
 
 
 def require_same_loss(trainer: Any, model: Any, loss: StepLoss) -> None:
@@ -215,6 +221,13 @@ def require_supported_trainer(trainer: Any, in_processes: bool) -> None:
             "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
             "in SFTConfig), or use penstock.Pipeline, which adds each microbatch's loss"
         )
+    others = {name: each for name, each in vars(trainer).items() if not name.startswith("model")}
+    for name, other in others.items() if in_processes else ():
+        if isinstance(other, nn.Module) and any(p.is_meta for p in other.parameters()):
+            raise ConfigError(
+                f"trainer.{name} has the weights of some stages alone, and a model beside the one that is trained is "
+                f"needed whole: load it outside of penstock.own_stages, and give it as {name}="
+            )
     if in_processes and (trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None):
         raise ConfigError(
             "in processes the optimizer is made of each rank's own parameters, by the training arguments (optim, "

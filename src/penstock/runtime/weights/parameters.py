@@ -132,9 +132,15 @@ class LocalParameters:
         ]
 
     def require_same(self) -> None:
-        """Check that no parameter was replaced by another, which the optimizer would not have."""
-        for name, members, inner, parameter in self._places:
-            if members.get(inner, parameter) is not parameter:
+        """Check that no parameter was replaced by another, which the optimizer would not have.
+
+        A frozen one may be replaced by one in the same memory, as peft does on the CPU with weights of 4 bits for DoRA.
+        """
+        for n, (name, members, inner, parameter) in enumerate(self._places):
+            found = members.get(inner, parameter)
+            if found is not None and found is not parameter and _is_same_frozen(found, parameter):
+                self._places[n] = (name, members, inner, found)
+            elif found is not parameter:
                 raise ConfigError(
                     f"the parameter {name} was replaced after the pipeline was built, as load_state_dict(assign=True) does, "
                     "and the optimizer has the one from before; load a state with pipe.load_state_dict, or close the "
@@ -216,3 +222,10 @@ class LocalParameters:
 
 def _equal(one: object, other: object) -> bool:
     return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+
+
+def _is_same_frozen(one: nn.Parameter, other: nn.Parameter) -> bool:
+    same = (type(one), one.data_ptr(), one.shape, one.dtype) == (
+        type(other), other.data_ptr(), other.shape, other.dtype
+    )  # fmt: skip
+    return same and not (one.requires_grad or other.requires_grad)

@@ -78,6 +78,10 @@ def require_same(
     raise kind(f"{what}: {'; '.join(differences)}. {advice}")
 
 
+STANDS_FOR = "_stands_for"
+"""Attribute of a parameter without values in the place of one of another class: that class's name."""
+
+
 def require_same_pipeline(
     collectives: Collectives,
     *,
@@ -118,7 +122,9 @@ def require_same_pipeline(
 
 
 def _parameter(parameter: Tensor) -> str:
-    """Describe a parameter; one that is quantised has another shape and dtype where it has no values yet."""
+    """Describe a parameter; one that is quantised has another shape and dtype where it has no values."""
+    if (name := getattr(parameter, STANDS_FOR, None)) is not None:
+        return f"a {name}"
     if type(parameter) in (Tensor, nn.Parameter) or is_dtensor(parameter):
         return f"{tuple(parameter.shape)} {parameter.dtype}"
     return f"a {type(parameter).__name__}"
