@@ -47,6 +47,8 @@ def library_config(kind: str, **values: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     count = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {kind}")
     return CONFIG_MAPPING[kind](**{count: 2, "vocab_size": 1000, "pad_token_id": None, **values})
 
 
