@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from threading import get_ident
 from typing import Any
@@ -121,7 +122,7 @@ class _OwnLoader:
         for name in skipped:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # or its rules would draw numbers
         if skipped:
-            vars(model)["resize_token_embeddings"] = _refuse_to_resize
+            vars(model)["resize_token_embeddings"] = partial(_resize, model, model.resize_token_embeddings)
         _take_quantisation_off(model, elsewhere)
         return info, offloaded
 
@@ -199,11 +200,14 @@ def _take_quantisation_off(model: Any, names: Iterable[str]) -> None:
             model.set_submodule(path, plain)
 
 
-def _refuse_to_resize(*_: object, **__: object) -> None:
-    raise ConfigError(
-        "this process has the weights of its own stages alone, and new rows of the token table would be drawn by some "
-        "processes only; resize the table in one process, without own_stages, save the model and load that"
-    )
+def _resize(model: nn.Module, resize: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Resize the token table, unless this process has only the weights of its own stages."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            "this process has the weights of its own stages alone, and new rows of the token table would be drawn by some "
+            "processes only; resize the table in one process, without own_stages, save the model and load that"
+        )
+    return resize(*given, **named)
 
 
 def _slices(paths: Sequence[str], files: ExitStack) -> dict[str, Any]:
